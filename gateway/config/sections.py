@@ -253,6 +253,7 @@ class SchedulerConfig(SchedulerSpec):
         Literal["take", "refuse"],
         Setting(
             "calls of a task that no tasks section declares: take, each such task with weight 1, 4096 waiting actions "
-            "and no caps, whatever is declared of default; refuse, so that a mistyped X-Task does not get round the bounds of the task that was meant"
+            "and no caps, whatever is declared of default; refuse, so that a mistyped X-Task does not get round the "
+            "bounds of the task that was meant"
         ),
     ] = "take"
