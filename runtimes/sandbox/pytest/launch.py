@@ -200,12 +200,21 @@ def noticed_in(places: Iterable[str]) -> list[str]:
 
 
 def _xdist_version() -> str:
-    if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
+    """Return the version of what pytest will load, empty if that is not there.
+
+    It is not imported before: pytest would warn that it can no longer be rewritten, which ``filterwarnings = error`` of
+    a project makes an error.
+    """
+    if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD") or importlib.util.find_spec("xdist") is None:
         return ""
     try:
-        return str(getattr(importlib.import_module("xdist"), "__version__", "0"))
-    except ImportError:
-        return ""
+        metadata = importlib.import_module("importlib.metadata")
+    except ImportError:  # Python 3.7, where pytest brings its own
+        metadata = importlib.import_module("importlib_metadata")
+    try:
+        return str(metadata.version("pytest-xdist"))
+    except metadata.PackageNotFoundError:
+        return "0"
 
 
 def _dist(wanted: str, version: str) -> str:

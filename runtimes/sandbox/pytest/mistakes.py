@@ -21,6 +21,11 @@ _RUNS_NONE = frozenset(
         "--trace",  # which asks what there is nobody to answer
     }
 )
+#: Options with which the first failures end the suite, and short ones without a value of which -x is one.
+_ENDS_EARLY = frozenset({"--exitfirst", "--maxfail", "--sw", "--stepwise", "--sw-skip", "--stepwise-skip"})
+_EXIT_FIRST = re.compile(r"-[vqslx]*x[vqslx]*")
+#: With which pytest goes on after a file that it cannot collect.
+_GOES_ON = "--continue-on-collection-errors"
 #: Short options without a value, of which -h and -V end pytest before its tests.
 _SHORT = re.compile(r"-[vqxslhV]*[hV][vqxslhV]*")
 #: Names by which a module may make others.
@@ -44,6 +49,16 @@ def option_at_fault(args: Sequence[str]) -> str:
     for value in _values(words, ("-o", "--override-ini")):
         words += _split(value.partition("=")[2]) if value.startswith("addopts=") else []
     return next((word for word in words if word.partition("=")[0] in _RUNS_NONE or _SHORT.fullmatch(word)), "")
+
+
+def ends_early(args: Iterable[str]) -> bool:
+    """Return whether the caller's own options end the suite at its first failures."""
+    return any(word.partition("=")[0] in _ENDS_EARLY or _EXIT_FIRST.fullmatch(word) for word in args)
+
+
+def goes_on(args: Iterable[str]) -> bool:
+    """Return whether the caller's own options have a file that cannot be collected count as one test."""
+    return _GOES_ON in args
 
 
 def left_out(args: Sequence[str], ids: Iterable[str]) -> tuple[str, str]:

@@ -14,10 +14,21 @@ from msgspec import Meta
 from manager.function import PytestSpec
 from runtimes.runtime import Execution
 from runtimes.sandbox.exec.runtime import Directory, Env, checked, invalid, traced
-from runtimes.sandbox.pytest.mistakes import added_options, left_out, option_at_fault, testless, undefined
+from runtimes.sandbox.pytest.mistakes import (
+    added_options,
+    ends_early,
+    goes_on,
+    left_out,
+    option_at_fault,
+    testless,
+    undefined,
+)
 from runtimes.sandbox.pytest.report import SuiteRequest
 
 COMPONENT = "pytest"
+#: What a tree's own options must not change, as the verdicts would hang on how many workers there were: no failure ends
+#: the suite, nor does a file that cannot be collected.
+_TO_THE_END = ("--maxfail=0", "--continue-on-collection-errors")
 #: Modules beside tests that hold none.
 _NO_SUITES = ("conftest.py", "__init__.py")
 
@@ -114,7 +125,8 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
     tests = given.get("tests", {})
     _check_tests(tests, given.get("paths", []), spec)
     _check_listed(request, tests, (*spec.args, *args))
-    words = {"$.args": args, "$.env": added_options(given.get("env", {})), "pytest.args of the function": spec.args}
+    added = added_options(given.get("env", {}))
+    words = {"$.args": args, "$.env": added, "pytest.args of the function": spec.args}
     for path, said in words.items():
         if option := option_at_fault(said):
             raise invalid(path, f"must have pytest run tests: with {option} it runs none", COMPONENT)
@@ -125,15 +137,18 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
                 "must hold a test: nothing in them is called one (if a plugin makes them, name their files in targets)"
             )
             raise invalid("$.tests", told, COMPONENT)
+    options = (*spec.args, *added, *args)
+    early = ends_early(options)
+    workers = _workers(execution, spec, request, given.get("workers"), settings)
     return SuitePlan(
-        request=request,
+        request=replace(request, goes_on=goes_on(options)),
         spec=spec,
         tests=tests,
         paths=tuple(given.get("paths", ())),
         cwd=cwd,
         env=traced(execution.call, given.get("env", {})),
-        args=spec.args + args,
-        workers=_workers(execution, spec, request, given.get("workers"), settings),
+        args=(*(_TO_THE_END[1:] if early else _TO_THE_END), *spec.args, *args),
+        workers=1 if early else workers,
         asked_workers=given.get("workers", 0),
         dist=spec.dist,
         test_timeout_s=given.get("test_timeout_s", 0.0),

@@ -8,6 +8,9 @@
 The project's code runs in the same process, or in its workers. It is the gateway that judges, outside the sandbox: it
 takes each verdict once, and whatever does not fit together is worth nothing. What that cannot hold is code that lies in
 the process of the test which judges it (docs/SANDBOXES.md).
+
+PYTEST_DONT_REWRITE: it is imported before pytest begins, which would warn of that, and a project may make an error of
+every warning.
 """
 
 from __future__ import annotations
@@ -403,7 +406,13 @@ def drop_bytecode(paths: Iterable[str]) -> None:
 
 
 def import_plugins(project: dict[str, Any]) -> None:
-    """Import the plugins that the caller names, those of the installation first."""
+    """Import the plugins that the caller names, those of the installation first.
+
+    pytest would warn that it can rewrite them no more, and a project may make an error of every warning.
+    """
+    if project["plugins"]:
+        hook: Any = importlib.import_module("_pytest.assertion.rewrite").AssertionRewritingHook
+        hook._warn_already_imported = lambda _self, _name: None
     kept = list(sys.path)
     sys.path += project["paths"]
     for name in project["plugins"]:

@@ -33,6 +33,8 @@ class SuiteRequest:
     targets: tuple[str, ...] = ()
     fail_to_pass: tuple[str, ...] = ()
     pass_to_pass: tuple[str, ...] = ()
+    #: Without lists, a file that cannot be collected is one test that failed; else nothing is worth anything then.
+    goes_on: bool = False
 
     @property
     def listed(self) -> tuple[str, ...]:
@@ -179,8 +181,9 @@ def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:
     """Return verdicts and reward as plain JSON values.
 
     With lists the reward is 1.0 when every listed test passes, else 0.0; without, the share of the tests that
-    passed, skipped ones left out. A test that was asked for and did not run is ``missing``, and never passes. A report
-    in doubt is worth 0.0.
+    passed, skipped ones left out, and 0.0 where a file could not be collected: nobody knows how many tests it has, and
+    pytest would have run none at all. A test that was asked for and did not run is ``missing``, and never passes. A
+    report in doubt is worth 0.0.
     """
     tests = _verdicts(request, report)
     if request.listed:
@@ -191,6 +194,8 @@ def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:
         passing = sum(verdict in PASSING for verdict in counted)
         reward = passing / len(counted) if counted else 0.0
         resolved = passing > 0 and passing == len(counted)
+        if report.broken and not request.goes_on:
+            reward = 0.0
     if report.doubts:
         reward, resolved = 0.0, False
     return {
@@ -224,7 +229,9 @@ def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, objec
         )
         said.append(f"{told} ({_some(dict.fromkeys(report.foreign.values()))}): {_some(report.foreign)}")
     if report.broken:
-        said.append(f"{len(report.broken)} file(s) could not be collected: {_some(report.broken)}")
+        told = f"{len(report.broken)} file(s) could not be collected: {_some(report.broken)}"
+        whole = "" if request.listed or request.goes_on else ", so that the suite is worth 0.0, as it is to pytest"
+        said.append(told + whole)
     if report.skipped and result["reward"] != 1.0:
         path, why = next(iter(report.skipped.items()))
         said.append(f"{len(report.skipped)} file(s) skipped themselves when they were imported: {path} ({why})")

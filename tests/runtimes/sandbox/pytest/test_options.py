@@ -1,0 +1,125 @@
+"""A tree's own options change no verdict by how many workers there are, and the caller's do what they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from manager.function import PytestSpec
+from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SuiteBench
+
+both = pytest.mark.parametrize("cores", [(0,), (0, 1)])
+#: One file cannot be imported, the other passes.
+BROKEN = {
+    "calc.py": "def f(:\n",
+    "test_hard.py": """
+        import pytest
+        from calc import f
+        @pytest.mark.parametrize("number", range(9))
+        def test_hard(number): assert f(number)
+    """,
+    "test_easy.py": "def test_easy(): pass\n",
+}
+#: The first of three fails.
+FAILING = {
+    "test_a.py": """
+        def test_a(): assert False
+        def test_b(): pass
+        def test_c(): pass
+    """,
+}
+
+
+@both
+@pytest.mark.parametrize("options", ["filterwarnings = error", "addopts = -W error", "filterwarnings =\n  error\n"])
+async def test_a_project_that_makes_warnings_errors_is_judged(
+    bench: SuiteBench, cores: tuple[int, ...], options: str
+) -> None:
+    tests = """
+        import warnings, pytest
+        def test_a(): pass
+        def test_b():
+            with pytest.raises(UserWarning):
+                warnings.warn("told")
+    """
+    value = await bench.run({"pytest.ini": f"[pytest]\n{options}\n", "test_a.py": tests}, cores=cores)
+    assert (value["reward"], value["counts"], value["note"]) == (1.0, {"passed": 2}, ""), bench.log.text("stdout")
+    assert value["workers"] == len(cores)
+    assert "cannot be rewritten" not in bench.log.text("stdout")
+
+
+@both
+async def test_a_named_plugin_is_loaded_where_warnings_are_errors(bench: SuiteBench, cores: tuple[int, ...]) -> None:
+    files = {
+        "pytest.ini": "[pytest]\nfilterwarnings = error\n",
+        "named.py": "import pytest\n@pytest.fixture\ndef number(): return 1\n",
+        "test_a.py": "def test_a(number): assert number == 1\ndef test_b(): pass\n",
+    }
+    value = await bench.run(files, cores=cores, args=["-p", "named"])
+    assert value["counts"] == {"passed": 2}, bench.log.text("stdout")
+
+
+@both
+async def test_a_file_that_cannot_be_imported_makes_a_suite_worth_nothing(
+    bench: SuiteBench, cores: tuple[int, ...]
+) -> None:
+    value = await bench.run(BROKEN, cores=cores)
+    assert (value["reward"], value["resolved"], value["valid"]) == (0.0, False, True)
+    assert value["tests"] == {"test_hard.py": "error", "test_easy.py::test_easy": "passed"}
+    assert "1 file(s) could not be collected: test_hard.py, so that the suite is worth 0.0" in value["note"]
+
+
+@both
+async def test_a_caller_may_count_a_file_that_cannot_be_imported_as_one_test(
+    bench: SuiteBench, cores: tuple[int, ...]
+) -> None:
+    value = await bench.run(BROKEN, cores=cores, args=["--continue-on-collection-errors"])
+    assert (value["reward"], value["counts"]) == (0.5, {"error": 1, "passed": 1})
+    assert "worth 0.0" not in value["note"]
+
+
+@both
+async def test_the_trees_own_options_do_not_count_a_broken_file_as_one_test(
+    bench: SuiteBench, cores: tuple[int, ...]
+) -> None:
+    value = await bench.run(
+        BROKEN | {"pytest.ini": "[pytest]\naddopts = --continue-on-collection-errors\n"}, cores=cores
+    )
+    assert value["reward"] == 0.0
+
+
+@both
+async def test_a_listed_test_is_judged_beside_a_file_that_cannot_be_imported(
+    bench: SuiteBench, cores: tuple[int, ...]
+) -> None:
+    lists = {"fail_to_pass": ["test_easy.py::test_easy"], "targets": ["test_hard.py", "test_easy.py"]}
+    value = await bench.run(BROKEN, cores=cores, **lists)
+    assert (value["reward"], value["fail_to_pass"]["passed"]) == (1.0, ["test_easy.py::test_easy"])
+
+
+@both
+@pytest.mark.parametrize("option", ["-x", "--maxfail=1", "--exitfirst -q"])
+async def test_a_tree_that_ends_at_its_first_failure_is_judged_to_its_end(
+    bench: SuiteBench, cores: tuple[int, ...], option: str
+) -> None:
+    value = await bench.run(FAILING | {"pytest.ini": f"[pytest]\naddopts = {option}\n"}, cores=cores)
+    assert value["counts"] == {"failed": 1, "passed": 2}
+
+
+@pytest.mark.parametrize(
+    ("of_function", "input"),
+    [
+        (("-x",), {}),
+        ((), {"args": ["--maxfail", "1"]}),
+        ((), {"args": ["-qx"]}),
+        ((), {"env": {"PYTEST_ADDOPTS": "--exitfirst"}}),
+    ],
+)
+async def test_a_caller_who_ends_at_the_first_failure_has_one_worker_and_one_verdict(
+    bench: SuiteBench, of_function: tuple[str, ...], input: dict[str, object]
+) -> None:
+    function = replace(FUNCTION, pytest=PytestSpec(args=(*ARGS, *of_function)))
+    value = await bench.run(FAILING, cores=(0, 1), function=function, **input)
+    assert (value["workers"], value["reward"]) == (1, 0.0)
+    assert value["counts"] == {"failed": 1, "missing": 2}
