@@ -10,12 +10,16 @@ import structlog
 
 #: Seconds between two looks for leases that have run out.
 LOOK_S = 1.0
+#: Seconds for which what was opened is held for a client that went away before it was told so, and may ask again.
+ABANDONED_S = 10.0
 
 #: For how many seconds nothing of a trajectory has waited or run (0 while something does); None if it does not live.
 IdleTime = Callable[[str], float | None]
 
 
-class _Lease(NamedTuple):
+class Lease(NamedTuple):
+    """For how long, and until when on the clock, in seconds."""
+
     lease_s: float
     until_s: float
 
@@ -23,16 +27,31 @@ class _Lease(NamedTuple):
 class Leases:
     """Until when each leased trajectory is held for its client. Use from one event loop.
 
-    There is none before the first renewal, and none of an earlier gateway: ``idle_ttl`` alone bounds those. At most one
-    is kept for each living trajectory.
+    There is none of what was opened without one before its first renewal, and none of an earlier gateway: ``idle_ttl``
+    alone bounds those. At most one is kept for each trajectory that lives or is being opened.
     """
 
     def __init__(self, now: Callable[[], float], idle_s: IdleTime, end: Callable[[str], Awaitable[bool]]) -> None:
         self._now = now
         self._idle_s = idle_s
         self._end = end
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, Lease] = {}
         self._log = structlog.get_logger("gateway.leases")
+
+    def hold(self, trajectory: str, lease_s: float) -> Lease:
+        """Hold one that is being opened, or lives, for so long from now on."""
+        lease = self._leases[trajectory] = Lease(lease_s, self._now() + lease_s)
+        return lease
+
+    def let_go(self, trajectory: str, lease: Lease) -> None:
+        """It could not be opened; nothing is done if somebody else holds it by now."""
+        if self._leases.get(trajectory) is lease:
+            del self._leases[trajectory]
+
+    def abandon(self, trajectory: str, lease: Lease) -> None:
+        """Who opened it has gone before it was told so; nothing is done if somebody else holds it by now."""
+        if self._leases.get(trajectory) is lease:
+            self.hold(trajectory, min(lease.lease_s, ABANDONED_S))
 
     def renew(self, trajectories: Iterable[str], lease_s: float) -> list[str]:
         """Hold those that live for so long from now on; returns the others, which nobody holds any more."""
@@ -42,7 +61,7 @@ class Leases:
                 self._leases.pop(trajectory, None)
                 gone.append(trajectory)
             else:
-                self._leases[trajectory] = _Lease(lease_s, self._now() + lease_s)
+                self._leases[trajectory] = Lease(lease_s, self._now() + lease_s)
         return gone
 
     def left_s(self, trajectory: str) -> float | None:

@@ -58,6 +58,7 @@ async def fork_trajectory(services: Services, trajectory: str, asked: ForkReques
     taken = await take_snapshot(services, name)
     task = asked.task or str(found["task"])
     opening = TrajectoryOpening(function=asked.function, task=task, step=asked.step, snapshot=taken.snapshot)
+    opening = replaced(opening, lease_s=asked.lease_s)
     try:
         # Which may wait long for memory, and be the least used.
         opened = await services.snapshots.begin(taken.snapshot, lambda: _open_all(services, asked.to, opening))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from msgspec import convert
 from msgspec.structs import replace as replaced
@@ -15,8 +17,13 @@ from runtimes.sandbox.choice import chosen, forked
 from tangram.types import LivingSandbox, SandboxChoice, TrajectoryInfo, TrajectoryOpening
 
 
-async def open_trajectory(services: Services, trajectory: str, asked: TrajectoryOpening) -> TrajectoryInfo:
+async def open_trajectory(
+    services: Services, trajectory: str, asked: TrajectoryOpening, gone: Callable[[], bool] = lambda: False
+) -> TrajectoryInfo:
     """Make the trajectory's sandbox as it was chosen, or find that it lives so already; return the trajectory.
+
+    It is held from the beginning for who asks for that: whoever dies while it is made leaves it to its lease. Nobody
+    holds what was made for a caller who is ``gone`` at the end, but for the time in which he may ask again.
 
     Raises NotFound for the function or the snapshot, SnapshotLost if that is lost with its node, InvalidInput with the
     field that the function does not allow, Conflict if the trajectory lives in another sandbox, and what the engine
@@ -33,10 +40,20 @@ async def open_trajectory(services: Services, trajectory: str, asked: Trajectory
         await services.images.require(asked.sandbox.image)  # before it holds memory or a core
     task = wire.name(asked.task, "task")
     services.functions.task(task)
-    if asked.snapshot is None:
-        await services.engine.open_trajectory(name, task, function)
-    else:
-        await services.snapshots.begin(asked.snapshot, lambda: services.engine.open_trajectory(name, task, function))
+    is_new = services.engine.trajectory(name) is None
+    lease = None if asked.lease_s is None else services.leases.hold(name, asked.lease_s)
+    try:
+        if asked.snapshot is None:
+            await services.engine.open_trajectory(name, task, function)
+        else:
+            begin = partial(services.engine.open_trajectory, name, task, function)
+            await services.snapshots.begin(asked.snapshot, begin)
+    except BaseException:
+        if lease is not None and services.engine.trajectory(name) is None:
+            services.leases.let_go(name, lease)
+        raise
+    if lease is not None and is_new and gone():
+        services.leases.abandon(name, lease)
     if asked.step is not None:
         await services.steps.opened(name, task, asked.step)
     return trajectory_info(services, name)

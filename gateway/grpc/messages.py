@@ -83,7 +83,7 @@ def read_upload(message: pb.PutFunctionRequest) -> FunctionUpload:
 
 def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
     """The opening of a trajectory; raises InvalidInput."""
-    asked: dict[str, object] = {"function": message.function, "task": message.task or "default", **_step(message)}
+    asked: dict[str, object] = {"function": message.function, "task": message.task or "default", **_given(message)}
     if message.snapshot:
         asked["snapshot"] = message.snapshot
     if message.HasField("sandbox"):
@@ -96,7 +96,7 @@ def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
 
 def read_fork(message: pb.ForkTrajectoryRequest) -> ForkRequest:
     """What is to be forked; raises InvalidInput."""
-    asked = {"function": message.function, "to": list(message.to), "task": message.task or None, **_step(message)}
+    asked = {"function": message.function, "to": list(message.to), "task": message.task or None, **_given(message)}
     return wire.read(asked, ForkRequest, "$")
 
 
@@ -110,8 +110,8 @@ def read_expectation(message: pb.TellStepRequest) -> StepExpectation:
     return wire.read({"expected": message.expected}, StepExpectation)
 
 
-def _step(message: pb.OpenTrajectoryRequest | pb.ForkTrajectoryRequest) -> dict[str, object]:
-    return {"step": message.step} if message.HasField("step") else {}
+def _given(message: pb.OpenTrajectoryRequest | pb.ForkTrajectoryRequest) -> dict[str, object]:
+    return {name: getattr(message, name) for name in ("step", "lease_s") if message.HasField(name)}
 
 
 def step_message(told: StepInfo) -> pb.Step:

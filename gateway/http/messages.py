@@ -198,9 +198,14 @@ async def attend(request: Request, invocations: Invocations, invocation: LiveInv
 
 async def watch(request: Request, invocations: Invocations, invocation: LiveInvocation) -> None:
     """Leave the invocation when the connection closes."""
+    await disconnected(request)
+    invocations.leave(invocation)
+
+
+async def disconnected(request: Request) -> None:
+    """Wait until the connection closes; the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    invocations.leave(invocation)
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import wire
 from gateway.http.call import read_headers, read_query
-from gateway.http.messages import body_chunks, read_body, respond
+from gateway.http.messages import body_chunks, disconnected, read_body, respond
 from gateway.http.operation import (
     BINARY,
     Operation,
@@ -87,7 +88,11 @@ class TrajectoryOperations:
         asked = wire.read(body, TrajectoryOpening, "$")
         if asked.step is None:
             asked = replaced(asked, step=read_headers(request, OpeningHeaders).step)
-        return respond(await open_trajectory(self._services, trajectory, asked))
+        caller = asyncio.create_task(disconnected(request))
+        try:
+            return respond(await open_trajectory(self._services, trajectory, asked, caller.done))
+        finally:
+            caller.cancel()
 
     async def get(self, request: Request) -> Response:
         return respond(trajectory_info(self._services, wire.name(request.path_params["id"], "trajectory")))

@@ -59,6 +59,11 @@ class Heartbeats:
     def __reduce__(self) -> tuple[Any, ...]:
         return Heartbeats, self._given
 
+    @property
+    def lease_s(self) -> float | None:
+        """Seconds for which the gateway is to hold what is opened, None if nobody renews it."""
+        return self._lease_s
+
     def hold(self, handle: OpenHandle) -> None:
         """Hold its trajectory until it is let go, or nobody refers to the handle any more."""
         if self._lease_s is None:

@@ -286,10 +286,13 @@ def open_trajectory(
     sandbox: SandboxChoice | None = None,
     snapshot: str | None = None,
     step: int | None = None,
+    lease_s: float | None = None,
 ) -> ApiRequest[TrajectoryInfo]:
     """Return the request that makes a trajectory's environment, or finds that it lives already."""
     task = "default" if task is None else task
-    opening = TrajectoryOpening(function=function, task=task, step=step, sandbox=sandbox, snapshot=snapshot)
+    opening = TrajectoryOpening(
+        function=function, task=task, step=step, sandbox=sandbox, snapshot=snapshot, lease_s=lease_s
+    )
     return ApiRequest(
         method="PUT",
         path=trajectory_path(id),

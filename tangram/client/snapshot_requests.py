@@ -25,7 +25,12 @@ def take_snapshot(trajectory: str) -> ApiRequest[SnapshotInfo]:
 
 
 def fork(
-    trajectory: str, function: str, to: Sequence[str], task: str | None, step: int | None = None
+    trajectory: str,
+    function: str,
+    to: Sequence[str],
+    task: str | None,
+    step: int | None = None,
+    lease_s: float | None = None,
 ) -> ApiRequest[ForkAnswer]:
     """Return the request that opens trajectories with the files of another; raises InvalidInputError for one text."""
     if isinstance(to, str) or not to:
@@ -35,7 +40,9 @@ def fork(
         path=f"/v1/trajectories/{quote(trajectory, safe='')}/fork",
         read=reader(ForkAnswer),
         headers=JSON_BODY,
-        content=msgspec.json.encode(ForkRequest(function=function, to=tuple(to), task=task, step=step)),
+        content=msgspec.json.encode(
+            ForkRequest(function=function, to=tuple(to), task=task, step=step, lease_s=lease_s)
+        ),
         repeatable=False,
         patient=True,
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
+import httpx
 import pytest
 
-from gateway.leases import Leases
-from tests.gateway.conftest import RunningGateway
+from gateway.leases import ABANDONED_S, Leases
+from tests.gateway.conftest import RunningGateway, until
 
 
 class LeaseBench:
@@ -69,3 +73,54 @@ async def test_a_lease_out_of_bounds_is_refused(gateway: RunningGateway, lease_s
     answer = await gateway.http.post("/v1/leases", json={"trajectories": ["t"], "lease_s": lease_s})
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_input")
     assert "lease" in answer.json()["detail"]
+
+
+async def test_what_is_being_opened_is_held_and_let_go_of_by_who_held_it() -> None:
+    world = LeaseBench("t")
+    lease = world.leases.hold("t", 20.0)
+    assert world.leases.left_s("t") == 20.0
+    world.leases.abandon("t", lease)
+    assert world.leases.left_s("t") == ABANDONED_S
+    again = world.leases.hold("t", 20.0)  # the caller asks once more
+    world.leases.abandon("t", lease)
+    world.leases.let_go("t", lease)
+    assert world.leases.left_s("t") == 20.0, "the first request came to its end"
+    assert await world.later(21.0) == set()
+    world.leases.let_go("t", again)
+    assert world.leases.left_s("t") is None
+
+
+async def test_who_goes_away_while_its_trajectory_is_made_leaves_it_to_end_soon(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making, made = asyncio.Event(), asyncio.Event()
+    opened = gateway.app.engine.open_trajectory
+
+    async def slowly(*arguments: Any, **named: Any) -> None:
+        making.set()
+        await made.wait()
+        await opened(*arguments, **named)
+
+    monkeypatch.setattr(gateway.app.engine, "open_trajectory", slowly)
+    body = {"function": "echo", "lease_s": 300}
+    async with httpx.AsyncClient(base_url=gateway.http.base_url, headers=gateway.http.headers) as client:
+        request = asyncio.create_task(client.put("/v1/trajectories/left", json=body))
+        await making.wait()
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+    await asyncio.sleep(0.2)  # the connection closes
+    made.set()
+    await until(lambda: 0.0 < (gateway.app.leases.left_s("left") or 0.0) <= ABANDONED_S)
+    assert gateway.app.engine.trajectory("left") is not None, "it may be asked for again"
+    kept = (await gateway.http.put("/v1/trajectories/kept", json=body)).json()
+    assert kept["lease_left_s"] > ABANDONED_S, "who stays is held for what it asked"
+
+
+async def test_what_cannot_be_opened_leaves_no_lease(gateway: RunningGateway) -> None:
+    refused = await gateway.http.put("/v1/trajectories/t", json={"function": "nope", "lease_s": 300})
+    assert refused.status_code == 404
+    assert (await gateway.http.put("/v1/trajectories/t", json={"function": "echo"})).json()["lease_left_s"] is None
+    for lease_s in (0.5, 86401, "soon"):
+        bad = await gateway.http.put("/v1/trajectories/u", json={"function": "echo", "lease_s": lease_s})
+        assert (bad.status_code, "lease_s" in bad.text) == (422, True)

@@ -305,20 +305,22 @@ class InvokeEvent(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Invocation, _Mapping]] = ..., log: _Optional[_Union[LogRecord, _Mapping]] = ..., ended: _Optional[_Union[Invocation, _Mapping]] = ...) -> None: ...
 
 class OpenTrajectoryRequest(_message.Message):
-    __slots__ = ("trajectory", "function", "task", "sandbox", "snapshot", "step")
+    __slots__ = ("trajectory", "function", "task", "sandbox", "snapshot", "step", "lease_s")
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     SANDBOX_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     trajectory: str
     function: str
     task: str
     sandbox: ChosenSandbox
     snapshot: str
     step: int
-    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., task: _Optional[str] = ..., sandbox: _Optional[_Union[ChosenSandbox, _Mapping]] = ..., snapshot: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    lease_s: float
+    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., task: _Optional[str] = ..., sandbox: _Optional[_Union[ChosenSandbox, _Mapping]] = ..., snapshot: _Optional[str] = ..., step: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class ChosenSandbox(_message.Message):
     __slots__ = ("image", "env", "workdir", "user", "memory", "network", "idle_ttl")
@@ -530,18 +532,20 @@ class Snapshot(_message.Message):
     def __init__(self, snapshot: _Optional[str] = ..., json: _Optional[bytes] = ...) -> None: ...
 
 class ForkTrajectoryRequest(_message.Message):
-    __slots__ = ("trajectory", "function", "to", "task", "step")
+    __slots__ = ("trajectory", "function", "to", "task", "step", "lease_s")
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     trajectory: str
     function: str
     to: _containers.RepeatedScalarFieldContainer[str]
     task: str
     step: int
-    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., to: _Optional[_Iterable[str]] = ..., task: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    lease_s: float
+    def __init__(self, trajectory: _Optional[str] = ..., function: _Optional[str] = ..., to: _Optional[_Iterable[str]] = ..., task: _Optional[str] = ..., step: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class ForkTrajectoryResponse(_message.Message):
     __slots__ = ("snapshot", "trajectories")

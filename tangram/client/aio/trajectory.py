@@ -70,7 +70,15 @@ class AsyncTrajectory:
         Raises InvalidInputError for what the function does not allow, ConflictError if it lives in another sandbox.
         """
         chosen = (self._function, self._task, self._sandbox, self._snapshot, self._step)
-        await self._client._send(requests.open_trajectory(self.id, *chosen))
+        request = requests.open_trajectory(self.id, *chosen, lease_s=self._client.heartbeats.lease_s)
+        was_held = self._opened and not self._closed
+        self._client.heartbeats.hold(self)
+        try:
+            await self._client._send(request)
+        except BaseException:
+            if not was_held:
+                self._client.heartbeats.let_go(self)
+            raise
         return self._begin()
 
     def _begin(self) -> Self:
@@ -94,7 +102,8 @@ class AsyncTrajectory:
         name that lives. Each handle is to be closed, or entered.
         """
         self._living()
-        answer = await self._client._send(snapshot_requests.fork(self.id, self._function, to, self._task, step))
+        asked = (self.id, self._function, to, self._task, step, self._client.heartbeats.lease_s)
+        answer = await self._client._send(snapshot_requests.fork(*asked))
         return [self._forked(each.trajectory, answer.snapshot.snapshot) for each in answer.trajectories]
 
     def _forked(self, id: str, snapshot: str) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -93,7 +94,7 @@ async def test_the_trees_own_options_do_not_count_a_broken_file_as_one_test(
 async def test_a_listed_test_is_judged_beside_a_file_that_cannot_be_imported(
     bench: SuiteBench, cores: tuple[int, ...]
 ) -> None:
-    lists = {"fail_to_pass": ["test_easy.py::test_easy"], "targets": ["test_hard.py", "test_easy.py"]}
+    lists: dict[str, Any] = {"fail_to_pass": ["test_easy.py::test_easy"], "targets": ["test_hard.py", "test_easy.py"]}
     value = await bench.run(BROKEN, cores=cores, **lists)
     assert (value["reward"], value["fail_to_pass"]["passed"]) == (1.0, ["test_easy.py::test_easy"])
 
