@@ -17,7 +17,7 @@ ABANDONED_S = 10.0
 IdleTime = Callable[[str], float | None]
 
 
-class Lease(NamedTuple):
+class TrajectoryLease(NamedTuple):
     """For how long, and until when on the clock, in seconds."""
 
     lease_s: float
@@ -35,20 +35,20 @@ class Leases:
         self._now = now
         self._idle_s = idle_s
         self._end = end
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, TrajectoryLease] = {}
         self._log = structlog.get_logger("gateway.leases")
 
-    def hold(self, trajectory: str, lease_s: float) -> Lease:
+    def hold(self, trajectory: str, lease_s: float) -> TrajectoryLease:
         """Hold one that is being opened, or lives, for so long from now on."""
-        lease = self._leases[trajectory] = Lease(lease_s, self._now() + lease_s)
+        lease = self._leases[trajectory] = TrajectoryLease(lease_s, self._now() + lease_s)
         return lease
 
-    def let_go(self, trajectory: str, lease: Lease) -> None:
+    def let_go(self, trajectory: str, lease: TrajectoryLease) -> None:
         """It could not be opened; nothing is done if somebody else holds it by now."""
         if self._leases.get(trajectory) is lease:
             del self._leases[trajectory]
 
-    def abandon(self, trajectory: str, lease: Lease) -> None:
+    def abandon(self, trajectory: str, lease: TrajectoryLease) -> None:
         """Who opened it has gone before it was told so; nothing is done if somebody else holds it by now."""
         if self._leases.get(trajectory) is lease:
             self.hold(trajectory, min(lease.lease_s, ABANDONED_S))
@@ -61,7 +61,7 @@ class Leases:
                 self._leases.pop(trajectory, None)
                 gone.append(trajectory)
             else:
-                self._leases[trajectory] = Lease(lease_s, self._now() + lease_s)
+                self._leases[trajectory] = TrajectoryLease(lease_s, self._now() + lease_s)
         return gone
 
     def left_s(self, trajectory: str) -> float | None:
