@@ -135,9 +135,10 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
     plugin._selection = plugin.TestSelection(told["wanted"], told["prefixes"], told["done"])
     plugin._test_timeout_s, plugin._given = told["test_timeout_s"], told["given"]
     arguments = ["-p", MODULE]
+    width: list[str] = []
     if xdist:
-        # Also where one process is enough: the project's own addopts may ask for more.
-        arguments += ["-n", str(workers), "--dist", _dist(told["dist"], xdist)] if workers > 1 else ["-n", "0"]
+        # Also where one process is enough: the project's own addopts, or the caller's, may ask for more.
+        width = ["-n", str(workers), "--dist", _dist(told["dist"], xdist)] if workers > 1 else ["-n", "0"]
     if told["own_options"]:
         arguments += ["-c", str(Path(directory) / "pytest.ini"), "--rootdir", str(Path.cwd()), "--noconftest"]
     project["plugins"] = named_plugins(told["args"])
@@ -148,7 +149,7 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
         _check_messages()
     plugin._project.update(project)
     plugin.import_plugins(project)
-    status: int = pytest.main([*arguments, *told["args"], *paths])
+    status: int = pytest.main([*arguments, *told["args"], *width, *paths])
     return status
 
 

@@ -132,7 +132,7 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
             raise invalid(path, f"must have pytest run tests: with {option} it runs none", COMPONENT)
     if not request.targets and not request.listed:
         request = replace(request, targets=_suites(tests))
-        if testless(request.targets, tests):
+        if tests and (not request.targets or testless(request.targets, tests)):
             told = (
                 "must hold a test: nothing in them is called one (if a plugin makes them, name their files in targets)"
             )
