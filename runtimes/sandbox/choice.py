@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from manager.errors import Conflict, InvalidInput
+from manager.errors import Conflict, InvalidConfig, InvalidInput
 from manager.function import Network, SandboxSpec
 from runtimes.sandbox.snapshots.record import REPOSITORY, SnapshotRecord
 from tangram.types import SandboxChoice
@@ -23,6 +24,8 @@ SYSTEM = (
 ABOVE_SYSTEM = ("/", "/home", "/opt", "/run", "/srv", "/tmp", "/usr", "/usr/local", "/var", "/var/lib", "/var/tmp")
 #: Of the names and values of an environment together: the kernel bounds what a program is started with.
 ENV_MAX_CHARS = 64 * 2**10
+#: Functions of which is known how their sandboxes are declared, and changes of each.
+DECLARED_MAX, CHANGES_MAX = 4096, 16
 #: What begins a reference to a secret.
 SECRET = "${secret:"
 
@@ -107,17 +110,53 @@ def contradiction(spec: SandboxSpec, living: SandboxSpec, *, images: bool) -> st
     return ""
 
 
-def outlives(living: SandboxSpec, spec: SandboxSpec, declared: Collection[SandboxSpec], *, images: bool) -> bool:
+def outlives(
+    living: SandboxSpec,
+    spec: SandboxSpec,
+    earlier: Iterable[SandboxSpec] | None,
+    filled: Callable[[SandboxSpec], SandboxSpec],
+    *,
+    images: bool,
+) -> bool:
     """Return whether a function may go on in a sandbox that it contradicts, as that is of an earlier configuration.
 
-    That is where no function that is ``declared`` now would be served in it without a contradiction, and what has
-    changed is image, workdir or env, which a trajectory keeps. What bounds a sandbox (network, user, runtime,
-    capabilities) is never that of an earlier configuration.
+    That is where it agreed with it as it was declared ``earlier`` (None: under a configuration that is not known), and
+    what has changed is image, workdir or env, which a trajectory keeps. What bounds a sandbox (network, user, runtime,
+    capabilities) is never that of an earlier configuration. ``filled`` puts a declaration's secrets in.
     """
     kept = replace(spec, image=living.image, workdir=living.workdir, env=living.env)
-    if not declared or contradiction(kept, living, images=images):
+    if contradiction(kept, living, images=images):
         return False
-    return all(contradiction(each, living, images=images) for each in declared)
+    for each in earlier or ():
+        with suppress(InvalidConfig):  # of a secret that is no more
+            if not contradiction(filled(each), living, images=images):
+                return True
+    return earlier is None
+
+
+class Declarations:
+    """How each function's sandbox is declared, and was before: the last functions, and changes of each, are known."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, SandboxSpec] = {}
+        #: Until when, in seconds of the wall clock, it was declared otherwise.
+        self._before: dict[str, list[tuple[float, SandboxSpec]]] = {}
+
+    def declare(self, function: str, spec: SandboxSpec, now_s: float) -> None:
+        """Know how it is declared from now on."""
+        known = self._now.pop(function, spec)
+        self._now[function] = spec
+        if known != spec:
+            self._before[function] = [*self._before.get(function, ())[1 - CHANGES_MAX :], (now_s, known)]
+        if len(self._now) > DECLARED_MAX:
+            eldest = next(iter(self._now))
+            del self._now[eldest]
+            self._before.pop(eldest, None)
+
+    def since(self, made_s: float, spec: SandboxSpec) -> Iterator[SandboxSpec]:
+        """Yield how functions that are declared so now have been since then, if otherwise."""
+        for function in [name for name, now in self._now.items() if now == spec]:
+            yield from (before for until_s, before in self._before.get(function, ()) if made_s < until_s)
 
 
 def difference(asked: SandboxSpec, living: SandboxSpec) -> str:

@@ -15,7 +15,7 @@ from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsupported
 from manager.function import Isolation, Network, SandboxSpec
 from runtimes.api.secrets import Secrets
-from runtimes.sandbox.choice import OtherSandbox, chosen_env, contradiction, difference, outlives
+from runtimes.sandbox.choice import Declarations, OtherSandbox, chosen_env, contradiction, difference, outlives
 from runtimes.sandbox.command import ResumableCommand
 from runtimes.sandbox.record import TASK
 from runtimes.sandbox.runner.protocol import lost
@@ -30,8 +30,6 @@ logger = structlog.get_logger("sandbox.environments")
 COMPONENT = "sandbox"
 TRAJECTORY = "tangram.trajectory"
 PURPOSE = "tangram.purpose"
-#: Functions of which is known how their sandboxes are declared.
-DECLARED_MAX = 4096
 #: Seconds for which the sandbox of a single action waits at most for the action's end to be on record.
 ACK_WAIT_S = 5.0
 
@@ -62,6 +60,8 @@ class Environment:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     sandbox: Sandbox | None = None
     made_s: float = 0.0
+    #: It was made by an earlier gateway, under a configuration that is not known.
+    adopted: bool = False
     #: What a trajectory has chosen: if its sandbox is lost, the next one is made so too.
     spec: SandboxSpec | None = None
     #: It was told that no function is declared so any more.
@@ -89,8 +89,7 @@ class Environments:
         self._left: set[str] = set()
         #: Trajectories whose sandbox died with an earlier gateway.
         self._lost: set[str] = set()
-        #: How each function's sandbox is declared now, by name.
-        self._declared: dict[str, SandboxSpec] = {}
+        self._declared = Declarations()
         #: Ids of sandboxes that belong to others.
         self._excluded: list[Callable[[], Collection[str]]] = []
         self._pools = WarmPools(lambda spec: self._create(spec, {PURPOSE: "warm"}), self._clock)
@@ -123,7 +122,7 @@ class Environments:
         """Own it. If no action runs in it, its processes go on as between two, before any action comes."""
         if not _busy(sandbox) and not await self._quiesced(sandbox):
             return
-        self._environments[trajectory] = Environment(trajectory, sandbox=sandbox, made_s=time.time())
+        self._environments[trajectory] = Environment(trajectory, sandbox=sandbox, made_s=time.time(), adopted=True)
         logger.info("sandbox adopted", trajectory=trajectory, sandbox=sandbox.id)
 
     async def _quiesced(self, sandbox: Sandbox) -> bool:
@@ -200,10 +199,7 @@ class Environments:
     def declare(self, function: str, spec: SandboxSpec) -> None:
         """Know how a function's sandbox is declared from now on; raises InvalidConfig if it has no such secret."""
         self.settings.secrets.filled(spec)
-        self._declared.pop(function, None)
-        self._declared[function] = self._known(spec)
-        if len(self._declared) > DECLARED_MAX:
-            del self._declared[next(iter(self._declared))]
+        self._declared.declare(function, self._known(spec), time.time())
 
     # --- trajectories
 
@@ -392,7 +388,7 @@ class Environments:
                 del self._environments[environment.trajectory]
             raise
         environment.spec = spec if spec.chosen else None
-        environment.sandbox, environment.made_s = made, time.time()
+        environment.sandbox, environment.made_s, environment.adopted = made, time.time(), False
         self._environments[environment.trajectory] = environment
         return made
 
@@ -400,6 +396,7 @@ class Environments:
         """Raise OtherSandbox unless a function, or an opening, of this spec is served in such a sandbox."""
         if spec is living or spec == living:
             return
+        earlier = None if environment.adopted else self._declared.since(environment.made_s, spec)
         if spec.env != living.env:
             spec, living = self.settings.secrets.filled(spec), self.settings.secrets.filled(living)
         if spec.chosen:
@@ -407,8 +404,7 @@ class Environments:
         else:
             images = self.provider.info.kind == "container"
             why = contradiction(spec, living, images=images)
-            declared = [self.settings.secrets.filled(each) for each in self._declared.values()] if why else []
-            if why and outlives(living, spec, declared, images=images):
+            if why and outlives(living, spec, earlier, self.settings.secrets.filled, images=images):
                 if not environment.outlived:
                     told = "a trajectory keeps the sandbox of an earlier configuration"
                     logger.warning(told, trajectory=environment.trajectory, why=why)

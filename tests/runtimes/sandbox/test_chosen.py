@@ -193,6 +193,44 @@ async def test_a_trajectory_goes_on_where_it_began_after_a_change_of_the_configu
         await environments.close()
 
 
+async def test_a_function_that_is_changed_alone_goes_on_in_what_others_still_agree_with(local: Provider) -> None:
+    environments = Environments(local)
+    changed, other = replace(OWN, env={"NEW": "1"}), replace(OWN, env={"OTHER": "1"})
+    try:
+        for name in ("shell", "tests"):
+            environments.declare(name, OWN)
+        living = await environments.ensure("t", OWN)
+        environments.declare("shell", changed)
+        environments.declare("late", other)
+        assert await environments.ensure("t", changed) is living, "it was served there until it was changed"
+        assert await environments.ensure("t", OWN) is living
+        with pytest.raises(OtherSandbox, match="OTHER"):
+            await environments.ensure("t", other)  # it never was
+        await environments.ensure("begun after the change", OWN)
+        with pytest.raises(OtherSandbox, match="NEW"):
+            await environments.ensure("begun after the change", changed)
+    finally:
+        await environments.close()
+
+
+async def test_the_next_gateway_goes_on_with_a_changed_function(local: Provider) -> None:
+    first = Environments(local, EnvironmentSettings(keep_on_close=True))
+    first.declare("shell", OWN)
+    living = await first.ensure("t", OWN)
+    await first.close()
+    second = Environments(local)
+    changed = replace(OWN, env={"NEW": "1"})
+    try:
+        second.declare("shell", changed)
+        second.declare("tests", OWN)
+        assert await second.start(["t"]) == ["t"]
+        assert (await second.ensure("t", changed)).id == living.id
+        with pytest.raises(OtherSandbox, match="network"):
+            await second.ensure("t", replace(changed, network=Network.EGRESS))
+    finally:
+        await second.close()
+
+
 async def test_the_next_gateway_makes_it_as_it_was_chosen(local: Provider) -> None:
     environments = Environments(local)
     try:
