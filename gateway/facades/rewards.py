@@ -92,7 +92,13 @@ class Rewards(Facade):
         value = result_of(records[0])
         if _scores(function):
             value = _each(value)[0]
-        worth = value.get(REWARD, 0.0) if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            value = {name: _as_number(each) for name, each in value.items()}
+            # A trainer may read another field than reward (its reward_key): then one of them has to be a number.
+            worths = [value[REWARD]] if REWARD in value else [each for each in value.values() if _is_reward(each)]
+            worth = worths[0] if worths else None
+        else:
+            worth = value = _as_number(value)
         return answer(value, records[0]) if _is_reward(worth) else self._no_reward(records[0], worth)
 
     async def _openrlhf(self, request: Request, function: FunctionSpec, asked: OpenRlhfRewards) -> Response:
@@ -111,7 +117,7 @@ class Rewards(Facade):
             return records
         values = [result_of(record) for record in records]
         rows = _each(values[0]) if _scores(function) else values
-        worths = [row.get(REWARD) if isinstance(row, dict) else row for row in rows]
+        worths = [_as_number(row.get(REWARD) if isinstance(row, dict) else row) for row in rows]
         for index, worth in enumerate(worths):
             if not _is_reward(worth):
                 return self._no_reward(records[min(index, len(records) - 1)], worth)
@@ -192,6 +198,11 @@ def _each(value: object) -> list[object]:
     """Return the scores of a score model."""
     scores = value.get("scores") if isinstance(value, dict) else None
     return scores if isinstance(scores, list) and scores else [None]
+
+
+def _as_number(worth: object) -> object:
+    """Return 1.0 and 0.0 for true and false, which trainers make no number of; anything else as it is."""
+    return float(worth) if isinstance(worth, bool) else worth
 
 
 def _is_reward(worth: object) -> bool:

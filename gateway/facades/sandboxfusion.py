@@ -212,6 +212,8 @@ class SandboxFusion(Facade):
             fault = fault_of_end(last)
             assert fault is not None
             return self.refuse(fault)
+        if (short := _short_of_memory(program)) and last.reason is Reason.OUT_OF_MEMORY:
+            return self._no_verdict(last, short)
         steps = [None if record is None else _ended(record, program.word) for record in (compiled, ran)]
         errors = [step.stderr for step in steps if step is not None and step.status == "Error"]
         good = all(step.good for step in steps if step is not None)
@@ -283,6 +285,15 @@ def _stdin(program: Program) -> str:
 def _without_memory_bound(asked: RunCodeRequest) -> RunCodeRequest:
     """The bound is the program's, not the compiler's."""
     return RunCodeRequest(code=asked.code, language=asked.language, compile_timeout=asked.compile_timeout)
+
+
+def _short_of_memory(program: Program) -> str:
+    """Return that it had less memory than was asked for; empty if not: then its end for want of it is its own."""
+    sandbox, asked_bytes = program.function.sandbox, (program.asked.memory_limit_mb or 0) * 2**20
+    if sandbox is None or asked_bytes <= sandbox.memory_bytes:
+        return ""
+    had = f"{program.function.name} has {sandbox.memory_bytes / 2**20:g} MiB"
+    return f"out of memory: {had} of the {program.asked.memory_limit_mb} that were asked for; raise its sandbox.memory"
 
 
 def _is_answer(record: Record) -> bool:

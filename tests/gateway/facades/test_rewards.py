@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -52,7 +53,24 @@ async def test_an_object_is_passed_on_to_slime_and_split_for_openrlhf(tmp_path: 
     assert openrlhf.json() == {"rewards": [0.5], "scores": [0.25], "extra_logs": {"length": [3]}}
 
 
-@pytest.mark.parametrize("result", [None, float("nan"), float("inf"), "1", {"reward": None}, {"reward": "x"}])
+@pytest.mark.parametrize(
+    ("result", "worth"),
+    [(True, 1.0), (False, 0.0), ({"reward": True}, {"reward": 1.0}), ({"acc": False}, {"acc": 0.0})],
+)
+async def test_true_and_false_are_numbers_to_a_trainer(tmp_path: Path, result: object, worth: object) -> None:
+    async with doors(tmp_path, OPEN, lambda _: saying(result)) as running:
+        slime = await running.http.post("/rm/reward", json=SLIME)
+        openrlhf = await running.http.post("/rm/reward", json=OPENRLHF)
+    assert (slime.status_code, slime.text) == (200, json.dumps(worth, separators=(",", ":")))
+    if worth != {"acc": 0.0}:  # OpenRLHF reads reward alone
+        number = worth["reward"] if isinstance(worth, dict) else worth
+        assert openrlhf.text == f'{{"rewards":[{number}]}}'
+
+
+@pytest.mark.parametrize(
+    "result",
+    [None, float("nan"), float("inf"), "1", {"reward": None}, {"reward": "x"}, {}, {"acc": None}, {"acc": "1"}],
+)
 async def test_what_is_no_reward_is_never_a_success(tmp_path: Path, result: object) -> None:
     async with doors(tmp_path, OPEN, lambda _: saying(result)) as running:
         slime = await running.http.post("/rm/reward", json=SLIME)

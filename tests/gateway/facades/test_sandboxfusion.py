@@ -6,13 +6,14 @@ import asyncio
 import base64
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manager.action import UnitSet
-from manager.function import FunctionSpec
+from manager.function import FunctionSpec, SandboxSpec
 from runtimes.fake import ScriptStep
 from tests.gateway.conftest import RunningGateway, until
 from tests.gateway.facades.world import doors
@@ -101,6 +102,17 @@ async def test_the_bound_of_memory_is_the_programs(door: RunningGateway) -> None
     assert (await run(door, code, memory_limit_MB=256))["status"] == "Failed"
     assert "MemoryError" in (await run(door, code, memory_limit_MB=256))["run_result"]["stderr"]
     assert (await run(door, "print('small')", memory_limit_MB=256))["run_result"]["stdout"] == "small\n"
+
+
+async def test_an_end_for_want_of_memory_is_the_programs_own_where_it_had_what_was_asked_for(tmp_path: Path) -> None:
+    functions = {"programs": replace(PROGRAMS, sandbox=SandboxSpec(memory_bytes=64 * 2**20))}
+    code = "x = bytearray(400 * 2**20); print(len(x))"
+    async with doors(tmp_path, OPEN, lambda _: ScriptStep(), functions) as running:
+        short = await run(running, code, memory_limit_MB=1024)
+        own = await run(running, code)
+    assert (short["status"], short["run_result"]) == ("SandboxError", None)
+    assert "64 MiB of the 1024 that were asked for; raise its sandbox.memory" in short["message"]
+    assert own["status"] == "Failed"
 
 
 async def test_tests_are_run_as_tests_and_shell_as_shell(door: RunningGateway) -> None:
