@@ -13,6 +13,7 @@ import orjson
 
 from manager.errors import InvalidInput, Reason
 from manager.outcome import State
+from runtimes import exact_json
 from tangram import types
 from tangram.types.values import quantities
 from tangram.types.values.scalars import NAME_WORDS
@@ -73,7 +74,7 @@ def dumps(value: object) -> bytes:
 def loads(data: bytes | str) -> object:
     """A JSON value; raises InvalidInput."""
     try:
-        return cast(object, orjson.loads(data))
+        return exact_json.loads(data)
     except orjson.JSONDecodeError as error:
         raise InvalidInput(f"the body is not JSON: {error}", detail={"path": "$"}) from None
 
@@ -96,8 +97,8 @@ def _too_deep(data: bytes | str, value: object) -> bool:
     for _ in range(_WRAPS):
         value = [value]
     try:
-        orjson.dumps(value)
-    except TypeError:
+        exact_json.dumps(value)
+    except (TypeError, RecursionError):
         return True
     return False
 

@@ -25,6 +25,7 @@ from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode, Record
 from manager.errors import InvalidInput, NotFound, Reason, Unsupported
 from manager.function import FunctionSpec
+from runtimes import exact_json
 
 #: Seconds after which boto3 breaks off a read.
 READ_TIMEOUT_S = 60.0
@@ -124,7 +125,7 @@ class AwsLambda(Facade):
     def _call(self, request: Request, function: FunctionSpec, payload: bytes) -> InvocationRequest:
         """Return the call, whose tries have one key; raises InvalidInput."""
         try:
-            given = orjson.loads(payload) if payload else {}
+            given = exact_json.loads(payload) if payload else {}
         except orjson.JSONDecodeError as error:
             raise InvalidInput(f"Could not parse request body into json: {error}", component=self.name) from None
         if given is not None and not isinstance(given, dict):

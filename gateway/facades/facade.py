@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 import msgspec
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -127,7 +126,7 @@ def read_shape(given: Mapping[str, object], kind: type[T]) -> T:
 
 def result_of(record: Record) -> object:
     """Return the result of an invocation that succeeded."""
-    return None if record.result is None else orjson.loads(record.result)
+    return None if record.result is None else wire.loads(record.result)
 
 
 def answer(value: object, record: Record | None = None, status: int = 200) -> Response:

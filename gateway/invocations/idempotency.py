@@ -35,7 +35,8 @@ class Keys:
         digest, invocation = claim
         if not request.agrees(digest):
             raise KeyReused(
-                f"Idempotency-Key {request.key!r} was used with another body", invocation_id=invocation.record.id
+                f"Idempotency-Key {request.key!r} was used with another body, or in another trajectory",
+                invocation_id=invocation.record.id,
             )
         return invocation
 

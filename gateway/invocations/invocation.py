@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import orjson
 import structlog
 
 from gateway.invocations.logs import InvocationLog
@@ -17,6 +16,7 @@ from gateway.preparation import Readiness
 from manager.action import Action
 from manager.errors import CodedError, StorageUnavailable
 from manager.function import FunctionSpec
+from runtimes import exact_json
 from runtimes.kinds import kind_of
 
 logger = structlog.get_logger("gateway.invocations")
@@ -58,16 +58,20 @@ class InvocationRequest:
 
     @property
     def digest(self) -> bytes:
-        """Of the body's value, in whatever order and with whatever spaces it was written: a key comes with one."""
+        """Of what a key comes with: the body's value, however it was written, and whose sandbox it is for."""
+        place = b"" if self.trajectory is None else b"\0" + self.trajectory.encode()
+        return hashlib.sha256(self._value + place).digest()
+
+    @property
+    def _value(self) -> bytes:
         try:
-            value = orjson.dumps(orjson.loads(self.body), option=orjson.OPT_SORT_KEYS)
-        except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # no JSON, or none that can be written
-            value = self.body
-        return hashlib.sha256(value).digest()
+            return exact_json.dumps(exact_json.loads(self.body), sort_keys=True)
+        except (ValueError, TypeError, RecursionError):  # no JSON, or none that can be written
+            return self.body
 
     def agrees(self, digest: bytes) -> bool:
-        """Whether a key's digest is that of this body; gateways of before took it of the body as it was written."""
-        return digest in (self.digest, hashlib.sha256(self.body).digest())
+        """Whether a key's digest is that of this call; gateways of before took it of the body alone."""
+        return digest in (self.digest, hashlib.sha256(self._value).digest(), hashlib.sha256(self.body).digest())
 
     @property
     def scoped_key(self) -> str:
@@ -121,8 +125,9 @@ class LiveInvocation:
     key: str | None = None
     #: Callers that attend; when the last one leaves, an attached invocation is cancelled.
     callers: int = 0
-    #: Why the scheduler refused it before any work; None otherwise.
+    #: Why the scheduler refused it before any work, or that the next gateway goes on with it; None otherwise.
     refusal: CodedError | None = None
+    #: Set at its end, or when all that is still to come of it comes in the next gateway.
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     #: Its next try, or the end of its waiting for a function that is not ready.
     retry: asyncio.TimerHandle | None = None
@@ -141,6 +146,11 @@ class LiveInvocation:
     def inside(self) -> bool:
         """Whether its work is done in a sandbox, which takes its time to be ready and may outlast the gateway."""
         return self.function is not None and kind_of(self.function).works_in_sandbox
+
+    def leave_behind(self, told: CodedError) -> None:
+        """Nothing more becomes of it here: whoever waits for it as for an answer is ``told``, the others see it."""
+        self.refusal = told
+        self.ended.set()
 
     async def has_ended(self, timeout_s: float | None) -> bool:
         """Wait for the end, at most ``timeout_s``; whether it has ended."""

@@ -23,6 +23,7 @@ from manager.action import Action
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, RequestSpec, RetrySpec
 from manager.lease import Lease
+from runtimes import exact_json
 from runtimes.api.secrets import Secrets, redact
 from runtimes.api.template import Rendered, RequestTemplate
 from runtimes.runtime import Execution, Result
@@ -205,7 +206,7 @@ def _body(text: str, content_type: str) -> object:
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type == "application/json" or media_type.endswith("+json"):
         try:
-            return orjson.loads(text)
+            return exact_json.loads(text)
         except orjson.JSONDecodeError:
             return text
     return text

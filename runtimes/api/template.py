@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
-import orjson
-
 from manager.errors import InvalidConfig, InvalidInput
 from manager.function import RequestSpec
+from runtimes import exact_json
 from runtimes.api.secrets import Secrets
 
 _TOKEN = re.compile(r"\$\{secret:(?P<secret>[^}]+)\}|\{(?P<field>[A-Za-z_][A-Za-z0-9_]*)\}|\{\{|\}\}|[{}]")
@@ -203,7 +202,7 @@ def _header_value(value: str) -> str:
 
 def _json_bytes(body: object) -> bytes:
     try:
-        return orjson.dumps(body)
+        return exact_json.dumps(body)
     except TypeError as error:
         raise InvalidInput(f"the request's body is no JSON: {error}", component="api") from None
 

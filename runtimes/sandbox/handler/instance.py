@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import orjson
+from typing import Any, cast
 
 from manager.errors import ActionFailed, CodedError, Reason
 from manager.executor import LogSink
 from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec
+from runtimes import exact_json
 from runtimes.api.secrets import Secrets
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import Command, CommandResult, memory_ended
@@ -258,7 +257,7 @@ class Instance:
             async for stream, data in self._process.chunks():
                 if stream == "stdout":
                     for _, frame in self._decoder.feed(data):
-                        self._on_message(orjson.loads(frame))
+                        self._on_message(cast(Mapping[str, Any], exact_json.loads(frame)))
                 else:
                     self._raw(data)
             self._fail(self._post_mortem(self._sandbox.with_shortage(await self._process.wait())))
@@ -349,7 +348,7 @@ def _request(execution: Execution) -> Mapping[str, object]:
 
 
 def _frame(message: Mapping[str, object]) -> bytes:
-    body = orjson.dumps(message)
+    body = exact_json.dumps(message)
     return worker.HEADER.pack(len(body)) + body
 
 

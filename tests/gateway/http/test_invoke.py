@@ -130,6 +130,25 @@ async def test_the_same_key_latches_on_and_another_body_is_refused(gateway: Runn
     assert [verb for verb, _ in gateway.runtime.seen].count("execute") == 1
 
 
+async def test_a_key_is_of_one_trajectory(gateway: RunningGateway) -> None:
+    key = {"Idempotency-Key": "k-1"}
+    first = await gateway.invoke({"n": 1}, headers=key | {"X-Trajectory-Id": "t1"})
+    again = await gateway.invoke({"n": 1}, headers=key | {"X-Trajectory-Id": "t1"})
+    assert (first.status_code, again.json()["id"]) == (200, first.json()["id"])
+    for elsewhere in ({"X-Trajectory-Id": "t2"}, {}):
+        other = await gateway.invoke({"n": 1}, headers=key | elsewhere)
+        assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused"), "another sandbox"
+    assert [verb for verb, _ in gateway.runtime.seen].count("execute") == 1
+
+
+async def test_whole_numbers_stay_exact_on_their_way(gateway: RunningGateway) -> None:
+    numbers = {"a": 2**70, "b": 2**70 + 1, "c": -(10**300)}
+    assert (await gateway.invoke(numbers)).json()["result"] == numbers, "what the function was given"
+    key = {"Idempotency-Key": "k"}
+    assert (await gateway.invoke({"n": 2**70}, headers=key)).status_code == 200
+    assert (await gateway.invoke({"n": 2**70 + 1}, headers=key)).status_code == 422
+
+
 async def test_the_body_of_a_key_is_compared_by_its_value(gateway: RunningGateway) -> None:
     path, headers = "/v1/functions/echo/invocations", {"Idempotency-Key": "k-1", "Content-Type": "application/json"}
     first = await gateway.http.post(path, content=b'{"a": {"x": 1, "y": [1, 2]}, "b": "4"}', headers=headers)
@@ -145,6 +164,8 @@ async def test_the_body_of_a_key_is_compared_by_its_value(gateway: RunningGatewa
 def test_a_key_of_a_gateway_of_before_knows_its_body_as_it_was_written() -> None:
     request = InvocationRequest(function="f", input={"b": 1, "a": 2}, body=b'{"b": 1, "a": 2}', key="k")
     assert request.agrees(hashlib.sha256(request.body).digest())
+    assert replace(request, trajectory="t").agrees(hashlib.sha256(b'{"a":2,"b":1}').digest())
+    assert not replace(request, trajectory="t").agrees(replace(request, trajectory="u").digest)
     assert replace(request, body=b'{"a":2,"b":1}').agrees(request.digest)
     assert not replace(request, body=b'{"a":1,"b":2}').agrees(request.digest)
     assert replace(request, body=b"no JSON").digest == hashlib.sha256(b"no JSON").digest()
