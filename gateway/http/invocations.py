@@ -65,8 +65,9 @@ class InvocationOperations:
         if mode is Mode.STREAM:
             return self._stream(request, invocation, replayed)
         if mode is Mode.ASYNC:
-            done = await self._invocations.wait(invocation, wait_s or 0.0)
-            return record_response(self._invocations.shown(invocation.record), 200 if done else 202, replayed=replayed)
+            await self._invocations.wait(invocation, wait_s or 0.0)
+            record = self._invocations.shown(invocation.record)
+            return record_response(record, 200 if record.terminal else 202, replayed=replayed)
         if await attend(request, self._invocations, invocation, wait_s):
             if invocation.refusal is not None:
                 raise invocation.refusal

@@ -102,7 +102,7 @@ async def serve(
     connections: Connections | None = None,
     bounds: ServerConfig | None = None,
 ) -> None:
-    """Serve until ``stop`` returns; then open requests have ``grace_s`` to end.
+    """Serve until ``stop`` returns; then open requests have ``grace_s`` to end, and break off where they have not.
 
     ``bounds`` are those of one HTTP/2 connection, and the certificates to speak TLS with.
     """
@@ -110,12 +110,11 @@ async def serve(
     loop = asyncio.get_running_loop()
     framework = cast(ASGIFramework, app)  # the same protocol: Hypercorn types its messages, Starlette does not
     wrapped, config, context = wrap_app(framework, 0, "asgi"), _config(bounds), WorkerContext(None)
-    tasks: set[asyncio.Task[None]] = set()
+    tasks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        tasks[task] = writer
         try:
             refusal = counted.enter("http")
             if refusal is not None:
@@ -128,10 +127,10 @@ async def serve(
                 pass  # the peer is gone; Hypercorn handles it everywhere but while it waits for the end
             finally:
                 counted.leave()
-        except asyncio.CancelledError:
-            writer.transport.abort()  # the grace is over; to end as cancelled would be logged as an error of ours
+        except asyncio.CancelledError:  # the grace is over; to end as cancelled would be logged as an error of ours
+            return
         finally:
-            tasks.discard(task)
+            del tasks[task]
 
     async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         error = InvalidInput("this port speaks TLS: use https:// in place of http://", component="http")
@@ -151,7 +150,8 @@ async def serve(
         server.close()
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
-        for task in tasks:
+        for task, writer in tasks.items():
+            writer.transport.abort()  # else Hypercorn answers 500, which says that nothing is to be tried again
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import structlog
 
 from gateway import wire
-from gateway.invocations.admission import Admission
+from gateway.invocations.admission import RETRY_MIN_S, Admission
 from gateway.invocations.invocation import FunctionLookup, LiveInvocation
 from gateway.invocations.invocations import GONE, Invocations
 from gateway.invocations.logs import Logs
 from gateway.invocations.reattach import Reattachment
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import Store
-from manager.errors import NotFound, Reason, StorageUnavailable
+from manager.errors import Draining, NotFound, Reason, StorageUnavailable
 from manager.function import FunctionSpec
 from manager.outcome import Outcome, State
 from tangram.types import Attempt
@@ -176,6 +176,7 @@ class Restart:
                 self._invocations.take_back(invocation)
                 waited = True
             if waited or await self._takeover.leave(invocation) or invocation.function.idempotent:
+                invocation.leave_behind(_draining("the gateway is shutting down; the next one goes on with the call"))
                 return
         fault = self._invocations.engine.fault
         if fault is not None:
@@ -183,9 +184,15 @@ class Restart:
             record.dead = record.mode is Mode.ASYNC
         elif waited:
             message = "the gateway was shut down before it started"
+            invocation.refusal = _draining(message)  # who waits may send it again: nothing has run
             record.end(State.CANCELLED, Reason.CANCELLED, message, self._wall())
         else:
             message = "the gateway was shut down while it ran"
             record.end(State.LOST, Reason.GATEWAY_RESTART, message, self._wall(), ran=True)
             record.dead = record.mode is Mode.ASYNC
         self._invocations.finish(invocation, waited=waited)
+
+
+def _draining(why: str) -> Draining:
+    """What is told to whoever waits for a call: to send it again, which joins it or runs what has not run."""
+    return Draining(why, component="invocations", retry_after_s=RETRY_MIN_S)
