@@ -198,6 +198,9 @@ async def turn(
 
 def measure(report: BenchReport, checkouts: Mapping[str, Path], turns: int, count: int) -> None:
     """Play the checkouts in turns."""
+    if not ACCOUNTS.is_dir():
+        report.note(f"left out: processor time is read from control groups of version 1, and there is no {ACCOUNTS}")
+        return
     found: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
     with tempfile.TemporaryDirectory(prefix="tangram-fresh-") as name, counted_docker() as (docker, accounts):
         Path(name).chmod(0o755)
