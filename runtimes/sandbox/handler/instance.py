@@ -299,9 +299,9 @@ class Instance:
         if not self._ready.done():
             self._ready.set_exception(death)
             self._ready.exception()  # seen: nobody waits for it after the start
-        for pending in self._pending.values():
-            if not pending.answer.done():
-                pending.answer.set_exception(death)
+        left = [pending.answer for pending in self._pending.values() if not pending.answer.done()]
+        for answer in left:
+            answer.set_exception(death if len(left) == 1 else _shared(death, len(left)))
 
     def _post_mortem(self, ended: CommandResult) -> ActionFailed:
         missing = f"[... {self._tail_missing} bytes are missing here ...]\n" if self._tail_missing else ""
@@ -316,6 +316,14 @@ class Instance:
         how = f"exit code {ended.exit_code}" if ended.signal is None else f"signal {ended.signal}"
         message = f"the handler ended its own process ({how})"
         return ActionFailed(Reason.HANDLER_ERROR, message, component=COMPONENT, detail=detail)
+
+
+def _shared(death: ActionFailed, calls: int) -> ActionFailed:
+    """Return why one of several calls ended with their instance: nobody knows which of them has ended it."""
+    if death.reason not in (Reason.HANDLER_ERROR, Reason.OUT_OF_MEMORY):
+        return death
+    told = f"its instance ended under {calls} calls (handler.per_instance), whichever of them ended it: {death.message}"
+    return ActionFailed(Reason.ENVIRONMENT_LOST, told, component=COMPONENT, detail=death.detail)
 
 
 def handler_of(function: FunctionSpec) -> HandlerSpec:

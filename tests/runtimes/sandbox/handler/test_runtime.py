@@ -214,6 +214,30 @@ async def test_a_handler_that_ends_its_process_fails_its_action_and_is_replaced(
     assert runtime.instances() == {"reward": 1}
 
 
+async def test_of_calls_that_share_an_instance_none_is_blamed_for_its_end(
+    runtime: HandlerRuntime, function: Function
+) -> None:
+    shared = function(
+        f"""
+        import os, threading
+        here = threading.Barrier(2, timeout={DEADLINE_S})
+        def score(event, context):
+            here.wait()
+            if event["die"]:
+                os._exit(7)
+            threading.Event().wait()
+        """,
+        per_instance=2,
+        instances_max=1,
+    )
+    executions = [execution_of(shared, {"die": die}, id=f"a{die}")[0] for die in (False, True)]
+    ends = await asyncio.gather(*(runtime.execute(each) for each in executions), return_exceptions=True)
+    for end in ends:
+        assert isinstance(end, ActionFailed)
+        assert end.reason is Reason.ENVIRONMENT_LOST, "an idempotent one is tried again"
+        assert "ended under 2 calls (handler.per_instance)" in end.message and "exit code 7" in end.message
+
+
 async def test_cancelling_ends_the_instance_and_the_next_action_gets_a_new_one(
     runtime: HandlerRuntime, function: Function
 ) -> None:
