@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What changes most, and needs neither Docker nor a network.
 QUICK := tests/house tests/manager tests/gateway
 
-.PHONY: demo cluster-demo test quick setup format lint types unit cluster-faults sim bench ecosystem ecosystem-all serve clean site wheels ray
+.PHONY: demo cluster-demo test quick setup format lint types unit attacks cluster-faults sim bench ecosystem ecosystem-all serve clean site wheels ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -37,7 +37,11 @@ types:
 	$(PYTHON) -m mypy
 
 unit:
-	scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED) --ignore tests/ecosystem --ignore tests/ray --ignore tests/cluster/faults
+	scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED) --ignore tests/attacks --ignore tests/ecosystem --ignore tests/ray --ignore tests/cluster/faults
+
+# Rewards that somebody tries to forge, a few hundred ways: a step of its own in .ci/run, two to five minutes.
+attacks: setup
+	scripts/run-tests -q -n $(WORKERS) --dist loadgroup --begin-within 480 tests/attacks
 
 # Nodes that are lost and frozen, with real daemons, beside those faults of tests/cluster that `make test` plays.
 cluster-faults: setup
