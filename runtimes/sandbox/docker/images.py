@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -23,7 +24,9 @@ logger = structlog.get_logger("sandbox.images")
 
 COMPONENT = "sandbox.images"
 #: What a registry or the way to it says that may be otherwise soon.
-TEMPORARY = ("connection refused", "no such host", "timeout", "i/o", "eof", "toomanyrequests", "503", "502", "reset by")
+TEMPORARY = re.compile(
+    r"connection refused|no such host|timeout|i/o|\beof\b|toomanyrequests|\b50[234]\b|reset by", re.IGNORECASE
+)
 RETRY_S = 10.0
 #: Failed pulls that are remembered.
 FAILED_MAX = 256
@@ -130,7 +133,7 @@ class ImageStore:
                 await self._engine.call(self._receive, image, self._states[image], self._login(image))
                 size_bytes = int((await self._engine.call(self._engine.api.inspect_image, image)).get("Size", 0))
             except CodedError as error:
-                raise _told(image, error) from None
+                raise told_of_pull(image, error) from None
             self._pulled[image] = (size_bytes, self._wall())
             logger.info("pulled", image=image, size_bytes=size_bytes)
             await self._make_room(image)
@@ -201,14 +204,15 @@ class ImageStore:
             part.replace(self._record)
 
 
-def _told(image: str, error: CodedError) -> CodedError:
+def told_of_pull(image: str, error: CodedError) -> CodedError:
     """Return a failed pull as it is told, in the registry's words."""
     message = (
         f"the image {image!r} is not on this machine and cannot be pulled ({error.message}); "
         f"run `docker pull {image}`, or `{base_image.remedy(image)}` for a base image; a registry that asks who "
         "pulls is named in sandbox.docker.registries"
     )
-    if isinstance(error, CapacityExceeded) or any(word in error.message.lower() for word in TEMPORARY):
+    said = error.message.replace(image, "").replace(_parted(image)[0], "")  # whose own name may have such words
+    if isinstance(error, CapacityExceeded) or TEMPORARY.search(said):
         return CapacityExceeded(message, component=COMPONENT, retry_after_s=RETRY_S)
     return InvalidConfig(message, component=COMPONENT)
 

@@ -15,7 +15,7 @@ import pytest
 from manager.errors import CapacityExceeded, InvalidConfig
 from runtimes.api.secrets import Secrets
 from runtimes.sandbox.docker.engine import DockerEngine
-from runtimes.sandbox.docker.images import ImageStore
+from runtimes.sandbox.docker.images import ImageStore, told_of_pull
 from runtimes.sandbox.images import ImageState, RegistryLogin
 from tests.registry import PASSWORD, USER, LoopbackRegistry, docker
 
@@ -216,3 +216,19 @@ async def test_a_container_is_not_had_by_the_name_of_an_image(engine: DockerEngi
     finally:
         await engine.call(engine.api.remove_container, made["Id"], force=True)
         await store.close()
+
+
+@pytest.mark.parametrize(
+    ("image", "said", "again"),
+    [
+        ("127.0.0.1:45031/tasks/nothing:1", "manifest for 127.0.0.1:45031/tasks/nothing:1 not found", False),
+        ("hub.example/eof-502:503", "pull access denied for hub.example/eof-502, repository does not exist", False),
+        ("hub.example/a:1", "received unexpected HTTP status: 503 Service Unavailable", True),
+        ("hub.example/eof:1", 'Get "https://hub.example/v2/": EOF', True),
+        ("hub.example/a:1", "dial tcp: lookup hub.example: no such host", True),
+    ],
+)
+def test_a_name_with_the_words_of_a_disturbance_is_none(image: str, said: str, again: bool) -> None:
+    error = told_of_pull(image, InvalidConfig(said))
+    assert isinstance(error, CapacityExceeded if again else InvalidConfig), error
+    assert said in error.message
