@@ -11,6 +11,14 @@ from tangram.types.values.scalars import Name
 #: Trajectories of one request.
 LEASES_MAX = 1000
 LEASE_MIN_S, LEASE_MAX_S = 1.0, 86400.0
+#: Of what is opened for a client that renews leases.
+OpeningLease = Annotated[
+    Annotated[float, Meta(ge=LEASE_MIN_S, le=LEASE_MAX_S)] | None,
+    Meta(
+        description="Seconds for which it is held from now on for a client that renews its lease; without, and "
+        "without a renewal, until its idle_ttl"
+    ),
+]
 
 
 class LeaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from tangram.types.leases import LEASE_MAX_S, LEASE_MIN_S
+from tangram.types.leases import OpeningLease
 from tangram.types.steps import StepInfo, StepNumber
 from tangram.types.values.quantities import DURATION_PATTERN, IMAGE_PATTERN, SIZE_PATTERN
 from tangram.types.values.scalars import Count, Name, SandboxUser
@@ -166,13 +166,7 @@ class TrajectoryOpening(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     snapshot: Annotated[
         SnapshotId | None, Meta(description="The snapshot whose files it begins with; in place of sandbox")
     ] = None
-    lease_s: Annotated[
-        Annotated[float, Meta(ge=LEASE_MIN_S, le=LEASE_MAX_S)] | None,
-        Meta(
-            description="Seconds for which it is held from now on for a client that renews its lease; without, and "
-            "without a renewal, until its idle_ttl"
-        ),
-    ] = None
+    lease_s: OpeningLease = None
 
 
 class TrajectoryInfo(Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tangram.types.leases import LEASE_MAX_S, LEASE_MIN_S
+from tangram.types.leases import OpeningLease
 from tangram.types.scheduling import SnapshotId, TrajectoryInfo
 from tangram.types.steps import StepNumber
 from tangram.types.values.scalars import Count, Instant, Name
@@ -47,13 +47,7 @@ class ForkRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ]
     task: Annotated[Name | None, Meta(description="The RL task that they belong to, by default the other's")] = None
     step: Annotated[StepNumber | None, Meta(description="The step of the task that they belong to")] = None
-    lease_s: Annotated[
-        Annotated[float, Meta(ge=LEASE_MIN_S, le=LEASE_MAX_S)] | None,
-        Meta(
-            description="Seconds for which each is held from now on for a client that renews its lease; without, and "
-            "without a renewal, until their idle_ttl"
-        ),
-    ] = None
+    lease_s: OpeningLease = None
 
 
 class ForkAnswer(Struct, frozen=True, kw_only=True):
