@@ -40,8 +40,9 @@ async def open_trajectory(
         await services.images.require(asked.sandbox.image)  # before it holds memory or a core
     task = wire.name(asked.task, "task")
     services.functions.task(task)
-    is_new = services.engine.trajectory(name) is None
-    lease = None if asked.lease_s is None else services.leases.hold(name, asked.lease_s)
+    lease = None
+    if asked.lease_s is not None and services.engine.trajectory(name) is None:
+        lease = services.leases.hold(name, asked.lease_s)
     try:
         if asked.snapshot is None:
             await services.engine.open_trajectory(name, task, function)
@@ -49,10 +50,12 @@ async def open_trajectory(
             begin = partial(services.engine.open_trajectory, name, task, function)
             await services.snapshots.begin(asked.snapshot, begin)
     except BaseException:
-        if lease is not None and services.engine.trajectory(name) is None:
+        if lease is not None:
             services.leases.let_go(name, lease)
         raise
-    if lease is not None and is_new and gone():
+    if lease is None and asked.lease_s is not None:
+        services.leases.hold(name, asked.lease_s)  # it lived, and whose opening is refused holds it no shorter
+    elif lease is not None and gone():
         services.leases.abandon(name, lease)
     if asked.step is not None:
         await services.steps.opened(name, task, asked.step)

@@ -59,8 +59,7 @@ class InvocationRequest:
     @property
     def digest(self) -> bytes:
         """Of what a key comes with: the body's value, however it was written, and whose sandbox it is for."""
-        place = b"" if self.trajectory is None else b"\0" + self.trajectory.encode()
-        return hashlib.sha256(self._value + place).digest()
+        return hashlib.sha256(self._value + b"\0" + (self.trajectory or "").encode()).digest()
 
     @property
     def _value(self) -> bytes:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from gateway.leases import ABANDONED_S, Leases
+from manager.errors import Conflict
 from tests.gateway.conftest import RunningGateway, until
 
 
@@ -115,6 +116,23 @@ async def test_who_goes_away_while_its_trajectory_is_made_leaves_it_to_end_soon(
     assert gateway.app.engine.trajectory("left") is not None, "it may be asked for again"
     kept = (await gateway.http.put("/v1/trajectories/kept", json=body)).json()
     assert kept["lease_left_s"] > ABANDONED_S, "who stays is held for what it asked"
+
+
+async def test_an_opening_that_is_refused_changes_no_lease_of_who_lives(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_arguments: object, **_named: object) -> None:
+        raise Conflict("it lives in another sandbox")
+
+    path, opened = "/v1/trajectories/t", gateway.app.engine.open_trajectory
+    assert (await gateway.http.put(path, json={"function": "echo"})).json()["lease_left_s"] is None
+    for held_s in (None, 50):
+        monkeypatch.setattr(gateway.app.engine, "open_trajectory", refused)
+        assert (await gateway.http.put(path, json={"function": "echo", "lease_s": 5})).status_code == 409
+        left_s = (await gateway.http.get(path)).json()["lease_left_s"]
+        assert left_s is None if held_s is None else left_s > 5, "whoever is refused shortens nobody's"
+        monkeypatch.setattr(gateway.app.engine, "open_trajectory", opened)
+        assert (await gateway.http.put(path, json={"function": "echo", "lease_s": 50})).json()["lease_left_s"] > 5
 
 
 async def test_what_cannot_be_opened_leaves_no_lease(gateway: RunningGateway) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from manager.errors import Reason
 from runtimes.fake import ScriptStep
 from runtimes.runtime import Execution
+from tests.gateway.conftest import until
 from tests.gateway.facades.world import doors
 
 OPEN: Mapping[str, object] = {"rewards": {}}
@@ -77,6 +79,17 @@ async def test_what_is_no_reward_is_never_a_success(tmp_path: Path, result: obje
         openrlhf = await running.http.post("/rm/reward", json=OPENRLHF)
     assert (slime.status_code, openrlhf.status_code) == (502, 502)
     assert slime.json()["error"]["code"] == "no_reward"
+
+
+async def test_a_call_that_a_planned_stop_finds_waiting_may_be_sent_again(tmp_path: Path) -> None:
+    async with doors(tmp_path, OPEN, lambda _: ScriptStep(held=True)) as running:
+        calls = [asyncio.create_task(running.http.post("/rm/reward", json=SLIME)) for _ in range(8)]
+        await until(lambda: len(running.app.invocations.living) == len(calls))
+        await until(lambda: len(running.runtime.running) == running.app.node.cores)
+        begun = len(running.runtime.running)
+        running.app.stop()
+        statuses = sorted([(await call).status_code for call in calls])
+    assert statuses == [502] * begun + [504] * (len(calls) - begun), "what had begun is lost with its gateway"
 
 
 @pytest.mark.parametrize(

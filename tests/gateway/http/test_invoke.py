@@ -139,6 +139,9 @@ async def test_a_key_is_of_one_trajectory(gateway: RunningGateway) -> None:
         other = await gateway.invoke({"n": 1}, headers=key | elsewhere)
         assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused"), "another sandbox"
     assert [verb for verb, _ in gateway.runtime.seen].count("execute") == 1
+    key = {"Idempotency-Key": "k-2"}
+    assert (await gateway.invoke({"n": 1}, headers=key)).status_code == 200
+    assert (await gateway.invoke({"n": 1}, headers=key | {"X-Trajectory-Id": "t1"})).status_code == 422
 
 
 async def test_whole_numbers_stay_exact_on_their_way(gateway: RunningGateway) -> None:
@@ -168,7 +171,8 @@ def test_a_key_of_a_gateway_of_before_knows_its_body_as_it_was_written() -> None
     assert not replace(request, trajectory="t").agrees(replace(request, trajectory="u").digest)
     assert replace(request, body=b'{"a":2,"b":1}').agrees(request.digest)
     assert not replace(request, body=b'{"a":1,"b":2}').agrees(request.digest)
-    assert replace(request, body=b"no JSON").digest == hashlib.sha256(b"no JSON").digest()
+    assert replace(request, body=b"no JSON").agrees(hashlib.sha256(b"no JSON").digest())
+    assert not replace(request, trajectory="t").agrees(request.digest)
 
 
 async def test_a_key_latches_on_in_every_mode_and_on_every_door(gateway: RunningGateway) -> None:
