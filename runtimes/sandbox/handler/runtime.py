@@ -73,12 +73,11 @@ class HandlerRuntime:
             message = f"{error.message}\n{trace}".rstrip()
             self._settings.copies.forget(function)  # it may be mended before the next try
             raise InvalidConfig(message, component=COMPONENT, detail=error.detail) from error
-        for (name, revision), held in self._pools.items():
-            if name == function.name and revision != function.revision:
-                held.retire()
 
     async def execute(self, execution: Execution) -> Result:
         pool = self._pool(execution.call.function)
+        if pool.awaits_first:
+            self._retire_older(pool)
         try:
             instance = await pool.acquire(execution.lease.cores)
         except CodedError as error:
@@ -120,6 +119,13 @@ class HandlerRuntime:
             pool = self._pools[key] = _Pool(function, self._start, self._settings, self._spawn)
         return pool
 
+    def _retire_older(self, serving: _Pool) -> None:
+        """A revision is served from its first action on, and no sooner: what was prepared with it may have failed."""
+        serving.first()
+        for pool in self._pools.values():
+            if pool.function.name == serving.function.name and pool.prepared < serving.prepared:
+                pool.retire()
+
     async def _start(self, function: FunctionSpec) -> Instance:
         directory = await self._settings.copies.of(function)
         if not await asyncio.to_thread(directory.is_dir):  # engines would mount an empty one
@@ -159,6 +165,8 @@ class _Pool:
     def __init__(self, function: FunctionSpec, start: _Start, settings: HandlerSettings, spawn: _Spawn) -> None:
         self.instances: list[Instance] = []
         self.function = function
+        #: When it was last prepared, on the clock of `time.monotonic`, and whether it has served nothing since then.
+        self.prepared, self.awaits_first = 0.0, False
         self._start_instance = start
         self._spec = handler_of(function)
         self._settings = settings
@@ -202,11 +210,16 @@ class _Pool:
         self._tidy()
 
     async def warm(self, count: int) -> None:
-        """Start ``count`` instances unless they are there; raises what a start raises."""
+        """Start ``count`` instances unless they are there or a newer revision serves; raises what a start raises."""
         self._retired = False
-        while len(self.instances) < min(count, self._spec.instances_max):
+        self.prepared, self.awaits_first = time.monotonic(), True
+        while not self._retired and len(self.instances) < min(count, self._spec.instances_max):
             self._starting += 1
             await self._add()
+
+    def first(self) -> None:
+        """It serves its first action since it was prepared."""
+        self.awaits_first = self._retired = False
 
     def retire(self) -> None:
         self._retired = True

@@ -61,6 +61,7 @@ async def test_instances_that_begin_later_have_the_code_of_their_revision(tmp_pa
         assert await told(first) == "old"
         second = handler(source, revision="2")
         await runtime.prepare(second)
+        assert (await runtime.execute(execution_of(second, {})[0])).value == "new"
         for _ in iter(lambda: runtime.instances()["reward"] == 1, True):
             await asyncio.sleep(0.01)  # those of the first revision end
         assert await told(second) == "new"
