@@ -88,7 +88,11 @@ function showLight() {
   const banner = at("banner");
   banner.hidden = !told;
   banner.className = store.status === "lost" ? "banner" : "banner quiet";
-  fill(banner, h("span", null, told), store.status === "lost" ? h("button", {onclick: retryNow}, "Try now") : null);
+  // One button for as long as it is asked for: a click on one that is drawn anew meanwhile is lost.
+  const [text_at, button] = banner.childNodes.length ? banner.childNodes : [h("span"), h("button", {onclick: retryNow}, "Try now")];
+  if (!banner.childNodes.length) fill(banner, text_at, button);
+  text_at.textContent = told;
+  button.hidden = store.status !== "lost";
 }
 
 // How many dead letters there are, asked for where failures have come since.

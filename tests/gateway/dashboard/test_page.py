@@ -327,7 +327,7 @@ async def test_a_restart_in_the_middle_is_told_and_passes(tmp_path: Path, shown:
     await shown.sees(".cells a.cell.b"), "what was seen stays in sight"
     await shown.sees("#banner button", "Try now")
     async with serving(bench(tmp_path, port=port)) as gateway:
-        # In one step: it is drawn anew each second, and gone once the page has found the gateway by itself.
+        # In one step: it is gone once the page has found the gateway by itself.
         await shown.page.evaluate("document.querySelector('#banner button')?.click()")
         await shown.says("#banner", "The gateway restarted")
         await shown.says("#livetext", "live")
