@@ -203,8 +203,11 @@ class ActionFailed(CodedError):
         result: object = None,
         retry_after_s: float | None = None,
         detail: Mapping[str, object] | None = None,
+        usage: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(message, component=component, retry_after_s=retry_after_s, detail=detail)
         self.reason = reason
+        #: What was measured until then; the unit ends each name.
+        self.usage: Mapping[str, float] = usage or {}
         #: What is known so far (partial output, verdicts of the tests that ran), JSON-able, or None.
         self.result = result

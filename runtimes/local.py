@@ -279,6 +279,7 @@ def _outcome(task: asyncio.Task[Result], execution: Execution, overrun: str) -> 
         return Outcome(
             state=_STATES.get(error.reason, State.FAILED),
             result=error.result,
+            usage=error.usage,
             reason=error.reason,
             message=error.message,
             component=error.component,

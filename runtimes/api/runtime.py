@@ -112,13 +112,16 @@ class ApiRuntime:
             sent_s = execution.execution_s
             answer = await self._send(execution, spec, origin, rendered)
             line = f"{rendered.method} {rendered.url} -> {answer.status} in {execution.execution_s - sent_s:.3f} s"
+            usage = {"attempts": attempt, "waited_s": waited_s}
             if answer.accepted(spec):
                 _log(execution, rendered, line)
-                return Result(value=answer.value(), usage={"attempts": attempt, "waited_s": waited_s})
+                if answer.broken:
+                    raise _failed(Reason.UPSTREAM, answer.broken, result=answer.value(), usage=usage)
+                return Result(value=answer.value(), usage=usage)
             wait_s = _wait_s(answer, retry, attempt, execution.action.timeout_s - execution.execution_s)
             if wait_s is None:
                 _log(execution, rendered, f"{line}, attempt {attempt} of {retry.max_attempts}, giving up")
-                raise answer.failure()
+                raise answer.failure(usage)
             _log(execution, rendered, f"{line}, attempt {attempt} of {retry.max_attempts}, again in {wait_s:.3f} s")
             before_s = execution.execution_s
             await asyncio.sleep(wait_s)
@@ -166,6 +169,8 @@ class _Answer:
     headers: Mapping[str, str]
     body: object
     retry_after_s: float | None
+    #: Why the body is not the JSON that it was said to be; empty if it is, or was not said to be.
+    broken: str
 
     def accepted(self, spec: RequestSpec) -> bool:
         return 200 <= self.status < 300 or self.status in spec.accept
@@ -173,11 +178,15 @@ class _Answer:
     def value(self) -> dict[str, object]:
         return {"status": self.status, "headers": dict(self.headers), "body": self.body}
 
-    def failure(self) -> ActionFailed:
+    def failure(self, usage: Mapping[str, float]) -> ActionFailed:
         reason = Reason.QUOTA if self.status == 429 else Reason.UPSTREAM
         message = "the service's own quota is used up" if self.status == 429 else "the service failed"
         return _failed(
-            reason, f"{message}: status {self.status}", result=self.value(), retry_after_s=self.retry_after_s
+            reason,
+            f"{message}: status {self.status}",
+            result=self.value(),
+            retry_after_s=self.retry_after_s,
+            usage=usage,
         )
 
 
@@ -193,23 +202,25 @@ async def _read(response: httpx.Response, limit_bytes: int, secrets: tuple[str, 
             )
         chunks.append(chunk)
     text = redact(b"".join(chunks).decode(response.encoding or "utf-8", errors="replace"), secrets)
+    body, broken = _body(text, response.headers.get("content-type", ""))
     return _Answer(
         status=response.status_code,
         headers={name: redact(value, secrets) for name, value in response.headers.items() if name != "set-cookie"},
-        body=_body(text, response.headers.get("content-type", "")),
+        body=body,
         retry_after_s=retry_after_s(response.headers.get("retry-after"), datetime.now(UTC)),
+        broken=broken,
     )
 
 
-def _body(text: str, content_type: str) -> object:
-    """The JSON value of a JSON answer, else the text; text, too, where the JSON is broken."""
+def _body(text: str, content_type: str) -> tuple[object, str]:
+    """The JSON value of a JSON answer, else the text, and why it is none where the JSON is broken."""
     media_type = content_type.partition(";")[0].strip().lower()
-    if media_type == "application/json" or media_type.endswith("+json"):
+    if text and (media_type == "application/json" or media_type.endswith("+json")):
         try:
-            return exact_json.loads(text)
-        except orjson.JSONDecodeError:
-            return text
-    return text
+            return exact_json.loads(text), ""
+        except orjson.JSONDecodeError as error:
+            return text, f"the service's answer is called {media_type}, and is no JSON: {error}"
+    return text, ""
 
 
 def retry_after_s(header: str | None, now: datetime) -> float | None:
@@ -256,5 +267,12 @@ def _log(execution: Execution, rendered: Rendered, line: str) -> None:
     execution.call.log.write("system", redact(line, rendered.secrets) + "\n")
 
 
-def _failed(reason: Reason, message: str, *, result: object = None, retry_after_s: float | None = None) -> ActionFailed:
-    return ActionFailed(reason, message, component=_COMPONENT, result=result, retry_after_s=retry_after_s)
+def _failed(
+    reason: Reason,
+    message: str,
+    *,
+    result: object = None,
+    retry_after_s: float | None = None,
+    usage: Mapping[str, float] | None = None,
+) -> ActionFailed:
+    return ActionFailed(reason, message, component=_COMPONENT, result=result, retry_after_s=retry_after_s, usage=usage)

@@ -368,13 +368,14 @@ def conclude(result: CommandResult, command: Command) -> Result:
         "duration_s": round(result.duration_s, 6),
     }
     peak = {"peak_memory_bytes": result.peak_memory_bytes}
+    usage = {"cpu_s": result.cpu_s, **peak}
     if result.timed_out:
         message = f"the command ran longer than timeout, {command.timeout_s:g} s, and was ended"
-        raise ActionFailed(Reason.TIMEOUT, message, component=COMPONENT, result=value, detail=peak)
+        raise ActionFailed(Reason.TIMEOUT, message, component=COMPONENT, result=value, detail=peak, usage=usage)
     if result.out_of_memory:
         message = memory_ended("the sandbox", result.peak_memory_bytes)
-        raise ActionFailed(Reason.OUT_OF_MEMORY, message, component=COMPONENT, result=value, detail=peak)
-    return Result(value=value, usage={"cpu_s": result.cpu_s, **peak})
+        raise ActionFailed(Reason.OUT_OF_MEMORY, message, component=COMPONENT, result=value, detail=peak, usage=usage)
+    return Result(value=value, usage=usage)
 
 
 def _output(name: str, data: bytes) -> dict[str, object]:

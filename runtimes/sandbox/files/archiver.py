@@ -107,13 +107,14 @@ class Extraction:
             raise Refused("invalid_input", "not_a_file", f"the entry {entry.name!r} is no file, directory or link")
 
     def write(self, tar: tarfile.TarFile, entry: tarfile.TarInfo, place: str) -> None:
-        """Write a file; one that is there keeps its owner."""
+        """Write a file; one that is there keeps its owner, one that is new is there whole or not at all."""
         data = tar.extractfile(entry)
         if data is None:
             raise Refused("invalid_input", "", f"the entry {entry.name!r} has no content")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         if os.path.lexists(place) and not stat.S_ISREG(os.lstat(place).st_mode):
             clear(place)
+        is_new = not os.path.lexists(place)
         try:
             fd = os.open(place, flags, 0o600)
         except OSError as error:
@@ -121,12 +122,17 @@ class Extraction:
                 raise
             os.unlink(place)  # a program that runs goes on with what it was
             fd = os.open(place, flags, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            while True:
-                chunk = data.read(65536)
-                if not chunk:
-                    break
-                file.write(chunk)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                while True:
+                    chunk = data.read(65536)
+                    if not chunk:
+                        break
+                    file.write(chunk)
+        except BaseException:
+            if is_new:
+                os.unlink(place)
+            raise
         set_mode(place, entry.mode)
         try:
             os.utime(place, (entry.mtime, entry.mtime))

@@ -364,12 +364,13 @@ _REASONS: Mapping[str, Reason] = {"limit": Reason.OUTPUT_LIMIT, "memory": Reason
 
 
 def _result(answer: Mapping[str, Any], log: LogSink) -> Result:
+    usage = {str(name): float(value) for name, value in answer.get("usage", {}).items()}
     error = answer.get("error")
     if error is None:
-        usage = {str(name): float(value) for name, value in answer.get("usage", {}).items()}
         return Result(value=answer.get("result"), usage=usage)
     if error["traceback"]:
         log.write("stderr", error["traceback"])
     named = f"{error['type']}: {error['message']}" if error["kind"] == "raised" else str(error["message"])
     detail = {"type": error["type"], "traceback": error["traceback"]}
-    raise ActionFailed(_REASONS.get(error["kind"], Reason.HANDLER_ERROR), named, component=COMPONENT, detail=detail)
+    reason = _REASONS.get(error["kind"], Reason.HANDLER_ERROR)
+    raise ActionFailed(reason, named, component=COMPONENT, detail=detail, usage=usage)

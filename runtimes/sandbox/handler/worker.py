@@ -182,6 +182,7 @@ class Calls:
 
     def __init__(self, channel: WorkerChannel, output_limit_bytes: int) -> None:
         self._channel = channel
+        self._pid = os.getpid()
         self._output_limit_bytes = output_limit_bytes
         self._running: dict[str, HandlerCall] = {}
         self._here: contextvars.ContextVar[HandlerCall | None] = contextvars.ContextVar("invocation", default=None)
@@ -203,6 +204,8 @@ class Calls:
             answer = self._result(value)
         except BaseException as error:  # noqa: BLE001 (sys.exit() in a handler is its error, not our end)
             answer = self._error(error)
+        if os.getpid() != self._pid:
+            os._exit(0)  # a child that came back out of the handler: the call, and those to come, are its parent's
         self._leave(invocation, answer, time.thread_time() - began_s)
 
     async def arun(self, handler: Handler, message: dict[str, Any]) -> None:
@@ -212,6 +215,8 @@ class Calls:
             answer = self._result(await handler(invocation.event, invocation.context))
         except BaseException as error:  # noqa: BLE001 (as above)
             answer = self._error(error)
+        if os.getpid() != self._pid:
+            os._exit(0)  # as above
         self._leave(invocation, answer, 0.0)
 
     def _enter(self, message: dict[str, Any]) -> tuple[HandlerCall, float]:

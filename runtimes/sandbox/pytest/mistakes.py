@@ -103,6 +103,20 @@ def testless(paths: Iterable[str], tests: Mapping[str, str]) -> bool:
     return bool(found) and all(names is not None and names.has_none for names in found)
 
 
+def no_python(text: str) -> str:
+    """Return why a file cannot be read as Python, with its line; empty if it can.
+
+    Another Python may have grammar that this one has not: ask it as well.
+    """
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return f"{error.msg}, line {error.lineno}"
+    except (ValueError, RecursionError, MemoryError) as error:
+        return str(error)
+    return ""
+
+
 class _Names:
     """What a module of tests defines, of which every name can be seen."""
 

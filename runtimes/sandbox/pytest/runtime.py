@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import LogLines, Stage, begin
 from runtimes.sandbox.pytest import ends, kept, launch, marks, plugin, texts
 from runtimes.sandbox.pytest.fresh import ChangeTransfer
+from runtimes.sandbox.pytest.mistakes import no_python
 from runtimes.sandbox.pytest.plan import COMPONENT, PytestSettings, SuitePlan, plan_of
+from runtimes.sandbox.pytest.plugin import key_of
 from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes, nothing_judged
 from runtimes.sandbox.runner.packing import compiled
 from runtimes.sandbox.runner.protocol import FILE_ERROR, unmade
@@ -60,6 +63,8 @@ os.execvp(sys.argv[2], [sys.argv[2], "-s", "-c", {CLEAN!r}, sys.argv[1]])
 #: What mends a sandbox without pytest.
 INSTALL = "install it in the image, for process sandboxes for the host's python3, or name one by sandbox.path"
 _TAIL_BYTES = 4000
+#: How pytest ends its words on a file that is no Python.
+_SYNTAX = re.compile(r"^E +(?:SyntaxError|IndentationError|TabError)\b", re.MULTILINE)
 #: Seconds by which two clocks may disagree on whether the timeout is reached.
 _CLOCK_S = 0.02
 
@@ -216,17 +221,31 @@ class _Run:
             raise self._failed(Reason.INVALID_INPUT, f"pytest could not be started: {self._said()}")
         if ended.out_of_memory:
             self._notes.append("the sandbox ran out of memory under some of the tests (sandbox.memory bounds it)")
-        usage = {"workers": self._report.workers, "runs": self._runs, "tests": len(self._report.tests)}
-        return Result(
-            value=self._value(ended.exit_code),
-            usage={**usage, "cpu_s": self._cpu_s, "peak_memory_bytes": self._peak_bytes},
-        )
+        if path := self._no_python():
+            told = f"$.tests: {path} is no Python: {no_python(self._plan.tests[path])}"
+            raise self._failed(Reason.INVALID_INPUT, told)
+        return Result(value=self._value(ended.exit_code), usage=self._usage())
 
     def worthless(self, why: str) -> Result:
         """Return the result of a run that the agent has made impossible."""
         self._report.doubt(why)
-        usage = {"workers": self._report.workers, "runs": self._runs, "tests": len(self._report.tests)}
-        return Result(value=self._value(None), usage=usage)
+        return Result(value=self._value(None), usage=self._usage())
+
+    def _usage(self) -> dict[str, float]:
+        report = self._report
+        usage: dict[str, float] = {"workers": report.workers, "runs": self._runs, "tests": len(report.tests)}
+        if self._runs:
+            usage |= {"cpu_s": self._cpu_s, "peak_memory_bytes": self._peak_bytes}
+        return usage
+
+    def _no_python(self) -> str:
+        """Return a given file that neither this Python nor the suite's can read, empty if there is none."""
+        if self._report.doubts:
+            return ""  # whoever was altered may have said so
+        refused = {key_of(path) for path, why in self._report.broken.items() if _SYNTAX.search(why)}
+        return next(
+            (path for path, text in self._plan.tests.items() if key_of(path) in refused and no_python(text)), ""
+        )
 
     async def _prepare(self) -> None:
         """Leave nobody else at work in the sandbox, and write the tests."""
@@ -401,7 +420,7 @@ class _Run:
         value = self._value(None)
         # What is known of a run that did not come to its end is no reward.
         value |= {"reward": None, "resolved": None, "valid": False, "reason": message}
-        return ActionFailed(reason, message, component=COMPONENT, result=value, detail=detail)
+        return ActionFailed(reason, message, component=COMPONENT, result=value, detail=detail, usage=self._usage())
 
     def _said(self) -> str:
         return self._tail.decode("utf-8", "replace").strip()[-_TAIL_BYTES // 4 :]

@@ -161,6 +161,7 @@ async def test_attempts_are_bounded_and_another_failing_status_is_upstream(runti
             await runtime.execute(execution)
     assert failure.value.reason is Reason.UPSTREAM
     assert len(server.heads) == 3
+    assert failure.value.usage["attempts"] == 3
     assert "attempt 3 of 3, giving up" in log.text("system")
 
 
@@ -172,6 +173,18 @@ async def test_an_accepted_status_is_an_answer(runtime: ApiRuntime) -> None:
         result = await runtime.execute(execution_of(accepting, {})[0])
     assert isinstance(result.value, dict)
     assert (result.value["status"], result.value["body"]) == (404, {"title": "none"})
+
+
+@pytest.mark.parametrize("body", [b'{"score": 0.', b'{"score": NaN}'])
+async def test_what_is_called_json_and_is_none_is_upstreams_failure(runtime: ApiRuntime, body: bytes) -> None:
+    """Whoever asks for its fields would find a text."""
+    with Scripted(200, {"Content-Type": "application/json"}, body) as server:
+        with pytest.raises(ActionFailed, match="is called application/json, and is no JSON") as failure:
+            await runtime.execute(execution_of(search_of_url(server.url), {})[0])
+    assert failure.value.reason is Reason.UPSTREAM
+    assert failure.value.usage == {"attempts": 1, "waited_s": 0.0}
+    result = failure.value.result
+    assert isinstance(result, dict) and (result["status"], result["body"]) == (200, body.decode())
 
 
 async def test_a_redirect_to_another_host_is_refused_and_carries_no_secret_there(runtime: ApiRuntime) -> None:

@@ -118,6 +118,12 @@ class TestArchives:
         assert await file_error(put(sandbox, "tree", tar_of(*entries))) == "outside"
         assert await say(sandbox, "ls out /tmp/out tree/../out 2>/dev/null") == ""
 
+    async def test_of_a_broken_archive_no_new_file_is_there_in_part(self, sandbox: Sandbox) -> None:
+        whole = tar_of(("kept", b"before\n"), ("cut", b"x" * 200_000))
+        with pytest.raises(InvalidInput):
+            await put(sandbox, "tree", whole[:100_000])
+        assert await say(sandbox, "cd tree; ls -A; cat kept") == "kept\nbefore\n"
+
     async def test_bounds_and_what_is_no_tar(self, sandbox: Sandbox) -> None:
         with pytest.raises(TooLarge):
             await put(sandbox, "tree", tar_of(("f", bytes(LIMIT_BYTES + 1))))

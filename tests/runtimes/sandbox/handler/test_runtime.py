@@ -125,6 +125,7 @@ async def test_an_exception_is_a_handler_error_with_its_traceback(runtime: Handl
     with pytest.raises(ActionFailed, match="KeyError: 'why'") as failure:
         await runtime.execute(execution)
     assert failure.value.reason is Reason.HANDLER_ERROR
+    assert failure.value.usage["cpu_s"] > 0.0 and failure.value.usage["peak_memory_bytes"] > 2**20
     trace = str(failure.value.detail["traceback"])
     assert "in score" in trace and "<string>" not in trace
     assert trace in log.text("stderr")
@@ -144,6 +145,25 @@ async def test_a_handler_that_takes_more_than_its_memory_is_told_so(
     with pytest.raises(ActionFailed, match=r"ran out of memory .*; sandbox\.memory bounds it") as failure:
         await call(runtime, hungry)
     assert failure.value.reason is Reason.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("child", ["return 'child'", "raise ValueError('child')", "sys.exit(3)"])
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_child_that_comes_back_out_of_a_handler_answers_for_nobody(
+    runtime: HandlerRuntime, function: Function, kind: str, child: str
+) -> None:
+    forking = function(f"""
+        import os, sys
+        {kind} score(event, context):
+            pid = os.fork()
+            if pid == 0:
+                {child}
+            os.waitpid(pid, 0)
+            return [event["n"], os.getpid()]
+    """)
+    answers = [await call(runtime, forking, n=n) for n in range(3)]
+    assert [number for number, _ in answers] == [0, 1, 2]  # type: ignore[misc]  # pairs, by the handler
+    assert len({pid for _, pid in answers}) == 1, "one process serves them all"  # type: ignore[misc]  # as above
 
 
 @pytest.mark.parametrize("value", ["{1, 2}", "float('nan')", "b'x'", "'\\ud800'", "(lambda x: x.append(x) or x)([])"])
