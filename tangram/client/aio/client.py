@@ -419,7 +419,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
         """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving.
 
         It counts as a rollout of the ``step`` of its task, if one is named (`tell_step`).
-        ``workdir`` is where relative paths of its files begin; the sandbox's own working directory by default.
+        ``workdir`` is where its commands run and relative paths begin; the sandbox's own working directory by default.
         ``sandbox`` is what it chooses within what the function allows: image, env, workdir, user, memory, network and
         idle_ttl, for example ``{"image": "swebench/x", "memory": "2Gi"}``; or ``snapshot`` is the one that it begins
         with, with the choices of the trajectory of which that was taken.

@@ -135,7 +135,7 @@ class AsyncTrajectory:
 
         With ``merge`` standard error goes to stdout, in the order in which both were written.
         """
-        given = requests.command(command, cwd, env, stdin, user, merge)
+        given = requests.command(command, self._directory(cwd), env, stdin, user, merge)
         return await self.invoke(self._function, given, timeout_s=timeout_s, key=key)
 
     async def session(
@@ -156,7 +156,7 @@ class AsyncTrajectory:
             self.id,
             self._function,
             command,
-            {"cwd": cwd, "env": None if env is None else dict(env), "user": user},
+            {"cwd": self._directory(cwd), "env": None if env is None else dict(env), "user": user},
             terminal,
             task=self._task,
             timeout_s=timeout_s,
@@ -164,6 +164,10 @@ class AsyncTrajectory:
         )
         begun = await self._client._send(request)
         return AsyncSessionHandle(self._client, begun.id, begun=True)
+
+    def _directory(self, cwd: str | None) -> str | None:
+        """Return where a command runs; None for the sandbox's own working directory."""
+        return requests.in_workdir(self._workdir, cwd) if cwd else self._workdir or cwd
 
     async def invoke(
         self,

@@ -137,7 +137,7 @@ class Trajectory:
 
         With ``merge`` standard error goes to stdout, in the order in which both were written.
         """
-        given = requests.command(command, cwd, env, stdin, user, merge)
+        given = requests.command(command, self._directory(cwd), env, stdin, user, merge)
         return self.invoke(self._function, given, timeout_s=timeout_s, key=key)
 
     def session(
@@ -158,7 +158,7 @@ class Trajectory:
             self.id,
             self._function,
             command,
-            {"cwd": cwd, "env": None if env is None else dict(env), "user": user},
+            {"cwd": self._directory(cwd), "env": None if env is None else dict(env), "user": user},
             terminal,
             task=self._task,
             timeout_s=timeout_s,
@@ -166,6 +166,10 @@ class Trajectory:
         )
         begun = self._client._send(request)
         return SessionHandle(self._client, begun.id, begun=True)
+
+    def _directory(self, cwd: str | None) -> str | None:
+        """Return where a command runs; None for the sandbox's own working directory."""
+        return requests.in_workdir(self._workdir, cwd) if cwd else self._workdir or cwd
 
     def invoke(
         self,

@@ -178,9 +178,11 @@ async def test_an_accepted_status_is_an_answer(runtime: ApiRuntime) -> None:
 @pytest.mark.parametrize("body", [b'{"score": 0.', b'{"score": NaN}'])
 async def test_what_is_called_json_and_is_none_is_upstreams_failure(runtime: ApiRuntime, body: bytes) -> None:
     """Whoever asks for its fields would find a text."""
-    with Scripted(200, {"Content-Type": "application/json"}, body) as server:
-        with pytest.raises(ActionFailed, match="is called application/json, and is no JSON") as failure:
-            await runtime.execute(execution_of(search_of_url(server.url), {})[0])
+    with (
+        Scripted(200, {"Content-Type": "application/json"}, body) as server,
+        pytest.raises(ActionFailed, match="is called application/json, and is no JSON") as failure,
+    ):
+        await runtime.execute(execution_of(search_of_url(server.url), {})[0])
     assert failure.value.reason is Reason.UPSTREAM
     assert failure.value.usage == {"attempts": 1, "waited_s": 0.0}
     result = failure.value.result

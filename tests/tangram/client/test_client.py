@@ -113,6 +113,17 @@ async def test_a_trajectory_keeps_its_files_and_goes_when_it_is_left(gateway: Ru
         await trajectory.close()
 
 
+async def test_a_handles_workdir_is_where_commands_run_and_files_lie(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client, client.trajectory("w", function="shell") as whole:
+        home = (await whole.exec("mkdir -p repo/src; pwd")).result["stdout"].strip()
+        inside = client.trajectory("w", function="shell", workdir=f"{home}/repo")
+        await inside.upload("a.txt", "of the handle's directory")
+        assert (await inside.exec("pwd -P; cat a.txt")).result["stdout"] == f"{home}/repo\nof the handle's directory"
+        assert (await inside.exec("pwd -P", cwd="src")).result["stdout"] == f"{home}/repo/src\n"
+        assert (await inside.exec("pwd -P", cwd=home)).result["stdout"] == f"{home}\n"
+        await inside.close()
+
+
 async def test_the_gateways_state_can_be_asked_for(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         assert "echo" in [each.name for each in await client.functions()]
