@@ -4,76 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import textwrap
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from manager.errors import ActionFailed, CapacityExceeded, InvalidConfig, Reason
-from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
+from manager.function import FunctionSpec, HandlerSpec
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.handler.instance import HandlerSettings
 from runtimes.sandbox.handler.runtime import HandlerRuntime
 from runtimes.sandbox.process.control import ProcessControl
-from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.recorder import execution_of
-
-DEADLINE_S = 60.0
-SCALE: dict[str, object] = {"per_instance": 1, "instances_min": 0, "instances_max": 8, "idle_s": 300.0}
-SETTINGS = HandlerSettings(sandbox=SandboxSpec(memory_bytes=256 * 2**20), start_timeout_s=DEADLINE_S, kill_grace_s=0.2)
-
-Function = Callable[..., FunctionSpec]
-
-
-@pytest.fixture
-async def provider(tmp_path: Path) -> AsyncIterator[Provider]:
-    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
-    yield provider
-    assert not [path.name for path in (tmp_path / "state" / "sandboxes").glob("*")], "a sandbox was leaked"
-    await provider.close()
-
-
-@pytest.fixture
-async def runtime(provider: Provider) -> AsyncIterator[HandlerRuntime]:
-    runtime = HandlerRuntime(provider, SETTINGS)
-    yield runtime
-    await runtime.close()
-
-
-@pytest.fixture
-def function(tmp_path: Path) -> Function:
-    """Makes a function of a handler's source."""
-    tmp_path.chmod(0o755)
-
-    def make(source: str, *, callable: str = "score", **options: int | float | str) -> FunctionSpec:
-        directory = tmp_path / "function"
-        directory.mkdir(exist_ok=True)
-        revision = str(options.pop("revision", "1"))
-        (directory / f"handler{revision}.py").write_text(textwrap.dedent(source), encoding="utf-8")
-        output_limit_bytes = int(options.pop("output_limit_bytes", 2**20))
-        return FunctionSpec(
-            name="reward",
-            runtime="handler",
-            revision=revision,
-            timeout_s=DEADLINE_S,
-            output_limit_bytes=output_limit_bytes,
-            handler=HandlerSpec(module=f"handler{revision}", callable=callable, directory=directory, **SCALE | options),  # type: ignore[arg-type]  # a test's keywords
-        )
-
-    return make
-
-
-async def call(runtime: HandlerRuntime, function: FunctionSpec, id: str = "a1", **input: object) -> object:
-    execution, _ = execution_of(function, input, id=id)
-    return (await runtime.execute(execution)).value
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until it holds; the caller has the deadline."""
-    for _ in iter(condition, True):
-        await asyncio.sleep(0.002)
+from tests.runtimes.sandbox.handler.conftest import DEADLINE_S, SCALE, SETTINGS, Function, call, until
 
 
 async def test_a_handler_is_imported_once_and_returns_its_value(runtime: HandlerRuntime, function: Function) -> None:
@@ -159,11 +102,11 @@ async def test_a_child_that_comes_back_out_of_a_handler_answers_for_nobody(
             if pid == 0:
                 {child}
             os.waitpid(pid, 0)
-            return [event["n"], os.getpid()]
+            return f"{{event['n']}} {{os.getpid()}}"
     """)
-    answers = [await call(runtime, forking, n=n) for n in range(3)]
-    assert [number for number, _ in answers] == [0, 1, 2]  # type: ignore[misc]  # pairs, by the handler
-    assert len({pid for _, pid in answers}) == 1, "one process serves them all"  # type: ignore[misc]  # as above
+    answers = [str(await call(runtime, forking, n=n)).split() for n in range(3)]
+    assert [each[0] for each in answers] == ["0", "1", "2"]
+    assert len({each[1] for each in answers}) == 1, "one process serves them all"
 
 
 @pytest.mark.parametrize("value", ["{1, 2}", "float('nan')", "b'x'", "'\\ud800'", "(lambda x: x.append(x) or x)([])"])
@@ -392,52 +335,6 @@ async def test_a_frozen_idle_instance_serves_the_next_action(provider: Provider,
     """)
     assert [await call(runtime, counting) for _ in range(5)] == [1, 2, 3, 4, 5]
     await runtime.close()
-
-
-async def test_a_new_revision_serves_new_actions_while_the_old_one_ends(
-    runtime: HandlerRuntime, function: Function
-) -> None:
-    old = function("def score(event, context): return 'old'", revision="1")
-    new = function("def score(event, context): return 'new'", revision="2")
-    await runtime.prepare(old)
-    assert await call(runtime, old) == "old"
-    await runtime.prepare(new)
-    assert (await call(runtime, new), await call(runtime, old)) == ("new", "old")
-    assert runtime.instances() == {"reward": 1}
-
-
-async def test_a_revision_that_is_prepared_and_never_served_takes_nothing_from_the_one_that_is(
-    runtime: HandlerRuntime, function: Function
-) -> None:
-    """As where another function of the same change cannot be prepared."""
-    counting = """
-        calls = 0
-        def score(event, context):
-            global calls
-            calls += 1
-            return calls
-    """
-    old, new = function(counting, revision="1"), function(counting, revision="2")
-    await runtime.prepare(old)
-    await runtime.prepare(new)
-    assert [await call(runtime, old) for _ in range(3)] == [1, 2, 3]
-    assert [await call(runtime, new) for _ in range(3)] == [1, 2, 3]
-    await until(lambda: runtime.instances() == {"reward": 1})
-    await runtime.prepare(old)  # back to the first one
-    assert [await call(runtime, old) for _ in range(2)] == [1, 2]
-
-
-async def test_two_revisions_may_be_prepared_at_once(runtime: HandlerRuntime, function: Function) -> None:
-    """As where a function is changed while its first form is still being made ready: both tries come to an end."""
-    slow = "import time\ntime.sleep(0.3)\ndef score(event, context): return {!r}"
-    revisions = [function(slow.format(each), revision=each, instances_min=2) for each in "12"]
-    async with asyncio.timeout(DEADLINE_S):
-        first, second = (asyncio.create_task(runtime.prepare(each)) for each in revisions)
-        await until(lambda: len(runtime.sandboxes) >= 2)
-        assert await call(runtime, revisions[1]) == "2"
-        await asyncio.gather(first, second)
-        await until(lambda: runtime.instances() == {"reward": 2})
-        assert await call(runtime, revisions[1]) == "2"
 
 
 async def test_closing_fails_what_runs_and_what_waits(provider: Provider, function: Function) -> None:

@@ -124,3 +124,28 @@ def test_only_what_a_given_file_shows_to_lack_is_missed() -> None:
 def test_a_file_has_no_tests_if_nothing_in_it_is_called_one(text: str, expected: bool) -> None:
     assert without_tests(["test_a.py"], {"test_a.py": text}) is expected
     assert not without_tests([], {})
+
+
+@pytest.mark.parametrize("cores", [(0,), (0, 1)])
+@pytest.mark.parametrize("asked", [{}, {"fail_to_pass": ["tests/test_given.py::test_a"]}])
+async def test_a_given_file_that_is_no_python_is_its_givers_mistake(
+    bench: SuiteBench, cores: tuple[int, ...], asked: dict[str, Any]
+) -> None:
+    files = {"tests/test_good.py": "def test_b(): pass\n", "./tests/test_given.py": "def test_a(: pass\n"}
+    failure = await bench.failure(cores=cores, tests=files, **asked)
+    assert failure.reason is Reason.INVALID_INPUT
+    assert "$.tests: ./tests/test_given.py is no Python: invalid syntax, line 1" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("tests/conftest.py", "raise SyntaxError('invalid syntax')"),
+        ("code.py", "def broken(: pass"),
+        ("conftest.py", "def pytest_collectstart(collector):\n    raise SyntaxError('invalid syntax')"),
+    ],
+)
+async def test_a_project_that_is_no_python_stays_worth_nothing(bench: SuiteBench, path: str, text: str) -> None:
+    given = {"tests/test_given.py": "import code\ndef test_a(): pass\n"}
+    value = await bench.run({path: text, "tests/__init__.py": ""}, tests=given, targets=["tests/test_given.py"])
+    assert value["reward"] == 0.0

@@ -485,28 +485,3 @@ async def test_a_test_that_takes_pythons_own_functions_away_spoils_no_verdict(be
     text = "import json, os\ndef test_a(): json.dumps = None\ndef test_b(): os.write = None\ndef test_c(): pass\n"
     value = await bench.run({"test_odd.py": text})
     assert (value["reward"], value["counts"], value["note"]) == (1.0, {"passed": 3}, "")
-
-
-@pytest.mark.parametrize("cores", [(0,), (0, 1)])
-@pytest.mark.parametrize("asked", [{}, {"fail_to_pass": ["tests/test_given.py::test_a"]}])
-async def test_a_given_file_that_is_no_python_is_its_givers_mistake(
-    bench: SuiteBench, cores: tuple[int, ...], asked: dict[str, Any]
-) -> None:
-    files = {"tests/test_good.py": "def test_b(): pass\n", "./tests/test_given.py": "def test_a(: pass\n"}
-    failure = await bench.failure(cores=cores, tests=files, **asked)
-    assert failure.reason is Reason.INVALID_INPUT
-    assert "$.tests: ./tests/test_given.py is no Python: invalid syntax, line 1" in failure.message
-
-
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("tests/conftest.py", "raise SyntaxError('invalid syntax')"),
-        ("code.py", "def broken(: pass"),
-        ("conftest.py", "def pytest_collectstart(collector):\n    raise SyntaxError('invalid syntax')"),
-    ],
-)
-async def test_a_project_that_is_no_python_stays_worth_nothing(bench: SuiteBench, path: str, text: str) -> None:
-    given = {"tests/test_given.py": "import code\ndef test_a(): pass\n"}
-    value = await bench.run({path: text, "tests/__init__.py": ""}, tests=given, targets=["tests/test_given.py"])
-    assert value["reward"] == 0.0
