@@ -76,7 +76,8 @@ def container_wish(body: Mapping[str, object], function: FunctionSpec) -> Contai
     for name, allowed in HARMLESS.items():
         if host.get(name) is not None and host[name] not in allowed:
             raise _unsupported(f"HostConfig.{name}", host[name])
-    argv = (*_words(body, "Entrypoint"), *_words(body, "Cmd"))
+    entrypoint = _words(body, "Entrypoint")
+    argv = (*(() if entrypoint == ("",) else entrypoint), *_words(body, "Cmd"))  # '' is how docker turns one off
     tty, reads = _get(body, "Tty", bool, False), _get(body, "AttachStdin", bool, False)
     attached = reads or _get(body, "AttachStdout", bool, False) or _get(body, "AttachStderr", bool, False)
     idles_s = _idle_s(argv, attached=reads)

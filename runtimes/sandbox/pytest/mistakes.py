@@ -23,6 +23,7 @@ _RUNS_NONE = frozenset(
 )
 #: Options with which the first failures end the suite, and short ones without a value of which -x is one.
 _ENDS_EARLY = frozenset({"--exitfirst", "--maxfail", "--sw", "--stepwise", "--sw-skip", "--stepwise-skip"})
+_NO_LIMIT = ["--maxfail", "0"]
 _EXIT_FIRST = re.compile(r"-[vqslx]*x[vqslx]*")
 #: With which pytest goes on after a file that it cannot collect.
 _GOES_ON = "--continue-on-collection-errors"
@@ -52,8 +53,13 @@ def option_at_fault(args: Sequence[str]) -> str:
 
 
 def ends_early(args: Iterable[str]) -> bool:
-    """Return whether the caller's own options end the suite at its first failures."""
-    return any(word.partition("=")[0] in _ENDS_EARLY or _EXIT_FIRST.fullmatch(word) for word in args)
+    """Return whether the caller's own options end the suite at its first failures; ``--maxfail=0`` has no limit."""
+    words = list(args)
+    return any(
+        _EXIT_FIRST.fullmatch(word)
+        or (word.partition("=")[0] in _ENDS_EARLY and not (word == "--maxfail=0" or words[at : at + 2] == _NO_LIMIT))
+        for at, word in enumerate(words)
+    )
 
 
 def goes_on(args: Iterable[str]) -> bool:
