@@ -24,7 +24,7 @@ from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, RequestSpec, RetrySpec
 from manager.lease import Lease
 from runtimes import exact_json
-from runtimes.api.secrets import Secrets, redact
+from runtimes.api.secrets import Secrets, redact, redact_json
 from runtimes.api.template import Rendered, RequestTemplate
 from runtimes.runtime import Execution, Result
 from tangram.types.values.backoff import backoff_s
@@ -201,8 +201,8 @@ async def _read(response: httpx.Response, limit_bytes: int, secrets: tuple[str, 
                 Reason.OUTPUT_LIMIT, f"the service's answer exceeds {limit_bytes} bytes (request.response_limit)"
             )
         chunks.append(chunk)
-    text = redact(b"".join(chunks).decode(response.encoding or "utf-8", errors="replace"), secrets)
-    body, broken = _body(text, response.headers.get("content-type", ""))
+    text = b"".join(chunks).decode(response.encoding or "utf-8", errors="replace")
+    body, broken = _body(text, response.headers.get("content-type", ""), secrets)
     return _Answer(
         status=response.status_code,
         headers={name: redact(value, secrets) for name, value in response.headers.items() if name != "set-cookie"},
@@ -212,15 +212,16 @@ async def _read(response: httpx.Response, limit_bytes: int, secrets: tuple[str, 
     )
 
 
-def _body(text: str, content_type: str) -> tuple[object, str]:
+def _body(text: str, content_type: str, secrets: tuple[str, ...]) -> tuple[object, str]:
     """The JSON value of a JSON answer, else the text, and why it is none where the JSON is broken."""
     media_type = content_type.partition(";")[0].strip().lower()
     if text and (media_type == "application/json" or media_type.endswith("+json")):
         try:
-            return exact_json.loads(text), ""
-        except orjson.JSONDecodeError as error:
-            return text, f"the service's answer is called {media_type}, and is no JSON: {error}"
-    return text, ""
+            value = exact_json.loads(text)
+            return redact_json(value, secrets) if secrets else value, ""
+        except (orjson.JSONDecodeError, RecursionError) as error:
+            return redact(text, secrets), f"the service's answer is called {media_type}, and is no JSON: {error}"
+    return redact(text, secrets), ""
 
 
 def retry_after_s(header: str | None, now: datetime) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -61,9 +62,22 @@ class Secrets:
             raise InvalidConfig(f"secret {name!r} cannot be read: {error}", component="secrets") from error
 
 
+def redact_json(value: object, values: tuple[str, ...]) -> object:
+    """A JSON value without the secret ``values``, which escapes such as ``\\/`` do not hide; raises RecursionError."""
+    if isinstance(value, str):
+        return redact(value, values)
+    if isinstance(value, list):
+        return [redact_json(each, values) for each in value]
+    if isinstance(value, dict):
+        return {redact(name, values): redact_json(each, values) for name, each in value.items()}
+    return REDACTED if isinstance(value, int | float) and str(value) in values else value
+
+
 def redact(text: str, values: tuple[str, ...]) -> str:
-    """``text`` without the secret ``values``, in plain or percent-encoded form."""
+    """``text`` without the secret ``values``, plain, percent-encoded, or as JSON writes them."""
     for value in values:
         if len(value) >= _REDACTED_FROM_CHARS:
-            text = text.replace(value, REDACTED).replace(quote(value, safe=""), REDACTED)
+            escaped = json.dumps(value)[1:-1]
+            for form in (value, quote(value, safe=""), escaped, escaped.replace("/", "\\/")):
+                text = text.replace(form, REDACTED)
     return text

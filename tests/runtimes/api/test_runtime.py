@@ -175,6 +175,16 @@ async def test_an_accepted_status_is_an_answer(runtime: ApiRuntime) -> None:
     assert (result.value["status"], result.value["body"]) == (404, {"title": "none"})
 
 
+async def test_a_secret_shows_in_no_json_however_it_is_written(runtime: ApiRuntime) -> None:
+    escaped = "".join(f"\\u{ord(letter):04x}" for letter in SECRET)
+    body = f'{{"{SECRET}": 1, "deep": [{{"told": "of {escaped}"}}], "n": [10, 0.5, true, null]}}'
+    with Scripted(200, {"Content-Type": "application/json"}, body.encode()) as server:
+        function = search_of_url(server.url)
+        result = await runtime.execute(execution_of(function, {})[0])
+    assert isinstance(result.value, dict)
+    assert result.value["body"] == {"[secret]": 1, "deep": [{"told": "of [secret]"}], "n": [10, 0.5, True, None]}
+
+
 @pytest.mark.parametrize("body", [b'{"score": 0.', b'{"score": NaN}'])
 async def test_what_is_called_json_and_is_none_is_upstreams_failure(runtime: ApiRuntime, body: bytes) -> None:
     """Whoever asks for its fields would find a text."""

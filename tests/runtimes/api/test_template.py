@@ -94,6 +94,7 @@ def test_an_undefined_secret_says_where_to_define_it(tmp_path: Path) -> None:
 
 def test_redaction_covers_the_percent_encoded_form_and_leaves_tiny_values_alone() -> None:
     assert redact("k=s3same/open&k=s3same%2Fopen ab", ("s3same/open", "ab")) == "k=[secret]&k=[secret] ab"
+    assert redact(r"s3same\/open", ("s3same/open",)) == "[secret]"
 
 
 @pytest.mark.parametrize(
