@@ -299,8 +299,10 @@ class Core:
     # -- time
 
     def look(self, now_s: float) -> None:
-        """Bring the instant of the state forward for whoever reads it; nothing is decided."""
+        """Bring the state forward for whoever reads it: the instant, and what returns with time; nothing is decided."""
         self._state.now_s = max(self._state.now_s, now_s)
+        for pool in self._state.resources.timed:
+            pool.advance(self._state.now_s)
 
     def _advance(self, now_s: float) -> None:
         state = self._state

@@ -162,4 +162,6 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
         assert self._counted() == self._in_window, f"{self.name}: {self._window}, {self._held}, {self._wanted}"
 
     def describe(self) -> dict[str, object]:
-        return {**super().describe(), "period_s": self.spec.period_s, "next_return_s": self.next_return_s()}
+        next_s = self.next_return_s()
+        due_s = None if next_s is None else max(0.0, next_s - self._now_s)
+        return {**super().describe(), "period_s": self.spec.period_s, "next_return_s": due_s}

@@ -94,7 +94,7 @@ class PoolInfo(Struct, frozen=True, kw_only=True):
         Mapping[str, int] | UnsetType, Meta(description="Devices: how services that were brought in ahead fared")
     ] = UNSET
     period_s: Annotated[float | UnsetType, Meta(description="Quota: its period in seconds")] = UNSET
-    next_return_s: Annotated[float | UnsetType | None, Meta(description="Quota: when units return")] = UNSET
+    next_return_s: Annotated[float | UnsetType | None, Meta(description="Quota: seconds until units return")] = UNSET
 
 
 class SandboxesInfo(Struct, frozen=True, kw_only=True):
