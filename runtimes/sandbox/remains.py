@@ -127,10 +127,13 @@ class LocalRemains:
 
 
 def _runners() -> dict[tuple[str, str], list[int]]:
-    """Return the processes of each process sandbox, by state directory and name."""
+    """Return the processes of each process sandbox, by state directory and name: only our own where we are not root."""
     found: dict[tuple[str, str], list[int]] = {}
+    user = os.geteuid()
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
+            if user and place.stat().st_uid != user:
+                continue
             words = os.fsdecode((place / "cmdline").read_bytes()).split("\0")
             names = [match.groups() for word in words if (match := RUN_DIRECTORY.match(word))]
             if names and any(word.endswith(f"/{RUNNER_FILE}") for word in words):

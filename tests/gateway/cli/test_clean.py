@@ -59,6 +59,20 @@ async def test_a_process_sandbox_is_kept_while_its_gateway_lives_and_removed_aft
     assert f"tangram-{sandbox.id}" not in entries(tangram)  # its control group
 
 
+async def test_another_users_sandboxes_are_not_looked_into(
+    tangram: Tangram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose state directory may be closed to us."""
+    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
+    sandbox = await left(provider)
+    assert sandbox.id in entries(tangram)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: 54321)
+        assert sandbox.id not in entries(tangram)
+    await sandbox.close()
+    await provider.close()
+
+
 @pytest.mark.parametrize("below", ["sandboxes", "node/sandboxes"])
 async def test_the_state_directory_of_a_gateway_or_node_names_what_it_has_below(
     tangram: Tangram, tmp_path: Path, below: str
