@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from runtimes.runtime import Execution, Replicator, Result, Runtime
 logger = logging.getLogger("runtimes.local")
 
 COMPONENT = "executor"
+#: A timer of the loop may ring so much too early.
+TIMER_S = 0.001
 
 #: What some reasons make of an action; the others make it ``failed``.
 _STATES: Mapping[Reason, State] = {
@@ -82,6 +85,7 @@ class LocalExecutor:
         #: Makes a trajectory's sandbox ahead of its first action.
         self._open_environment = open_environment
         self._running: dict[str, Runtime] = {}
+        self._alarm = _Alarm()
         #: Work that outlived ``kill_s``; held, so that it is not collected before it ends.
         self._left_behind: set[asyncio.Task[Result]] = set()
 
@@ -97,7 +101,7 @@ class LocalExecutor:
                 component=COMPONENT,
             )
         execution = _Watched(action=action, lease=lease, call=call, clock=self._clock)
-        watch = _Watch(execution, self._deadlines)
+        watch = _Watch(execution, self._deadlines, self._alarm)
         task = watch.begin(runtime)
         self._running[action.id] = runtime
         try:
@@ -177,18 +181,55 @@ class _Watched(Execution):
         self.on_phase()
 
 
+class _Alarm:
+    """One timer of the loop for all deadlines, as hardly any is ever reached."""
+
+    def __init__(self) -> None:
+        self._due: dict[object, tuple[float, Callable[[], None]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._rings_s = math.inf
+
+    def set(self, loop: asyncio.AbstractEventLoop, key: object, wait_s: float, ring: Callable[[], None]) -> None:
+        """Call ``ring`` in so many seconds, in place of what was set for the same key."""
+        due_s = loop.time() + wait_s
+        self._due[key] = due_s, ring
+        if due_s < self._rings_s:
+            self._arm(loop, due_s)
+
+    def drop(self, key: object) -> None:
+        """Ring no more for it; idempotent."""
+        self._due.pop(key, None)
+
+    def _arm(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._rings_s = due_s
+        self._timer = loop.call_at(due_s, self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer, self._rings_s = None, math.inf
+        now_s = loop.time() + TIMER_S
+        over = [(key, ring) for key, (due_s, ring) in self._due.items() if due_s <= now_s]
+        for key, _ in over:
+            del self._due[key]
+        if self._due:
+            self._arm(loop, min(due_s for due_s, _ in self._due.values()))
+        for _, ring in over:
+            ring()
+
+
 class _Watch:
     """The work of one execution, and its deadlines: to get ready, to run, to come to an end, and to die."""
 
-    def __init__(self, execution: _Watched, deadlines: Deadlines) -> None:
+    def __init__(self, execution: _Watched, deadlines: Deadlines, alarm: _Alarm) -> None:
         self._execution = execution
         self._deadlines = deadlines
+        self._alarm = alarm
         self._loop = asyncio.get_running_loop()
         #: Made anew whenever a cancellation takes its waiter away.
         self._over: asyncio.Future[None] = self._loop.create_future()
         #: None before it begins, and once it is over: an error's traceback leads here, and must not lead back.
         self._task: asyncio.Task[Result] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         #: The message of the deadline that was missed; empty where none was.
         self.overrun = ""
         self._killing = False
@@ -224,10 +265,8 @@ class _Watch:
     def _arm(self) -> None:
         if self._killing or self._task is None:
             return
-        if self._timer is not None:
-            self._timer.cancel()
         ran_s = self._execution.execution_s if self._execution.ended_s is None else 0.0
-        self._timer = self._loop.call_later(max(0.0, self._phase()[0] - ran_s), self._missed)
+        self._alarm.set(self._loop, self, max(0.0, self._phase()[0] - ran_s), self._missed)
 
     def _phase(self) -> tuple[float, str]:
         """Seconds that the present phase may take, and what is said of one that takes longer."""
@@ -248,16 +287,13 @@ class _Watch:
         if self._killing or self._task is None:
             return
         self._killing = True
-        if self._timer is not None:
-            self._timer.cancel()
         self._task.add_done_callback(lambda _: self._finish())  # one that never began does not tell its end itself
         self._task.cancel()
-        self._timer = self._loop.call_later(self._deadlines.kill_s, self._finish)
+        self._alarm.set(self._loop, self, self._deadlines.kill_s, self._finish)
 
     def _finish(self) -> None:
         self._task = None
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.drop(self)
         self._execution.on_phase = _unheard  # else both would hold each other until the collector comes
         if not self._over.done():
             self._over.set_result(None)
