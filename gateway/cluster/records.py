@@ -108,6 +108,8 @@ class NodeRecords:
             self._store.save_document(EPOCH + name, None)
 
     def _keep_bound(self) -> None:
+        if len(self._known) <= self._nodes_max:
+            return
         lost = sorted(
             (known for known in self._known.values() if known.state == "lost"), key=lambda each: each.joined_s
         )

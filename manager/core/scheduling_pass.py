@@ -60,11 +60,13 @@ class SchedulingPass:
     def _round(self, changed: set[str], changed_groups: set[QueueGroup]) -> None:
         state = self._state
         names, groups = self._closure(changed, changed_groups)
-        pools = state.resources.in_order(names)
         groups_of: dict[str, list[QueueGroup]] = {}
         for group in groups:
             for name in state.pools_of(group):
                 groups_of.setdefault(name, []).append(group)
+        can_resize = state.executing.can_resize
+        # Where nothing waits and nobody can be resized, nothing is to be decided: so it is while a thousand nodes join.
+        pools = state.resources.in_order([name for name in names if name in groups_of or can_resize(name)])
         alone: dict[str, Waiting] = {}
         for pool in pools:
             waiting = waits_alone(state, pool, groups_of.get(pool.name, ()))
@@ -114,6 +116,8 @@ class SchedulingPass:
                     beyond.update(state.pools_of(group))
 
         choose(state.queue.groups() if state.spec.strict else [group for group in changed_groups if group.live])
+        if not state.queue.has_groups:
+            return beyond, []
         while beyond:
             name = beyond.pop()
             if name not in pools:

@@ -96,9 +96,8 @@ class Resources:
             pool.open(node)
 
     def _mark(self, node: str, *, closed: bool) -> None:
-        for pool in self:
-            if pool.node == node:
-                pool.closed = closed
+        for name in self.names_on(node):
+            self._pools[name].closed = closed
         self.note_membership()
 
     def take_changed(self) -> set[str]:

@@ -59,6 +59,7 @@ def server_side(certificate: NodeCertificate) -> ssl.SSLContext:
     """Return the context of the gateway; raises InvalidConfig."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # a node that dials again begins anew
     try:
         context.load_cert_chain(certificate.cert, certificate.key)
     except (OSError, ssl.SSLError) as error:

@@ -362,6 +362,10 @@ class Queue:
         forsaken, self._forsaken = self._forsaken, set()
         return forsaken
 
+    @property
+    def has_groups(self) -> bool:
+        return bool(self._groups)
+
     def groups(self) -> list[QueueGroup]:
         return list(self._groups.values())
 
