@@ -14,13 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import structlog
 
 from manager.clock import Clock, MonotonicClock
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason, StorageUnavailable
 from manager.executor import Call
-from manager.function import FunctionSpec
 from manager.outcome import Outcome, State
 from manager.setting import Setting
 from runtimes.kinds import KINDS
@@ -34,7 +32,7 @@ from runtimes.node.handlers.store import HandlerStore, HandlerStoreSettings
 from runtimes.node.journal import AttemptJournal, JournalSettings, epoch
 from runtimes.node.link import NodeLink
 from runtimes.node.message import Message
-from runtimes.node.requests import SERVED, NodeRequests, NodeWork, unserved
+from runtimes.node.requests import SERVED, DefinedFunctions, NodeRequests, NodeWork, unserved
 from runtimes.node.sessions.served import ServedSessions
 from runtimes.node.spool import Spool
 from runtimes.node.telling import Telling, TellingSettings
@@ -83,14 +81,14 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         #: The kinds of functions that it executes.
         self.served = frozenset(served)
-        self._functions: dict[str, tuple[bytes, FunctionSpec | CodedError]] = {}
         self._attempts: dict[str, NodeAttempt] = {}
+        #: Ends that were told, and are written down in the same turn of the loop.
+        self._ends: list[wire.AttemptEnd] = []
         self._settled = SettledAttempts(lambda settled: None if self._closing else self._forget(*settled))
         self._link: NodeLink | None = None
         self._handlers = HandlerStore(directory / HANDLERS, self.settings.handlers, work.handlers_in_use)
-        self._requests = NodeRequests(
-            work, self.served, lambda digest: self._function(digest)[1], self.say, self._handlers
-        )
+        self._functions = DefinedFunctions(self.settings.functions_max, self._handlers)
+        self._requests = NodeRequests(work, self.served, self._functions, self.say, self._handlers)
         #: What it knows to do beside executing functions.
         self.able = self._requests.able
         self._transfers = ServedTransfers(work.sandboxes.files, self._handlers.take)
@@ -112,7 +110,7 @@ class Agent:
         held = self._work.sandboxes.resumable()
         contents = self._journal.contents
         for digest, data in contents.functions.items():
-            self._define(digest, data)
+            self._functions.define(digest, data)
         for claim, entry in list(contents.attempts.items()):
             attempt = self._enter(entry.execute, fresh=False)
             if attempt is None:
@@ -178,6 +176,7 @@ class Agent:
         await self._sessions.close()
         for attempt in self._attempts.values():
             attempt.spool.close()
+        self._write_ends()
         self._journal.close()
 
     # --- the link
@@ -235,7 +234,7 @@ class Agent:
             case wire.AcknowledgeEnd():
                 self._acknowledged(message.claim)
             case wire.DefineFunction():
-                self._define(message.digest, message.function)
+                self._functions.define(message.digest, message.function)
             case wire.AttachAttempt():
                 self._attach(message)
             case wire.CancelAttempt():
@@ -250,23 +249,6 @@ class Agent:
                 raise wire.ChannelError(f"a {type(message).__name__} to a node")
 
     # --- attempts
-
-    def _define(self, digest: str, data: bytes) -> None:
-        self._functions.pop(digest, None)  # it becomes the youngest: what a link has defined lately is never dropped
-        while len(self._functions) >= self.settings.functions_max:
-            del self._functions[next(iter(self._functions))]
-        kind = KINDS.get(msgspec.json.decode(data, type=_Kind).runtime)
-        try:
-            function = wire.read_function(data, FunctionSpec if kind is None else kind.function)
-            self._functions[digest] = (data, self._handlers.placed(function))
-        except wire.ChannelError as error:  # of another version: the others run here all the same
-            self._functions[digest] = (data, InvalidConfig(f"{error.message}; upgrade the node", component=COMPONENT))
-
-    def _function(self, digest: str) -> tuple[bytes, FunctionSpec]:
-        data, function = self._functions.get(digest, (b"", wire.ChannelError(f"function {digest} was never defined")))
-        if isinstance(function, CodedError):
-            raise function
-        return data, function
 
     def _execute(self, execute: wire.ExecuteAttempt) -> None:
         self._settled.forget(execute.claim)
@@ -283,7 +265,7 @@ class Agent:
     def _enter(self, execute: wire.ExecuteAttempt, *, fresh: bool = True) -> NodeAttempt | None:
         """Make room for an attempt; one that cannot be had ends at once."""
         try:
-            data, function = self._function(execute.function)
+            data, function = self._functions.get(execute.function)
             if len(self._attempts) >= self.settings.attempts_max:
                 raise StorageUnavailable(f"the node has {self.settings.attempts_max} attempts", component=COMPONENT)
             place = f"{self._spools}/{spool_name(execute.claim)}"
@@ -303,7 +285,7 @@ class Agent:
         given = wire.unpack_object(attempt.execute.input)
         self._sessions.begin(attempt.claim, attempt.execute.action, attempt.execute.context, given)
         work = self._work_on(attempt, given)
-        attempt.task = asyncio.create_task(work, name=f"attempt {attempt.claim}")
+        attempt.task = self._loop.create_task(work)
         self._tasks.add(attempt.task)
         attempt.task.add_done_callback(partial(self._worked, attempt))
 
@@ -398,12 +380,14 @@ class Agent:
         self._sessions.ended(attempt.claim)
         self._look(attempt)
         self._written(attempt.spool.flush)
-        if attempt.begun:
-            self._written(partial(self._journal.ended, end))
+        if not attempt.disowned:
+            self._telling.more(attempt, at_once=True)
+        if attempt.begun:  # behind the telling: nobody waits for the disk, and ends of one turn are one write
+            if not self._ends:
+                self._loop.call_soon(self._write_ends)
+            self._ends.append(end)
         if attempt.disowned:
             self._forget(attempt)
-        else:
-            self._telling.more(attempt, at_once=True)
 
     def _session_told(self, claim: str) -> None:
         """All of a session's output is told: its end may follow."""
@@ -443,7 +427,13 @@ class Agent:
         if attempt is not None and attempt.end is not None:
             self._settled.add(attempt)
 
+    def _write_ends(self) -> None:
+        ends, self._ends = self._ends, []
+        if ends:
+            self._written(partial(self._journal.ended, *ends))
+
     def _forget(self, *attempts: NodeAttempt) -> None:
+        self._write_ends()
         if begun := [attempt.claim for attempt in attempts if attempt.begun]:
             self._written(partial(self._journal.acknowledged, *begun))
         for attempt in attempts:
@@ -494,7 +484,3 @@ class Agent:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class _Kind(msgspec.Struct):
-    runtime: str

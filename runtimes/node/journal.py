@@ -77,15 +77,17 @@ class AttemptJournal:
         """An attempt is about to begin: whatever happens, it does not begin again."""
         if execute.function not in self.contents.functions:
             self._append(DefineFunction(execute.function, function))
-        self._append(execute, AttemptGo(execute.claim, lasting, None))
+        self._write(_record(execute) + _record(AttemptGo(execute.claim, lasting, None)))
+        self.contents.attempts.setdefault(execute.claim, JournalEntry(execute, lasting=False)).lasting = lasting
+        self._keep_short()
 
     def lasting(self, claim: str, lasting: bool) -> None:
         """It outlives its caller, or does not."""
         self._append(AttemptGo(claim, lasting, None))
 
-    def ended(self, end: AttemptEnd) -> None:
-        """An attempt has ended."""
-        self._append(end)
+    def ended(self, *ends: AttemptEnd) -> None:
+        """Attempts have ended."""
+        self._append(*ends)
 
     def acknowledged(self, *claims: str) -> None:
         """Their ends are on record elsewhere."""
@@ -98,14 +100,19 @@ class AttemptJournal:
             self._fd = -1
 
     def _append(self, *messages: Message) -> None:
-        data = b"".join(_record(message) for message in messages)
+        self._write(b"".join(map(_record, messages)))
+        for message in messages:
+            self._note(message)
+        self._keep_short()
+
+    def _write(self, data: bytes) -> None:
         place = self._size_bytes
         while data:  # at its own place: what a full disk took of it is written over by the next
             written = os.pwrite(self._fd, data, place)
             place, data = place + written, data[written:]
         self._size_bytes = place
-        for message in messages:
-            self._note(message)
+
+    def _keep_short(self) -> None:
         if self._size_bytes > self._compact_at:
             self._compact()
 

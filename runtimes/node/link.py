@@ -210,6 +210,8 @@ class NodeLink:
         self._received: deque[Message] = deque()
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
+        #: So much may wait here without a look at what the transport has.
+        self._watched_bytes = self.settings.unsent_max_bytes - self.settings.frame_max_bytes - HANDED_BYTES
         #: Whether what is unsent is handed over in this turn; when it is if nothing else is sent.
         self._leaving = False
         self._patience: asyncio.TimerHandle | None = None
@@ -239,11 +241,11 @@ class NodeLink:
         self._unsent_bytes += len(frame)
         if in_no_hurry and not self._leaving:
             if self._patience is None:
-                self._patience = self._loop.call_later(PATIENCE_S, self._flush)
+                self._patience = self._loop.call_later(PATIENCE_S, self._lose_patience)
         elif not self._leaving:
             self._leaving = True
             self._loop.call_soon(self._flush)
-        if self.unsent_bytes > self.settings.unsent_max_bytes:
+        if self._unsent_bytes > self._watched_bytes and self.unsent_bytes > self.settings.unsent_max_bytes:
             self.close(f"the other side left more than {self.settings.unsent_max_bytes} bytes unread")
 
     @property
@@ -259,11 +261,13 @@ class NodeLink:
         with suppress(OSError):
             await self._stream.drain()
 
+    def _lose_patience(self) -> None:
+        self._patience = None
+        if not self._leaving:
+            self._flush()
+
     def _flush(self) -> None:
         self._leaving = False
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
         self._hand_over()
         if self._unsent and self._pumping is None and not self.closed.is_set():
             self._pumping = self._loop.create_task(self._pump())

@@ -8,7 +8,7 @@ long as the node's epoch is the same, and is sent again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -81,7 +81,6 @@ class RemoteNode:
         self._recovering = False
         #: Whether all that a gateway before has begun there was begun in the present life of the node.
         self._one_life = True
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # --- the link
 
@@ -226,11 +225,10 @@ class RemoteNode:
             return
         try:
             function = self._handlers.named(remote.function)
-            remote.execute.function = self._requests.digest(function)
+            remote.execute.function = self._requests.define(function)
         except (Unsupported, ActionFailed) as error:
             self._end(remote, failed(error))
             return
-        self._requests.define(function)
         kind = KINDS.get(remote.function.runtime)
         inside = kind is not None and kind.works_in_sandbox
         remote.sent, remote.log_bytes = True, 0
@@ -302,13 +300,14 @@ class RemoteNode:
         if self._link is not None:
             self._link.close("the gateway ends")
         self.detach()
-        for task in (tasks := list(self._tasks)):
+        asking = [remote.asking for remote in self._calls.values() if remote.asking is not None]
+        for task in asking:
             task.cancel()
         for remote in self._calls.values():
             remote.abandon()
         self._requests.close()
         self.models.close()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*asking, return_exceptions=True)
 
     # --- functions and sandboxes
 
@@ -434,7 +433,7 @@ class RemoteNode:
 
     def _find_out(self, remote: RemoteCall) -> None:
         if remote.asking is None:
-            remote.asking = self._spawn(self._decide(remote.execute.claim, remote))
+            remote.asking = self._loop.create_task(self._decide(remote.execute.claim, remote))
 
     async def _decide(self, claim: str, remote: RemoteCall) -> None:
         """Find out whether it may begin; from the moment that it may, it has begun as far as anybody knows."""
@@ -488,9 +487,3 @@ class RemoteNode:
     def _tell(self, message: Message, *, in_no_hurry: bool = False) -> None:
         if self._link is not None:
             self._link.send(message, in_no_hurry=in_no_hurry)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

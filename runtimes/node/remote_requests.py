@@ -88,15 +88,16 @@ class RemoteRequests:
         """Return the name under which a function travels; raises Unsupported for one of a kind that cannot."""
         return self._travelling(function)[0]
 
-    def define(self, function: FunctionSpec) -> None:
-        """Tell the node of the function, unless this link has."""
+    def define(self, function: FunctionSpec) -> str:
+        """Tell the node of the function, unless this link has; return and raise as `digest` does."""
         digest, data = self._travelling(function)
         if digest in self._defined or self._link is None:
-            return
+            return digest
         while len(self._defined) >= DEFINED_MAX:
             del self._defined[next(iter(self._defined))]
         self._defined[digest] = None
         self._link.send(wire.DefineFunction(digest, data))
+        return digest
 
     def _travelling(self, function: FunctionSpec) -> tuple[str, bytes]:
         known = self._digests.get(id(function))

@@ -10,9 +10,10 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from manager.errors import CodedError, Unsupported
+from manager.errors import CodedError, InvalidConfig, Unsupported
 from manager.executor import Executor
 from manager.function import FunctionSpec, SandboxSpec
+from runtimes.kinds import KINDS
 from runtimes.node import wire
 from runtimes.node.errors import facts_of
 from runtimes.node.fitness.served import Trouble
@@ -64,6 +65,41 @@ class NodeWork(Protocol):
         ...
 
 
+class DefinedFunctions:
+    """What gateways have defined, by digest; what a link has defined lately is never dropped."""
+
+    def __init__(self, most: int, handlers: HandlerStore) -> None:
+        self._most = most
+        self._handlers = handlers
+        self._known: dict[str, tuple[bytes, FunctionSpec | CodedError]] = {}
+
+    def define(self, digest: str, data: bytes) -> None:
+        """Keep a function as it travelled, as the youngest; one of another version too, which `get` refuses."""
+        self._known.pop(digest, None)
+        while len(self._known) >= self._most:
+            del self._known[next(iter(self._known))]
+        kind = KINDS.get(msgspec.json.decode(data, type=_Kind).runtime)
+        try:
+            function = wire.read_function(data, FunctionSpec if kind is None else kind.function)
+            self._known[digest] = (data, self._handlers.placed(function))
+        except wire.ChannelError as error:  # the others run here all the same
+            self._known[digest] = (data, InvalidConfig(f"{error.message}; upgrade the node", component=COMPONENT))
+
+    def get(self, digest: str) -> tuple[bytes, FunctionSpec]:
+        """Return a function, as it travelled too; raises ChannelError if it was never defined, or InvalidConfig."""
+        known = self._known.get(digest)
+        if known is None:
+            raise wire.ChannelError(f"function {digest} was never defined")
+        data, function = known
+        if isinstance(function, CodedError):
+            raise function
+        return data, function
+
+
+class _Kind(msgspec.Struct):
+    runtime: str
+
+
 class NodeRequests:
     """The requests of one agent, each answered once on the link that is there at its end."""
 
@@ -71,13 +107,13 @@ class NodeRequests:
         self,
         work: NodeWork,
         served: Collection[str],
-        function: Callable[[str], FunctionSpec],
+        functions: DefinedFunctions,
         say: Callable[[Message], None],
         handlers: HandlerStore,
     ) -> None:
         self._work = work
         self._served = served
-        self._function = function
+        self._functions = functions
         self._say = say
         self._handlers = handlers
         self._under_way: dict[int, asyncio.Task[None]] = {}
@@ -135,7 +171,7 @@ class NodeRequests:
         return await verbs[asked.verb](asked)
 
     async def _open(self, asked: wire.NodeRequest) -> bool:
-        await self._work.executor.open_trajectory(asked.name, asked.task, self._function(asked.function))
+        await self._work.executor.open_trajectory(asked.name, asked.task, self._function(asked))
         self._work.sandboxes.look(asked.name)
         return True
 
@@ -145,7 +181,7 @@ class NodeRequests:
         return True
 
     async def _prepare(self, asked: wire.NodeRequest) -> bool:
-        function = self._function(asked.function)
+        function = self._function(asked)
         if function.runtime not in self._served:
             raise unserved(function, self._served)
         if self._work.models is not None:
@@ -177,7 +213,10 @@ class NodeRequests:
     async def _replicate(self, asked: wire.NodeRequest) -> bool:
         if asked.chunk is None:
             return False
-        return await self._work.executor.replicate(self._function(asked.function), asked.name, "", asked.chunk)
+        return await self._work.executor.replicate(self._function(asked), asked.name, "", asked.chunk)
+
+    def _function(self, asked: wire.NodeRequest) -> FunctionSpec:
+        return self._functions.get(asked.function)[1]
 
     async def _mark_lost(self, asked: wire.NodeRequest) -> bool:
         self._work.sandboxes.mark_lost([asked.name])

@@ -119,6 +119,9 @@ class EnvironmentSandboxes:
         return None if sandbox is None else LocalFiles(sandbox)
 
     def look(self, trajectory: str) -> None:
+        told, sandbox = self._told.get(trajectory), self._environments.get(trajectory)
+        if told is not None and sandbox is not None and (told.sandbox, told.alive) == (sandbox.id, sandbox.alive):
+            return  # one and the same sandbox stays as it was made
         facts = self._facts(trajectory)
         if self._told.get(trajectory) == facts or (not facts.sandbox and trajectory not in self._told):
             return

@@ -15,6 +15,7 @@ import structlog
 from manager.setting import Setting
 from runtimes.node.attempt import NodeAttempt
 from runtimes.node.link import NodeLink
+from runtimes.node.spool import Spool
 from runtimes.node.wire import AttemptLog, AttemptStarted
 
 logger = structlog.get_logger("node.telling")
@@ -83,24 +84,30 @@ class Telling:
                 if not self._has_room(link):
                     await link.drained()
 
+    def _piece(self, attempt: NodeAttempt, spool: Spool) -> bytes:
+        """Return what of a log is told next; one that cannot be read is left out."""
+        try:
+            spool.flush()  # a place that was told must mean the same to the next daemon, which reads it from the file
+            return spool.read(attempt.told_bytes, self._settings.piece_bytes)
+        except OSError as error:
+            logger.error("a spool cannot be read", claim=attempt.claim, why=str(error))
+            spool.omit(spool.end - attempt.told_bytes)
+            attempt.told_bytes = spool.end
+            return b""
+
     def _tell(self, attempt: NodeAttempt, link: NodeLink) -> bool:
         """Send that it runs, a piece of its log, or its end behind the last one; return whether there is more."""
         spool = attempt.spool
         if attempt.began_s is not None and not attempt.began_told:
             attempt.began_told = True
             link.send(AttemptStarted(attempt.claim))
-        try:
-            spool.flush()  # a place that was told must mean the same to the next daemon, which reads it from the file
-            piece = spool.read(attempt.told_bytes, self._settings.piece_bytes)
-        except OSError as error:
-            logger.error("a spool cannot be read", claim=attempt.claim, why=str(error))
-            spool.omit(spool.end - attempt.told_bytes)
-            attempt.told_bytes, piece = spool.end, b""
-        if piece:
-            link.send(AttemptLog(attempt.claim, attempt.told_bytes, piece))
-            attempt.told_bytes += len(piece)
         if attempt.told_bytes < spool.end:
-            return bool(piece)
+            piece = self._piece(attempt, spool)
+            if piece:
+                link.send(AttemptLog(attempt.claim, attempt.told_bytes, piece))
+                attempt.told_bytes += len(piece)
+            if attempt.told_bytes < spool.end:
+                return bool(piece)
         if attempt.end is not None and not attempt.end_told and not self._owes(attempt.claim):
             attempt.end_told = True
             spool.sent(attempt.told_bytes)

@@ -25,7 +25,7 @@ from manager.lease import Lease
 from manager.outcome import Outcome
 from runtimes.node.files.messages import FILES_MESSAGES
 from runtimes.node.fitness.messages import FitnessChanged
-from runtimes.node.message import ErrorFacts, Message
+from runtimes.node.message import ErrorFacts, Message, ToldOutcome
 from runtimes.node.models.messages import ModelsChanged
 from runtimes.node.sessions.messages import SESSION_MESSAGES
 from runtimes.node.snapshots.messages import SnapshotsKept
@@ -35,6 +35,8 @@ HEADER = struct.Struct(">IB")
 #: Bytes of the largest frame of somebody who has not shown who he is.
 GREETING_BYTES = 64 * 2**10
 COMPONENT = "node.channel"
+#: An empty object, `pack`ed.
+NOTHING = b"m\x80"
 
 
 class ChannelError(CodedError):
@@ -237,7 +239,7 @@ class AttemptEnd(Message):
 
     claim: str
     #: Without result and detail, which are `pack`ed.
-    outcome: Outcome
+    outcome: ToldOutcome
     result: bytes
     detail: bytes
     #: Bytes of its log that were said and not kept.
@@ -423,6 +425,8 @@ def unpack(packed: bytes) -> object:
 
 def unpack_object(packed: bytes) -> dict[str, object]:
     """Return an object that was packed; raises ChannelError."""
+    if packed == NOTHING:
+        return {}
     value = unpack(packed)
     if not isinstance(value, dict):
         raise ChannelError(f"an object was expected, not {type(value).__name__}")
@@ -463,16 +467,17 @@ def read_function(data: bytes, wanted: type[_F]) -> _F:
 
 def end_of(claim: str, outcome: Outcome, omitted_bytes: int) -> AttemptEnd:
     """Return an outcome as the end of an attempt."""
-    bare = Outcome(
+    told = ToldOutcome(
         state=outcome.state,
         reason=outcome.reason,
-        message=unicode(outcome.message),
+        message=unicode(outcome.message) if outcome.message else "",
         component=outcome.component,
         execution_s=outcome.execution_s,
         retry_after_s=outcome.retry_after_s,
-        usage=outcome.usage,
+        usage=dict(outcome.usage),
     )
-    return AttemptEnd(claim, bare, pack(outcome.result), pack(dict(outcome.detail)), omitted_bytes)
+    detail = pack(dict(outcome.detail)) if outcome.detail else NOTHING
+    return AttemptEnd(claim, told, pack(outcome.result), detail, omitted_bytes)
 
 
 def outcome_of(end: AttemptEnd) -> Outcome:
@@ -486,7 +491,7 @@ def outcome_of(end: AttemptEnd) -> Outcome:
         component=told.component,
         execution_s=told.execution_s if _can_be(told.execution_s) else 0.0,
         retry_after_s=told.retry_after_s if _can_be(told.retry_after_s or 0.0) else None,
-        usage={name: value for name, value in told.usage.items() if _can_be(value)},
+        usage={name: value for name, value in told.usage.items() if _can_be(value)} if told.usage else {},
         detail=unpack_object(end.detail),
     )
 

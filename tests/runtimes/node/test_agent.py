@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from manager.errors import InvalidConfig, Reason
+from manager.function import FunctionSpec
 from manager.outcome import Outcome, State
 from runtimes.node import wire
 from runtimes.node.agent import Agent
 from runtimes.node.handlers.store import HandlerStore
+from runtimes.node.journal import AttemptJournal
 from tests.runtimes.node.handlers.test_store import function
 from tests.runtimes.node.machine import Machine, MachineWork
 from tests.runtimes.node.memory_stream import pair
@@ -79,6 +82,22 @@ async def test_a_disk_that_fails_under_it_is_its_end(agent: Agent, monkeypatch: 
     assert "the disk is gone" in end.message
 
 
+async def test_ends_are_written_down_behind_their_telling_and_before_they_are_forgotten(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, MachineWork.on(Machine()))
+    await agent.start()
+    link, _ = pair()
+    agent._handle(link, wire.DefineFunction("f", wire.function_bytes(FunctionSpec(name="f", runtime="exec"))))
+    for claim in ("kept.1/", "told.1/"):
+        agent._handle(link, replace(EXECUTE, claim=claim, action=dataclasses.replace(ACTION, id=claim[:4])))
+        agent._handle(link, wire.AttemptGo(claim, False, None))
+    attempts = dict(agent._attempts)
+    await asyncio.wait([attempt.task for attempt in attempts.values() if attempt.task is not None], timeout=STUCK_S)
+    agent._handle(link, wire.AcknowledgeEnd("told.1/"))
+    await agent.close()
+    known = AttemptJournal(tmp_path).contents.attempts
+    assert {claim: entry.end for claim, entry in known.items()} == {"kept.1/": attempts["kept.1/"].end}
+
+
 async def test_a_function_that_it_cannot_read_is_refused_and_nothing_else(agent: Agent) -> None:
     link, _ = pair()
     unread = HANDLER.replace(b'"name"', b'"mane"')
@@ -86,5 +105,5 @@ async def test_a_function_that_it_cannot_read_is_refused_and_nothing_else(agent:
         agent._handle(link, message)
     assert not agent.busy, "it has ended, and the link lives"
     with pytest.raises(InvalidConfig, match="upgrade the node"):
-        agent._function("other")
+        agent._functions.get("other")
     assert await end_of(agent) is not None
