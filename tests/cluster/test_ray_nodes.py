@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import warm
 from tests.cluster.conftest import StartGateway
 from tests.cluster.test_nodes import succeeded
 from tests.cluster.world import STOP_S, TALE, TOLD, ClusterGateway, begun, until
@@ -91,8 +91,7 @@ class RayMachines:
             if pid := self.daemon(place.name):
                 os.kill(pid, signal.SIGINT)
                 until(lambda name=place.name: not self.daemon(name), f"{place.name} has ended")  # type: ignore[misc]
-            left = [sys.executable, "-m", "gateway", "clean", "--yes", str(place)]
-            subprocess.run(left, cwd=ROOT, check=True, capture_output=True, timeout=STOP_S)
+            warm.run(["clean", "--yes", str(place)], timeout_s=STOP_S)
         shutil.rmtree(self._directory)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tangram import Client, ConflictError, NotFoundError, SnapshotLostError
+from tangram import Client, ConflictError, NotFoundError, Retries, SnapshotLostError
 from tangram.errors import CapacityExceededError, TangramError
 from tangram.types.snapshots import SnapshotInfo
+from tests import warm
 from tests.cluster.conftest import MakeNode, MakeRelay, StartGateway
 from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess, until
-from tests.e2e.gateway import ROOT
 from tests.gateway.http.test_snapshots import images
+
+#: A refusal is raised, not waited out.
+ONCE = Retries(max_attempts=1)
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 
@@ -54,8 +55,7 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     """Whatever a test leaves, ``tangram clean`` removes, once all have ended."""
     yield
     states = [str(each) for each in tmp_path.glob("n*/state")]
-    clean = [sys.executable, "-m", "gateway", "clean", "--yes", *states]
-    subprocess.run(clean, cwd=ROOT, check=True, capture_output=True, timeout=DEADLINE_S)
+    warm.run(["clean", "--yes", *states], timeout_s=DEADLINE_S)
     assert not list(tmp_path.glob("n*/state/sandboxes/snapshots/*"))
     assert images(tmp_path) == []
 
@@ -127,8 +127,8 @@ def test_a_snapshot_outlives_daemon_and_gateway_and_what_was_deleted_meanwhile_g
         mine, other = taken(client), taken(client)
         node.kill()
         gateway.until_state("n1", "suspect")
-        with pytest.raises(CapacityExceededError, match="not reached"):
-            taken(client)
+        with gateway.client(ONCE) as impatient, pytest.raises(CapacityExceededError, match="not reached"):
+            taken(impatient)
         client.remove_snapshot(other.snapshot)
         assert known(client) == [mine.snapshot] and len(kept("n1")) == 2
     gateway.kill()
@@ -270,6 +270,6 @@ def test_all_nodes_together_keep_no_more_than_they_may(
         assert known(client) == sorted((first, third)), "the one in use stays, though it was used least recently"
         until(lambda: kept("n1") == known(client), "its node has removed the other")
         client.trajectory("g", function="there", snapshot=third).open()
-        with pytest.raises(CapacityExceededError, match="on nodes are in use"):
-            taken(client)
+        with gateway.client(ONCE) as impatient, pytest.raises(CapacityExceededError, match="on nodes are in use"):
+            taken(impatient)
         assert known(client) == sorted((first, third)) and second not in known(client)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,9 +14,10 @@ from typing import Any
 
 import yaml
 
-from tangram import Client
+from tangram import Client, Retries
 from tangram.types.nodes import NodeStatus
-from tests.e2e.gateway import ROOT, GatewayProcess
+from tests import warm
+from tests.e2e.gateway import GatewayProcess
 from tests.faults.world import HTTP
 
 #: Nothing takes so long unless it is broken, on however busy a machine.
@@ -51,8 +51,8 @@ def document(state: Path, provider: str, **cluster: object) -> dict[str, Any]:
 class ClusterGateway(GatewayProcess):
     """A gateway that nodes join."""
 
-    def client(self) -> Client:
-        return Client(self.url)
+    def client(self, retries: Retries | None = None) -> Client:
+        return Client(self.url, retries=retries)
 
     @property
     def door(self) -> tuple[str, str]:
@@ -132,7 +132,7 @@ class DaemonProcess:
         self._gateway = gateway
         self._directory = directory
         self._core = core
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: warm.WarmProcess | None = None
         #: What its environment has besides.
         self.environment: dict[str, str] = {}
         #: Kept, as a gateway that is started again listens on the same port only if it is told to.
@@ -162,15 +162,13 @@ class DaemonProcess:
         known = (self._directory / "state" / "key").exists()
         if ticket is None and not known:
             ticket = self._gateway.ticket(self.name)
-        command = [sys.executable, "-m", "gateway", "node", "join", "--gateway", listen]
+        command = ["node", "join", "--gateway", listen]
         command += ["--fingerprint", fingerprint, "--name", self.name, "--cores", str(self._core % _cores())]
         command += ["--state-dir", str(self._directory / "state"), "--config", str(self._directory / "node.yaml")]
         command += ["--devices", devices, *(["--ticket", ticket] if ticket else [])]
         command += ["--labels", ",".join(f"{key}={value}" for key, value in (labels or {"pool": "there"}).items())]
         with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | self.environment
-            )
+            self._process = warm.start(command, log, log, os.environ | self.environment)
 
     @property
     def pid(self) -> int:
@@ -215,10 +213,7 @@ class DaemonProcess:
             return
         if self._process.poll() is not None:
             state = self._directory / "state"
-            left = [sys.executable, "-m", "gateway", "clean", "--yes", str(state)]
-            subprocess.run(
-                left, cwd=ROOT, check=True, capture_output=True, timeout=STOP_S, env=os.environ | self.environment
-            )
+            warm.run(["clean", "--yes", str(state)], timeout_s=STOP_S, env=os.environ | self.environment)
             return
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGINT)

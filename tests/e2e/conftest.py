@@ -22,7 +22,7 @@ def gateway(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         described["sandbox"]["docker"] = {"host": request.getfixturevalue("remote_engine").host}
     elif kind == "container":
         request.getfixturevalue("docker")
-    process = GatewayProcess(directory, described)
+    process = GatewayProcess(directory, described, fresh=True)
     process.start()
     yield process
     assert process.stop() == 0, "\n".join(process.log[-30:])

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
 from bench.inputs import OWN_PATH
 from bench.rollouts import unplugged
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S, STOP_S = 120.0, 60.0
@@ -40,16 +41,28 @@ def broken(event, context):
 '''
 
 
+Process = subprocess.Popen[str] | warm.WarmProcess
+
+
 class GatewayProcess:
     """`tangram serve` on its own files; `start`, `kill`, `start` again with the same state."""
 
-    def __init__(self, directory: Path, document: dict[str, Any], environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        document: dict[str, Any],
+        environment: dict[str, str] | None = None,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        """``fresh``: it imports everything itself, as the command does; others are forked (`tests.warm`)."""
         self.directory = directory
+        self._fresh = fresh
         self.log: list[str] = []
         self._environment = environment or {}
         self._document = document
         self._serving: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Process | None = None
         self.url = ""
         self.http, self.grpc = ("", 0), ("", 0)
         directory.mkdir(parents=True, exist_ok=True)
@@ -69,14 +82,8 @@ class GatewayProcess:
         """Start and wait for the line that says it serves."""
         self._serving = queue.Queue()
         with (self.directory / "stdout").open("w") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "gateway", "serve", str(self.directory / "tangram.yaml")],
-                cwd=ROOT,
-                env=os.environ | self._environment,
-                stdout=out,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            words = ["serve", str(self.directory / "tangram.yaml")]
+            self._process = (_started if self._fresh else warm.start)(words, out, env=os.environ | self._environment)
         threading.Thread(target=self._read, args=(self._process, self._serving), daemon=True).start()
         try:
             serving = self._serving.get(timeout=START_S)
@@ -88,7 +95,7 @@ class GatewayProcess:
         self.url = f"http://{serving['http']}"
         self.http, self.grpc = _address(serving["http"]), _address(serving["grpc"])
 
-    def _read(self, process: subprocess.Popen[str], serving: queue.Queue[dict[str, Any] | None]) -> None:
+    def _read(self, process: Process, serving: queue.Queue[dict[str, Any] | None]) -> None:
         """Follow one process to its end; its own queue, so that a dead one cannot speak for the next."""
         assert process.stderr is not None
         with process.stderr as lines:
@@ -119,14 +126,21 @@ class GatewayProcess:
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         """SIGINT as a person would, or SIGTERM as an orchestrator would; the exit status."""
-        if self._process is None or self._process.poll() is not None:
-            return 0 if self._process is None else int(self._process.returncode)
+        if self._process is None:
+            return 0
+        if (ended := self._process.poll()) is not None:
+            return ended
         self._process.send_signal(number)
         try:
             return self._process.wait(timeout=STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise
+
+
+def _started(words: list[str], out: IO[str], *, env: dict[str, str]) -> Process:
+    command = [sys.executable, "-m", "gateway", *words]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.PIPE, text=True)
 
 
 def _address(text: object) -> tuple[str, int]:

@@ -77,7 +77,7 @@ async def test_grpc_speaks_to_the_same_gateway(gateway: GatewayProcess) -> None:
 
 
 def test_accepted_work_survives_a_kill(tmp_path: Path) -> None:
-    process = GatewayProcess(tmp_path, document("process", tmp_path / "state"))
+    process = GatewayProcess(tmp_path, document("process", tmp_path / "state"), fresh=True)
     process.start()
     with Client(process.url) as client:
         # More than two cores can hold: some run, the others wait.

@@ -23,7 +23,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess
     directory: Path = tmp_path_factory.mktemp("tokens")
     (directory / "state").mkdir()
     (directory / "state").chmod(0o755)  # as an earlier version made it
-    process = GatewayProcess(directory, document("process", directory / "state"))
+    process = GatewayProcess(directory, document("process", directory / "state"), fresh=True)
     process.start()
     yield process
     assert process.stop() == 0
