@@ -89,9 +89,9 @@ def join(
 ) -> None:
     """Join this machine to a gateway, and serve it until SIGTERM.
 
-    SIGTERM drains: no new work, and the end when nothing is left. SIGHUP ends the daemon alone: what runs in sandboxes
-    goes on, and the next daemon of the state directory takes it over, as after a kill. SIGUSR1 does so too, but ends
-    the trajectories in which nothing runs.
+    SIGTERM drains: no new work, and the end when nothing is left; a second one changes nothing. SIGINT ends it now,
+    with all that runs. SIGHUP ends the daemon alone: what runs in sandboxes goes on, and the next daemon of the state
+    directory takes it over, as after a kill. SIGUSR1 does so too, but ends the trajectories in which nothing runs.
     """
     logs.configure(log_level)
     host, _, port = gateway.rpartition(":")

@@ -118,9 +118,12 @@ class Daemon:
     # --- from outside
 
     def drain(self, why: str) -> None:
-        """Take no new work, and end when nothing is left or the grace is over; a second time ends at once."""
+        """Take no new work, and end when nothing is left or the grace is over; a second time changes nothing.
+
+        A machine's own shutdown, its orchestrator and an operator may each ask for it: `stop` ends at once.
+        """
         if self._draining:
-            self.stop()
+            logger.info("it drains already", why=why)
             return
         self._draining = why
         logger.info("draining", why=why)
