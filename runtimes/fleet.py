@@ -67,7 +67,9 @@ class FleetExecutor:
             self._homes.pop(trajectory, None)
             self._lost[trajectory] = None
         while len(self._lost) > self._lost_max:
-            del self._lost[next(iter(self._lost))]
+            eldest = next(iter(self._lost))
+            del self._lost[eldest]
+            self.on_told(eldest)  # nobody will be
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
         """Run the action where its lease says."""

@@ -147,6 +147,7 @@ class Cluster(ClusterState):
         self._fleet, self._trajectories, self._sessions = fleet, trajectories, trajectories.environments.sessions
         trajectories.home, fleet.on_told = fleet.home, trajectories.told
         trajectories.here = self.here.name if self._inline else ""
+        fleet.lose(trajectories.part_with_lost())
         self._snapshots.users = trajectories.snapshots_in_use
         for name in self._awaited:
             for trajectory in trajectories.on_node(name):

@@ -27,6 +27,8 @@ class TrajectoryRecovery:
         #: This machine's name, if there are others on which the scheduler could place what lives here.
         self.here = ""
         self._open: dict[str, OpenTrajectory] = {}
+        #: Those whose environment did not outlive the earlier gateway.
+        self._lost: set[str] = set()
         #: The snapshots that trajectories began with.
         self._began_with: dict[str, str] = {}
 
@@ -97,12 +99,21 @@ class TrajectoryRecovery:
                 if spec.snapshot:
                     self._began_with[name] = spec.snapshot
         away = {name for name, known in self._open.items() if known.node in nodes}
-        lost = self._open.keys() - living.keys() - away
-        self.environments.mark_lost(lost)
-        return {"adopted": len(living), "environment_lost": len(lost)}
+        self._lost = self._open.keys() - living.keys() - away
+        return {"adopted": len(living), "environment_lost": len(self._lost)}
+
+    def part_with_lost(self) -> Collection[str]:
+        """Return those whose environment is lost: the next action of each is to be told, on whichever machine."""
+        lost, self._lost = self._lost, set()
+        self.lose(lost)
+        return lost
 
     def tell(self, engine: Engine) -> None:
-        """Let the scheduler know of them all, before any of their actions is submitted."""
+        """Let the scheduler know of them all, before any of their actions is submitted.
+
+        Those whose environment is lost are among them where there is no other machine: they go on here.
+        """
+        self.environments.mark_lost(self._lost)
         for name, known in self._open.items():
             engine.adopt_trajectory(
                 name, known.task, memory_bytes=known.memory_bytes, ttl_s=known.ttl_s, node=known.node or self.here

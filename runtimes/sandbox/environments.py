@@ -377,7 +377,8 @@ class Environments:
                 raise lost(f"the sandbox of trajectory {environment.trajectory!r} died; what was in it is lost")
         elif environment.trajectory in self._lost:
             self._lost.discard(environment.trajectory)
-            raise lost(f"the sandbox of trajectory {environment.trajectory!r} did not outlive the gateway")
+            told = "is gone, with its node or with an earlier gateway; what was in it is lost"
+            raise lost(f"the sandbox of trajectory {environment.trajectory!r} {told}")
         if environment.spec is not None:
             self._require_agreement(environment, spec, environment.spec)
             spec = environment.spec

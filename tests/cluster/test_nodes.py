@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tangram.errors import TangramError
@@ -65,8 +67,9 @@ def test_what_a_lost_node_ran_is_told_or_runs_elsewhere_once_and_its_trajectorie
     node = make_node(gateway, "n1")
     node.start(labels={"pool": "there", "kind": "big"})
     gateway.until_state("n1", "ready")
-    idle = gateway.submit("there", "echo made > file", trajectory="idle")
-    assert gateway.ended(idle)["state"] == "succeeded"
+    for name in ("idle", "later"):
+        made = gateway.submit("there", "echo made > file", trajectory=name)
+        assert gateway.ended(made)["state"] == "succeeded"
     once = gateway.submit("there", "echo begun; exec sleep 1000", trajectory="t")
     begun(gateway, once)
     node.kill()
@@ -76,6 +79,16 @@ def test_what_a_lost_node_ran_is_told_or_runs_elsewhere_once_and_its_trajectorie
     told = gateway.ended(gateway.submit("once", "cat file", trajectory="idle"))
     assert told["reason"] == "environment_lost", told
     anew = gateway.ended(gateway.submit("once", "cat file || echo empty", trajectory="idle"))
+    assert (anew["node"], anew["result"]["stdout"]) == ("local", "empty\n"), anew
+    gateway.stop(signal.SIGTERM)
+    gateway.start()
+    with gateway.client() as client:
+        assert [each.trajectory for each in client.trajectories()] == ["idle"], "what was lost holds nothing here"
+    still = gateway.ended(gateway.submit("once", "cat file", trajectory="idle"))
+    assert (still["state"], still["result"]["exit_code"]) == ("succeeded", 1), still
+    told = gateway.ended(gateway.submit("once", "cat file", trajectory="later"))
+    assert told["reason"] == "environment_lost", "whichever gateway it is"
+    anew = gateway.ended(gateway.submit("once", "cat file || echo empty", trajectory="later"))
     assert (anew["node"], anew["result"]["stdout"]) == ("local", "empty\n"), anew
 
 
