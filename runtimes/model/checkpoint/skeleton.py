@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,10 @@ from manager.errors import InvalidConfig, Unsupported
 from runtimes.model.checkpoint.checkpoint import TORCH_DTYPES, Checkpoint
 
 _COMPONENT = "model.skeleton"
+
+#: transformers sets torch's default dtype, which all threads share, while it makes a model: of two models that are made
+#: at once either may have the other's. Its modules are imported at their first use, which two threads cannot do either.
+_ONE_AT_A_TIME = threading.Lock()
 
 #: Decoder families whose logits are exactly ``lm_head(hidden)`` and whose sharding plan is complete: both are
 #: checked against plain transformers by the tests. Others compute with their own forward, at DoP 1.
@@ -50,6 +55,11 @@ def build_skeleton(config: Mapping[str, object], head: Head, dtype: str, origin:
     Raises InvalidConfig if transformers does not know the architecture, and Unsupported if the head cannot be
     computed exactly here.
     """
+    with _ONE_AT_A_TIME:
+        return _build(config, head, dtype, origin)
+
+
+def _build(config: Mapping[str, object], head: Head, dtype: str, origin: Path) -> nn.Module:
     parsed = _parse(config, origin)
     if head is Head.LM and parsed.model_type not in FAMILIES:
         raise Unsupported(
