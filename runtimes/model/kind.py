@@ -12,6 +12,7 @@ from manager.function import FunctionSpec, ModelAction, ModelSpec
 from manager.setting import Setting
 from runtimes.kind import DeclarationSite, Kind, Schema, schema_of
 from runtimes.materials import Materials
+from runtimes.model.checkpoint.checkpoint import fingerprint
 from runtimes.model.checkpoint.directory import checkpoint_problem
 from runtimes.runtime import Runtime
 
@@ -173,6 +174,11 @@ def _make(materials: Materials) -> Runtime:
     return ModelRuntime(materials.models)
 
 
+def _source(function: FunctionSpec) -> str:
+    """What names the weights that a revision was declared with; an engine of its own has its own."""
+    return "" if function.model is None or function.model.engine_url else fingerprint(function.model.path)
+
+
 MODEL = Kind(
     name="model",
     meaning="a model that is restored when it is needed and evicted when not",
@@ -183,4 +189,5 @@ MODEL = Kind(
     input_schema=lambda function: _schemas(function)[0],
     result_schema=lambda function: _schemas(function)[1],
     shown=_SHOWN,
+    source=_source,
 )

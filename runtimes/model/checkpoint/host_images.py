@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from manager.errors import CodedError, InvalidConfig, InvalidInput, Unsupported
 from runtimes.model.checkpoint.checkpoint import fingerprint
 from runtimes.model.checkpoint.layout import Layout
@@ -18,6 +20,7 @@ from runtimes.model.device.messages import Done, Fill, ImageRef, Inspect, Inspec
 from runtimes.model.device.process import ModelProcess, RequestRefused
 from runtimes.model.settings import ModelSettings, host_bytes
 
+_LOG = structlog.get_logger("model")
 _COMPONENT = "model.host_images"
 
 #: (checkpoint, head, dtype as configured).
@@ -83,6 +86,8 @@ class HostImages:
             known.checked_s = time.monotonic()
             return known
         path, head, dtype = key
+        if known is not None:
+            _LOG.warning("a checkpoint was replaced on disk: its new weights are served from now on", path=str(path))
         found = (await ask_tokenizer(self._tokenizer_process, Inspect(path=path, head=head, dtype=dtype))).value
         assert isinstance(found, Inspection)
         if found.layout.size_bytes > self.bound_bytes:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import structlog
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
@@ -26,6 +27,7 @@ from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # n
 from manager.function import FunctionSpec, ModelAction  # noqa: E402
 from runtimes.model.device.process import ForkServer  # noqa: E402
 from runtimes.model.engine.torch_backend import _make_rendezvous_dir  # noqa: E402
+from runtimes.model.kind import MODEL  # noqa: E402
 from runtimes.model.runtime import ModelRuntime  # noqa: E402
 from runtimes.model.settings import ModelSettings  # noqa: E402
 from runtimes.runtime import Result  # noqa: E402
@@ -213,10 +215,14 @@ async def test_a_checkpoint_replaced_on_disk_is_noticed(
     path = tmp_path / "model"
     shutil.copytree(checkpoint("qwen3", "lm", 0), path)
     asked = function(path, ModelAction.LOGPROBS)
+    declared = MODEL.source(asked)
     before = value(await runtime.execute(execution(asked, GIVEN)))
     shutil.copyfile(checkpoint("qwen3", "lm", 1) / "model.safetensors", path / "new")
     (path / "new").rename(path / "model.safetensors")
-    after = value(await runtime.execute(execution(asked, GIVEN)))
+    with structlog.testing.capture_logs() as logs:
+        after = value(await runtime.execute(execution(asked, GIVEN)))
+    assert [each["path"] for each in logs if "replaced on disk" in each["event"]] == [str(path)]
+    assert MODEL.source(asked) != declared, "the next apply or start has another revision"
     assert after["sums"] != before["sums"]
     rows = after["logprobs"]
     assert isinstance(rows, list)
