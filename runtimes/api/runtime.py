@@ -24,6 +24,7 @@ from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, RequestSpec, RetrySpec
 from manager.lease import Lease
 from runtimes import exact_json
+from runtimes.api.connections import OriginConnections
 from runtimes.api.secrets import Secrets, redact, redact_json
 from runtimes.api.template import Rendered, RequestTemplate
 from runtimes.runtime import Execution, Result
@@ -56,9 +57,8 @@ class ApiRuntime:
     @cached_property
     def _client(self) -> httpx.AsyncClient:
         """Made with the first call: reading the machine's certificates is no part of a start."""
-        bound = self._connections_max
         return httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=bound, max_keepalive_connections=bound),
+            transport=OriginConnections(self._connections_max),
             timeout=httpx.Timeout(None, connect=self._connect_timeout_s),
             # One caller's session must never reach another's call.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
