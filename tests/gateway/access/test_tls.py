@@ -19,7 +19,7 @@ from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.errors import InvalidConfig
 from tangram import AsyncClient, ConnectionFailed, InvalidConfigError, Retries, TangramError
 from tangram.client.address import trust_of
-from tests.gateway.conftest import GatewayBench, RunningGateway, serving
+from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
@@ -103,22 +103,23 @@ async def test_files_that_are_renewed_are_served_without_a_restart(
                 while await asyncio.to_thread(shown, port) != wanted:
                     pass
 
+    said: list[str] = []
+
+    def told() -> str:
+        said.append(capsys.readouterr().out)
+        return "".join(said)
+
     server = {"auth": "token", "tls": {"cert": cert, "key": key}}
     async with serving(GatewayBench(tmp_path / "gateway", server=server)) as running:
         ports = (running.app.http_port, running.app.grpc_port)
         await serves("server.pem", *ports)
         cert.write_bytes((pki / "client.pem").read_bytes())  # half of a renewal: the key is still the old one's
-        async with asyncio.timeout(20):
-            said = ""
-            while said.count("renewed files are not taken") < 2:
-                await asyncio.sleep(0.02)
-                said += capsys.readouterr().out
+        await until(lambda: told().count("renewed files are not taken") >= 2)
         await serves("server.pem", *ports)
         key.write_bytes((pki / "client.key").read_bytes())
         await serves("client.pem", *ports)
-        await asyncio.sleep(0)
-        said = capsys.readouterr().out
-        assert said.count("a renewed certificate is served") == 2, "once for each door"
+        await until(lambda: told().count("a renewed certificate is served") >= 2)
+    assert told().count("a renewed certificate is served") == 2, "once for each door"
 
 
 async def test_who_brings_no_certificate_comes_in_only_where_none_is_asked_for(
