@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import random
 import subprocess
@@ -37,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported and collected
     if config.getoption("--data"):
         os.environ[VARIABLE] = str(Path(config.getoption("--data")).resolve())
 
@@ -100,6 +102,11 @@ def pytest_collection_finish(session: pytest.Session) -> Iterator[None]:
     yield
     for item, kept in plain.items():
         item._id = kept
+    # Nothing of half a million objects that were imported and collected is garbage, and every full collection would
+    # look through them all again.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

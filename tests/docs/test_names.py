@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.house.source import ROOT, sources
+
+#: One process reads the whole tree, for all of them.
+pytestmark = pytest.mark.xdist_group("sources")
 
 ROOMS = ("gateway", "manager", "runtimes", "tangram", "bench", "scripts", "tests")
 #: Pages that tell what was: they may name what is gone.

@@ -10,6 +10,9 @@ import pytest
 
 from tests.house.source import Source, sources, within
 
+#: One process reads the whole tree, for all of them.
+pytestmark = pytest.mark.xdist_group("sources")
+
 #: Heavy libraries, and the only places that may name them.
 ROOMS = {
     "docker": ("runtimes/sandbox/docker/",),

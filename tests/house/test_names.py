@@ -6,7 +6,12 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 
+import pytest
+
 from tests.house.source import sources
+
+#: One process reads the whole tree, for all of them.
+pytestmark = pytest.mark.xdist_group("sources")
 
 
 def test_no_class_name_serves_twice() -> None:

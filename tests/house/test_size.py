@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from statistics import median
 
+import pytest
+
 from tests.house.source import ROOT, sources
+
+#: One process reads the whole tree, for all of them.
+pytestmark = pytest.mark.xdist_group("sources")
 
 LONGEST_FILE = 500
 #: One file by contract, with its reason.
