@@ -53,8 +53,10 @@ class Inflow:
         while True:
             while self._waiting:
                 data = self._waiting.popleft()
-                self._tell_taken(len(data))
+                told = self._tell_taken(len(data))
                 yield data
+                if told:
+                    await asyncio.sleep(0)  # who takes them may not wait: a window of pieces would be one turn
             if self._whole:
                 return
             if self._error is not None:
@@ -62,13 +64,15 @@ class Inflow:
             self._changed.clear()
             await self._changed.wait()
 
-    def _tell_taken(self, size_bytes: int) -> None:
-        """Tell of what was taken, a quarter of what is sent ahead at once."""
+    def _tell_taken(self, size_bytes: int) -> bool:
+        """Tell of what was taken, a quarter of what is sent ahead at once; return whether it was told."""
         self._held_bytes -= size_bytes
         self._untold_bytes += size_bytes
-        if self._untold_bytes >= AHEAD_BYTES // 4:
-            self._link.send(FilesTaken(self._transfer, self._untold_bytes))
-            self._untold_bytes = 0
+        if self._untold_bytes < AHEAD_BYTES // 4:
+            return False
+        self._link.send(FilesTaken(self._transfer, self._untold_bytes))
+        self._untold_bytes = 0
+        return True
 
 
 class Outflow:
