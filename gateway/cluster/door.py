@@ -17,6 +17,8 @@ from runtimes.node.link import LinkSettings, LinkStream, NodeLink, Pulse
 #: Seconds until the next try where the process has no descriptor left.
 _FULL_S = 0.2
 _BACKLOG = 1024
+#: Connections that are accepted in one turn of the loop.
+_TOGETHER = 4
 #: Bits of an IPv6 address that tell one network from another: a host has as many of the rest as it wants.
 _NETWORK_BITS = 64
 
@@ -96,21 +98,26 @@ class NodeDoor:
         while True:
             await asyncio.sleep(0)  # a crowd that waits to be accepted keeps nobody else from his turn
             try:
-                connection, place = await loop.sock_accept(self._listener)
+                self._let_in(*await loop.sock_accept(self._listener))
+                with suppress(BlockingIOError):
+                    for _ in range(_TOGETHER - 1):
+                        self._let_in(*self._listener.accept())
             except OSError as error:
                 self._log.warning("no connection of a node can be accepted", why=str(error))
                 await asyncio.sleep(_FULL_S)
-                continue
-            address = _network(str(place[0]))
-            if self.greeting >= self._greetings_max and not self._made_room(address):
-                self.cut += 1
-                connection.close()
-                continue
-            task = asyncio.create_task(self._serve(connection, address))
-            self._strangers.setdefault(address, {})[task] = None
-            self.greeting += 1
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+
+    def _let_in(self, connection: socket.socket, place: tuple[object, ...]) -> None:
+        """Serve a connection, if there is room for it among those that have not shown who they are."""
+        address = _network(str(place[0]))
+        if self.greeting >= self._greetings_max and not self._made_room(address):
+            self.cut += 1
+            connection.close()
+            return
+        task = asyncio.create_task(self._serve(connection, address))
+        self._strangers.setdefault(address, {})[task] = None
+        self.greeting += 1
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _made_room(self, address: str) -> bool:
         """Cut the oldest of the address that has the most, if that leaves it no fewer than the one that comes has."""
