@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from _pytest.nodeid import NodeId
 
 from bench.inputs import VARIABLE, real_input
@@ -38,7 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until all is imported and collected
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):
+        gc.disable()  # until all is imported and collected, which the controller of pytest-xdist leaves to its workers
+    renderer = structlog.get_config()["processors"][-1]
+    if isinstance(renderer, structlog.dev.ConsoleRenderer):  # a picture of every frame's locals takes a second each
+        renderer.exception_formatter = structlog.dev.plain_traceback
     if config.getoption("--data"):
         os.environ[VARIABLE] = str(Path(config.getoption("--data")).resolve())
 
