@@ -1,9 +1,15 @@
-"""What was applied over a door: kept in the record, so that the next gateway has it beside its files."""
+"""What was applied over a door: kept in the record, so that the next gateway has it beside its files.
+
+The files of registered handlers are in the record too, beside those in the state directory that their instances see: a
+record that is restored, or lies in another directory, has all that it needs.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import orjson
@@ -12,6 +18,8 @@ from gateway.config.uploads import HandlerUploads
 from gateway.store.store import Store
 
 DOCUMENT = "applied"
+#: Begins the names of documents that hold a handler's files; the digest of these follows.
+FILES = "handler:"
 
 
 class AppliedDocument(NamedTuple):
@@ -57,9 +65,48 @@ class AppliedConfigs:
             saved = [{"body": base64.b64encode(each.body).decode(), "names": each.names} for each in found]
             self._store.save_document(DOCUMENT, orjson.dumps(saved).decode())
 
+    def keep_files(self, digest: str, sources: Mapping[str, str]) -> None:
+        """Note the files of a handler, by path; durable with the document that names them."""
+        self._store.save_document(FILES + digest, orjson.dumps(sources).decode())
+
+    async def restore_files(self, uploads: HandlerUploads) -> None:
+        """Put back what files of handlers the state directory lacks, and remove those that no document names.
+
+        Documents that were applied over another state directory name those of this one from now on.
+        """
+        names = [str(row["name"]) for row in await self._store.read("document_names", (FILES,))]
+        kept = {name.removeprefix(FILES) for name in names}
+        bodies = [each.body for each in self.documents]
+        for digest in sorted(kept):
+            if not any(digest.encode() in body for body in bodies):
+                self._store.save_document(FILES + digest, None)
+            elif not (uploads.root / digest).is_dir():
+                sources = orjson.loads(await self._store.document(FILES + digest) or "{}")
+                await asyncio.to_thread(uploads.keep, sources)
+        await asyncio.to_thread(uploads.prune, bodies)
+        for digest, sources in (await asyncio.to_thread(uploads.all)).items():
+            if digest not in kept:  # by an earlier version of this gateway
+                self.keep_files(digest, sources)
+        self.documents = tuple(each._replace(body=_moved(each.body, uploads.root)) for each in self.documents)
+
     async def commit(self) -> None:
         """Return when what was taken is durable; raises StorageUnavailable."""
         await self._store.commit()
+
+
+def _moved(body: bytes, root: Path) -> bytes:
+    """Return a document with the places of registered handlers below this root."""
+    try:
+        document = orjson.loads(body)
+        files = [(file, Path(file["path"])) for file in document["files"]]
+    except (ValueError, TypeError, KeyError):
+        return body  # one text, which names no place of a handler
+    moved = False
+    for file, path in files:
+        directory = path.parent
+        if directory.parent.name == root.name and directory.parent != root and (root / directory.name).is_dir():
+            file["path"], moved = str(root / directory.name / path.name), True
+    return orjson.dumps(document) if moved else body
 
 
 class KeptFunctions(NamedTuple):

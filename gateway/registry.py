@@ -128,7 +128,7 @@ class Registry:
             return
         self._applied.take(b"", _names(self._config))
         if self._uploads is not None:
-            await asyncio.to_thread(self._uploads.prune, [each.body for each in self._applied.documents])
+            await self._applied.restore_files(self._uploads)
         for document in self._applied.documents:
             old = self._config
             try:
@@ -165,6 +165,8 @@ class Registry:
             if self._uploads is None:
                 raise InvalidConfig("this gateway keeps no files of handlers", component="registry")
             directory = await asyncio.to_thread(self._uploads.keep, upload.sources)
+            if self._applied is not None and not dry_run:
+                self._applied.keep_files(directory.name, upload.sources)
         text = wire.dumps({"functions": {name: upload.definition}}).decode()
         sent = {"files": [{"path": str(directory / "function.yaml"), "text": text}]}
         try:

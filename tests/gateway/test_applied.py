@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing
@@ -51,9 +52,11 @@ async def serving(directory: Path, files: str = OWN) -> AsyncIterator[AppliedBen
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{app.http_port}", headers=headers, timeout=DEADLINE_S
         ) as client:
-            yield AppliedBench(client)
-        app.stop()
-        await task
+            try:
+                yield AppliedBench(client)
+            finally:
+                app.stop()
+                await task
 
 
 async def test_what_was_applied_is_there_after_a_restart_with_its_resources_and_may_be_removed(tmp_path: Path) -> None:
@@ -111,3 +114,35 @@ async def test_each_document_may_use_what_earlier_ones_and_the_caller_gave_and_p
     async with serving(tmp_path) as bench:
         assert await bench.sources() == {"own": "files"}
         assert "seats" not in (await bench.http.get("/v1/resources")).json()["pools"]
+
+
+async def test_the_files_of_a_registered_handler_come_with_the_record_wherever_it_lies(tmp_path: Path) -> None:
+    """As where a backup of the record is restored, or the whole state directory was moved to another disk."""
+    code = "def score(event, context):\n    return 'ä'\n"
+    definition = {"runtime": "handler", "handler": "rewards.h:score"}
+    body = {"definition": definition, "sources": {"rewards/h.py": code, "rewards/__init__.py": ""}}
+    both = {"own": "files", "mine": "applied"}
+
+    def kept(state: str) -> list[Path]:
+        return [each for each in (tmp_path / state / "handlers").rglob("h.py") if each.read_text() == code]
+
+    async with serving(tmp_path) as bench:
+        dry = await bench.http.put("/v1/functions/other?dry_run=true", json=body)
+        made = await bench.http.put("/v1/functions/mine", json=body)
+        assert (dry.status_code, made.status_code) == (200, 200), made.text
+    shutil.rmtree(tmp_path / "state" / "handlers")
+    async with serving(tmp_path) as bench:
+        assert await bench.sources() == both
+        assert len(kept("state")) == 1
+    (tmp_path / "state").rename(tmp_path / "moved")
+    moved = OWN.replace("state_dir: state", "state_dir: moved")
+    async with serving(tmp_path, moved) as bench:
+        assert await bench.sources() == both
+        assert len(kept("moved")) == 1
+    assert not (tmp_path / "state").exists()
+    async with serving(tmp_path, moved) as bench:
+        assert (await bench.http.delete("/v1/functions/mine")).status_code == 200
+    async with serving(tmp_path, moved) as bench:
+        assert (await bench.sources(), kept("moved")) == ({"own": "files"}, [])
+    with closing(sqlite3.connect(tmp_path / "moved" / "tangram.sqlite")) as record:
+        assert record.execute("SELECT name FROM documents WHERE name LIKE 'handler:%'").fetchall() == []
