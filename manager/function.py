@@ -348,7 +348,7 @@ class FunctionSpec:
     timeout_s: Annotated[float, Setting("execution only", gt=0)] = 60.0
     queue_timeout_s: Annotated[float, Setting("waiting only", gt=0)] = 600.0
     idempotent: Annotated[bool, Setting("may be run again after a node or the gateway is lost")] = False
-    max_queued: Annotated[int, Setting("most waiting invocations; beyond it 429", ge=1)] = 1024
+    max_queued: Annotated[int, Setting("most waiting invocations of all tasks; beyond it 429", ge=1)] = 16384
     output_limit_bytes: Annotated[int, Setting("largest result; of longer output its beginning and its end")] = (
         1 * 2**20
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -133,7 +134,7 @@ class ApiRuntime:
     async def _send(self, execution: Execution, spec: RequestSpec, origin: str, rendered: Rendered) -> _Answer:
         """One request and its answer, redirects within the origin included."""
         trace = {"traceparent": execution.call.traceparent, "tracestate": execution.call.tracestate}
-        headers = {name: value for name, value in trace.items() if value}
+        headers = {"accept-encoding": "gzip", **{name: value for name, value in trace.items() if value}}
         if rendered.body is not None:
             headers["content-type"] = "application/json"
         try:
@@ -192,16 +193,26 @@ class _Answer:
 
 async def _read(response: httpx.Response, limit_bytes: int, secrets: tuple[str, ...]) -> _Answer:
     """The whole answer within its limit; ActionFailed(output_limit) beyond it."""
-    chunks: list[bytes] = []
-    size_bytes = 0
-    async for chunk in response.aiter_bytes():
-        size_bytes += len(chunk)
-        if size_bytes > limit_bytes:
+    content = bytearray()
+    encoding = response.headers.get("content-encoding", "").strip().lower()
+    # Not httpx's own, which makes of each piece all that there is in it.
+    inflating = zlib.decompressobj(wbits=31) if encoding in ("gzip", "x-gzip") else None
+    if inflating is None and encoding not in ("", "identity"):
+        raise _failed(Reason.UPSTREAM, f"the service's answer is encoded as {encoding}, which was not asked for")
+    async for piece in response.aiter_raw():
+        try:
+            room = limit_bytes + 1 - len(content)
+            content += piece if inflating is None else inflating.decompress(piece, room)
+        except zlib.error as error:
+            raise _failed(Reason.UPSTREAM, f"the service's answer is no {encoding}: {error}") from None
+        if len(content) > limit_bytes:
             raise _failed(
                 Reason.OUTPUT_LIMIT, f"the service's answer exceeds {limit_bytes} bytes (request.response_limit)"
             )
-        chunks.append(chunk)
-    text = b"".join(chunks).decode(response.encoding or "utf-8", errors="replace")
+    whole = inflating is None or (inflating.eof and not inflating.unused_data)
+    if not whole and response.num_bytes_downloaded:
+        raise _failed(Reason.UPSTREAM, "the service's answer broke off, or goes on behind its end")
+    text = content.decode(response.encoding or "utf-8", errors="replace")
     body, broken = _body(text, response.headers.get("content-type", ""), secrets)
     return _Answer(
         status=response.status_code,

@@ -12,7 +12,9 @@ from tangram.types import LogEnd, LogLag, LogLine, read_log_record
 class LogFollower:
     """The state of one reader of a log, across its connections."""
 
-    def __init__(self, offset: int, retries: Retries) -> None:
+    def __init__(self, offset: int, retries: Retries, *, to_its_end: bool) -> None:
+        """``to_its_end``: the log ends with its invocation, and not with a gateway that goes."""
+        self._to_its_end = to_its_end
         #: The first record not yet seen.
         self.offset = offset
         #: Whether the end of the log was seen.
@@ -30,7 +32,7 @@ class LogFollower:
         self._failing.succeeded()
         match record:
             case LogEnd():
-                self.ended = True
+                self.ended = not self._to_its_end or record.state not in ("queued", "running")
             case LogLag():  # the gateway dropped this reader: it was too slow
                 self.offset = record.next_offset
             case LogLine() if record.offset >= self.offset:

@@ -338,7 +338,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
 
     async def logs(self, id: str, *, follow: bool = False, offset: int = 0) -> AsyncIterator[LogLine]:
         """Yield the log from ``offset`` on; with ``follow`` until the invocation has ended, over broken connections."""
-        follower = LogFollower(offset, self._retries)
+        follower = LogFollower(offset, self._retries, to_its_end=follow)
         while not follower.ended:
             try:
                 async for line in self._log_lines(id, follow, follower):

@@ -340,7 +340,7 @@ class Client(Functions, NodeCalls, TaskCalls):
 
     def logs(self, id: str, *, follow: bool = False, offset: int = 0) -> Iterator[LogLine]:
         """Yield the log from ``offset`` on; with ``follow`` until the invocation has ended, over broken connections."""
-        follower = LogFollower(offset, self._retries)
+        follower = LogFollower(offset, self._retries, to_its_end=follow)
         while not follower.ended:
             try:
                 for line in self._log_lines(id, follow, follower):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -216,6 +218,40 @@ async def test_a_redirect_loop_within_the_host_ends(runtime: ApiRuntime) -> None
         pytest.raises(ActionFailed, match="redirects more than 5 times"),
     ):
         await runtime.execute(execution_of(search_of_url(server.url), {})[0])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "reason", "told"),
+    [
+        ("gzip", gzip.compress(bytes(2**26)), Reason.OUTPUT_LIMIT, "exceeds"),
+        ("gzip", gzip.compress(bytes(10**5))[:50], Reason.UPSTREAM, "broke off"),
+        ("gzip", gzip.compress(b"one") + b"two", Reason.UPSTREAM, "goes on"),
+        ("gzip", b"no such thing", Reason.UPSTREAM, "is no gzip"),
+        ("br", b"??", Reason.UPSTREAM, "encoded as br"),
+    ],
+)
+async def test_a_packed_answer_is_bounded_as_what_it_holds(
+    runtime: ApiRuntime, encoding: str, body: bytes, reason: Reason, told: str
+) -> None:
+    """However little of it travels: 64 MiB of zeros are 64 KiB."""
+    tracemalloc.start()
+    try:
+        with (
+            Scripted(200, {"Content-Encoding": encoding, "Content-Type": "text/plain"}, body) as server,
+            pytest.raises(ActionFailed, match=told) as failure,
+        ):
+            await runtime.execute(execution_of(search_of_url(server.url), {})[0])
+        assert failure.value.reason is reason
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+async def test_a_packed_answer_is_read(runtime: ApiRuntime) -> None:
+    with Scripted(200, {"Content-Encoding": "gzip"}, gzip.compress(b"whole " * 1000)) as server:
+        result = await runtime.execute(execution_of(search_of_url(server.url), {})[0])
+    assert isinstance(result.value, dict) and result.value["body"] == "whole " * 1000
+    assert {name.lower(): value for name, value in server.heads[0].items()}["accept-encoding"] == "gzip"
 
 
 async def test_an_answer_over_its_limit_is_a_typed_failure(runtime: ApiRuntime) -> None:

@@ -159,6 +159,17 @@ def test_a_followed_log_resumes_where_it_broke_and_repeats_nothing() -> None:
     assert [request.url.params["offset"] for request in gateway.requests] == ["0", "2", "3", "4"]
 
 
+def test_a_followed_log_ends_with_its_invocation_and_not_with_the_gateway() -> None:
+    """One that drains ends all streams; the invocation goes on, and the next gateway has the rest of its log."""
+    gateway = ScriptedGateway()
+    left = {"stream": "eof", "offset": 1, "state": "running", "reason": None}
+    over = {"stream": "eof", "offset": 2, "state": "succeeded", "reason": None}
+    gateway.trouble(log(row(0), left), log(row(1), over), log(row(0), left))
+    with Client(transport=gateway, retries=QUICK) as client:
+        assert [line.text for line in client.logs("i", follow=True)] == ["0\n", "1\n"]
+        assert [line.text for line in client.logs("i")] == ["0\n"], "what there is so far"
+
+
 def test_a_log_that_never_comes_back_is_an_error() -> None:
     gateway = ScriptedGateway()
     gateway.trouble(*[log(broken_off=True)] * 3)
