@@ -195,7 +195,8 @@ class Record:
         self._close(now_s, settlement.execution_s)
         self.move(outcome.state)
         self.reason, self.message, self.component = outcome.reason, wire.unicode(outcome.message), outcome.component
-        self.detail, self.usage, self.retry_after_s = outcome.detail, outcome.usage, outcome.retry_after_s
+        self.detail, self.retry_after_s = outcome.detail, outcome.retry_after_s
+        self.usage = {name: float(value) for name, value in outcome.usage.items()}
         self.result = result
         if self.reason is Reason.TIMEOUT and self._capped_s:
             asked_s = self.options.get("timeout_s")

@@ -115,6 +115,8 @@ def is_held(state_dir: Path) -> bool:
     for place in (state_dir, state_dir.parent / "lock"):
         try:
             fd = os.open(place, os.O_RDONLY)
+        except PermissionError:
+            return True  # another user's, of which we cannot know
         except OSError:
             continue
         try:

@@ -54,9 +54,13 @@ class Remains(Protocol):
 
 def verdict(state_dir: str) -> tuple[bool, str]:
     """Return whether the sandboxes of a state directory of this machine are somebody's, and why."""
+    try:
+        there = Path(state_dir).is_dir()
+    except PermissionError:
+        return True, "it is another user's"
     if is_held(Path(state_dir)):
         return True, "its gateway lives"
-    return False, "its gateway is gone" if Path(state_dir).is_dir() else "its state directory is gone"
+    return False, "its gateway is gone" if there else "its state directory is gone"
 
 
 class LocalRemains:
@@ -90,7 +94,8 @@ class LocalRemains:
 
     def _empty_groups(self) -> list[Remnant]:
         """Return control groups without processes: whoever makes one is in it a moment later."""
-        groups = list(self._groups(f"{GROUP}*"))
+        user = os.geteuid()
+        groups = [group for group in self._groups(f"{GROUP}*") if not user or _owner(group) == user]
         old_s = time.time() - YOUNG_S
         kept = {group.name for group in groups if _any_process(group) or _born_s(group) > old_s}
         return [
@@ -178,6 +183,14 @@ def _any_process(group: Path) -> bool:
             if Path(directory, "cgroup.procs").read_text(encoding="ascii").strip():
                 return True
     return False
+
+
+def _owner(group: Path) -> int:
+    """Whose it is; nobody's if it has gone."""
+    try:
+        return group.stat().st_uid
+    except FileNotFoundError:
+        return -1
 
 
 def _born_s(group: Path) -> float:

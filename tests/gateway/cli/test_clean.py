@@ -68,7 +68,8 @@ async def test_another_users_sandboxes_are_not_looked_into(
     assert sandbox.id in entries(tangram)
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: 54321)
-        assert sandbox.id not in entries(tangram)
+        found = entries(tangram)
+        assert sandbox.id not in found and f"tangram-{sandbox.id}" not in found
     await sandbox.close()
     await provider.close()
 

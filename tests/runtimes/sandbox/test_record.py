@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
 import pytest
 
 from manager.function import Background, Isolation, Network, SandboxSpec, Warm
-from runtimes.sandbox.record import NAME, SandboxRecord, read_records
+from runtimes.sandbox.record import NAME, SandboxRecord, is_held, read_records
 
 #: As it was written before records were converted by msgspec (the last commit of schema version 3).
 KEPT = """
@@ -64,3 +65,14 @@ def test_a_record_that_is_not_whole_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / NAME).write_text(text)
     assert read_records(tmp_path) == [(tmp_path / "one", None)]
+
+
+def test_what_is_another_users_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its gateway lives cannot be seen: nothing of it is to be removed."""
+    assert not is_held(tmp_path)
+
+    def closed(*arguments: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", closed)
+    assert is_held(tmp_path)
