@@ -115,7 +115,7 @@ class NodeSteward:
                     os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
         if pid and not self._gone(pid, START_S if kill else DRAIN_S) and not kill:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)  # asked a second time it waits for nothing that still runs
+                os.kill(pid, signal.SIGINT)  # which waits for nothing that still runs
             self._gone(pid, START_S)
         return not self._living()
 

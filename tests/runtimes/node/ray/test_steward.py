@@ -148,11 +148,15 @@ def test_a_steward_that_nobody_asks_any_more_gives_its_machine_back_once_the_dae
     assert left.wait(DEADLINE_S) and pid_of(place) == pid
 
 
-def test_a_daemon_that_waits_for_what_runs_is_asked_twice(
+def test_a_daemon_that_waits_for_what_runs_is_asked_to_drain_and_then_to_end(
     steward: NodeSteward, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runtimes.node.ray.steward.DRAIN_S", 2.0)
-    patient = "import os, signal, pathlib; asked = {signal.SIGTERM}; signal.pthread_sigmask(signal.SIG_BLOCK, asked)\n"
-    patient += "pathlib.Path('pid').write_text(str(os.getpid())); signal.sigwait(asked); signal.sigwait(asked)"
+    patient = "import os, signal, pathlib\nasked = {signal.SIGTERM, signal.SIGINT}\n"
+    patient += "signal.pthread_sigmask(signal.SIG_BLOCK, asked)\n"
+    patient += "pathlib.Path('pid').write_text(str(os.getpid()))\n"
+    patient += "told = [signal.sigwait(asked).name for _ in range(2)]\n"
+    patient += f"pathlib.Path({str(place / 'told')!r}).write_text(' '.join(told))"
     steward.start(command(place, patient), {}, str(place))
     assert steward.stop()
+    assert (place / "told").read_text() == "SIGTERM SIGINT"
