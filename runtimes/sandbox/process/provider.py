@@ -246,6 +246,8 @@ class ProcessProvider:
             if egress is not None and uplink is not None:
                 await self._guard.enforce(egress, client.peer_pid)
                 await uplink.start(client.peer_pid, directory / "log")
+            record = replace(record, pid=client.peer_pid, started=started(client.peer_pid))
+            record.write(directory)
         except BaseException as error:
             await ProcessControl(parent, directory, group, _children(parent, uplink), self._bound).remove()
             if short := exhaustion(error, COMPONENT):
@@ -258,8 +260,6 @@ class ProcessProvider:
                 block.close()  # its runner has it
             if uplink is not None:
                 uplink.close()  # likewise
-        record = replace(record, pid=client.peer_pid, started=started(client.peer_pid))
-        record.write(directory)
         return self._sandbox(directory, record, client, group, _children(parent, uplink))
 
     async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:

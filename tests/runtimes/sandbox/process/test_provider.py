@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import time
@@ -13,12 +14,13 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from manager.errors import CapacityExceeded, InvalidInput, NotFound, Reason, Unsupported
+from manager.errors import CapacityExceeded, CodedError, InvalidInput, NotFound, Reason, Unsupported
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.process.means import Means
 from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Sandbox
 from tests.runtimes.sandbox.conftest import unique
@@ -186,3 +188,26 @@ async def test_a_full_disk_is_never_the_fault_of_the_work(full_disk: Path) -> No
         await provider.create(SandboxSpec(), name="full", labels={}, mounts={})
     assert unmade(refusal.value).reason is Reason.ENVIRONMENT_LOST
     await provider.close()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+async def test_a_disk_that_is_full_while_a_sandbox_is_recorded_leaves_no_process(
+    provider: ProcessProvider, state_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    writes = 0
+    whole = SandboxRecord.write
+
+    def write(record: SandboxRecord, directory: Path) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(record, directory)
+
+    monkeypatch.setattr(SandboxRecord, "write", write)
+    name = unique("full")
+    with pytest.raises(CodedError):
+        await provider.create(SandboxSpec(), name=name, labels={}, mounts={})
+    assert writes == failing
+    assert living(name) == 0
+    assert not list((state_dir / "sandboxes").glob("*"))
