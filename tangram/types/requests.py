@@ -84,7 +84,11 @@ class CallHeaders(
     )
     parent: Annotated[Name | None, Meta(description="The living invocation that makes this one")] = None
     callback_url: Annotated[
-        CallbackUrl | None, Meta(description="Where the ended record is posted to, if server.callbacks.allow names it")
+        CallbackUrl | None,
+        Meta(
+            description="Where the ended record is posted to, if server.callbacks.allow names it. With a secret, "
+            "X-Tangram-Signature is sha256= and the HMAC-SHA256 of X-Tangram-Timestamp, a dot and the body"
+        ),
     ] = None
     on_disconnect: Annotated[
         Literal["cancel", "continue"] | None, Meta(description="What happens when the caller goes away")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import inspect
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import click
 import orjson
@@ -17,6 +21,8 @@ from gateway.config.load import load
 from gateway.config.reference import CHAPTERS, markdown, runtimes_markdown
 from gateway.errors import FACES, REASON_FACES
 from gateway.grpc.generated import tangram_pb2
+from gateway.http.app import operations
+from gateway.invocations.callbacks import sign
 from runtimes.kinds import KINDS
 from runtimes.sandbox.handler.worker import Context
 from tangram import AsyncClient, AsyncTrajectory, InvocationResult, MapProgress
@@ -185,3 +191,22 @@ def test_every_class_that_the_glossary_names_is_there() -> None:
     assert len(rows) > 10
     root = REFERENCE.parents[1]
     assert [name for name, path in rows if f"class {name}" not in (root / path).read_text(encoding="utf-8")] == []
+
+
+async def test_the_http_page_names_every_route_that_the_invoke_token_is_refused(tmp_path: Path) -> None:
+    (row,) = re.findall(r"^\| invoke token \|.*$", page("http"), re.MULTILINE)
+    async with serving(GatewayBench(tmp_path)) as running:
+        refused = {f"{each.method} {each.path}" for each in operations(running.app.services) if each.admin}
+    assert code(row) - {"forbidden"} - {"403"} == refused
+
+
+def test_the_example_on_the_http_page_knows_a_callback_from_a_forged_one() -> None:
+    (text,) = re.findall(r"```python\n(def is_genuine.*?)```", page("http"), re.DOTALL)
+    names: dict[str, Any] = {"hashlib": hashlib, "hmac": hmac, "time": time}
+    exec(text, names)
+    stamp = str(int(time.time()))
+    headers = {"X-Tangram-Timestamp": stamp, "X-Tangram-Signature": f"sha256={sign('key', stamp, b'{}')}"}
+    is_genuine = names["is_genuine"]
+    assert is_genuine(headers, b"{}", "key")
+    assert not is_genuine(headers, b"{ }", "key") and not is_genuine(headers, b"{}", "other")
+    assert not is_genuine({**headers, "X-Tangram-Timestamp": str(int(stamp) - 1)}, b"{}", "key")
