@@ -34,7 +34,8 @@ TOLD: Mapping[str, str] = {
         "log counts the refusals"
     ),
     "sandbox.disk": (
-        "the command sees `No space left on device`; a file that is written from outside is 413 `too_large`; "
+        "the command sees `No space left on device`; a single file that grows to it in a process sandbox ends its "
+        "writer by SIGXFSZ (`File size limit exceeded`); a file that is written from outside is 413 `too_large`; "
         "where the machine can bound no disk the sandbox is ended, `environment_lost`"
     ),
     "sandbox.shm": "the command sees `No space left on device` below /dev/shm",
