@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 #: What mends a disk that is full.
-REMEDY = "make room there, or have server.state_dir on a larger disk"
+REMEDY = "make room there, or have the state directory (server.state_dir, of a node --state-dir) on a larger disk"
 
 
 def shortage_of(directory: Path, free_min_bytes: int) -> str:
