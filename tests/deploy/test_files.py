@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.cli.beginning import init
 from gateway.config.load import load
 from tests.deploy.metrics import DEPLOY
 from tests.house.source import ROOT
@@ -37,6 +39,16 @@ def test_every_configuration_loads(path: Path) -> None:
 def test_the_overlay_adds_its_functions_to_those_of_the_base() -> None:
     config = load([BASE / "tangram.yaml", EXAMPLE / "functions.yaml"], ENVIRONMENT)
     assert {"shell", "build"} <= set(config.functions)
+
+
+def test_the_steps_of_systemd_put_the_state_into_the_units_directory(tmp_path: Path) -> None:
+    (edit,) = re.findall(r"^(sed -i .*) /etc/tangram/tangram\.yaml$", (DEPLOY / "README.md").read_text(), re.MULTILINE)
+    unit = (DEPLOY / "systemd" / "tangram-gateway.service").read_text()
+    (directory,) = re.findall(r"^StateDirectory=(\S+)$", unit, re.MULTILINE)
+    assert init.callback is not None
+    init.callback(tmp_path, as_json=True)
+    subprocess.run([*shlex.split(edit), tmp_path / "tangram.yaml"], check=True, timeout=COMMAND_S)
+    assert load([tmp_path], {}, look=False).server.state_dir == Path("/var/lib", directory)
 
 
 def test_drains_are_shorter_than_what_waits_for_them() -> None:
