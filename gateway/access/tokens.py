@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from manager.errors import StorageUnavailable
+from manager.errors import InvalidConfig, StorageUnavailable
 from tangram.types.local_tokens import ADMIN, INVOKE, TOKEN_BYTES_MAX, links_dir, served_at
 
 _DRAWN_BYTES = 32
@@ -66,7 +66,8 @@ def make_private(state_dir: Path, *, entered: bool = False) -> None:
 def open_tokens(state_dir: Path, configured: str) -> DoorTokens:
     """Return the tokens of a state directory, made where there are none; ``configured`` takes the place of admin's.
 
-    A configured one is not written down, and a file that would say otherwise is removed. Raises StorageUnavailable.
+    A configured one is not written down, and a file that would say otherwise is removed. Raises StorageUnavailable, or
+    InvalidConfig for a file with a token that is too short.
     """
     try:
         if configured:
@@ -110,12 +111,18 @@ def announced(state_dir: Path, host: str, port: int) -> Iterator[None]:
 
 
 def _kept(file: Path) -> str:
-    """The token in the file; one that is not there, cannot be one, or was open to others is drawn anew."""
+    """The token in the file; one that is not there, cannot be one, or was open to others is drawn anew.
+
+    Raises InvalidConfig for one that somebody has thought of and that is too short.
+    """
     try:
         about = file.lstat()
         closed = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
         text = file.read_text(encoding="utf-8", errors="replace").strip() if about.st_size <= TOKEN_BYTES_MAX else ""
         if closed and _TOKEN.fullmatch(text):
+            if problem := token_problem(text):
+                told = f"{file}: {problem}; without the file the next start writes one"
+                raise InvalidConfig(told, component="auth")
             return text
         _log.warning("a token that others may have read, or that is none, is replaced", file=str(file))
     except FileNotFoundError:

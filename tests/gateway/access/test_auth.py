@@ -116,6 +116,21 @@ def test_a_token_that_others_know_is_replaced(tmp_path: Path, spoil: str) -> Non
     assert not file.is_symlink()
 
 
+@pytest.mark.parametrize("name", [ADMIN, INVOKE])
+def test_a_token_file_that_is_too_short_is_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
+    kept = open_tokens(tmp_path, "")
+    file = tmp_path / name
+    file.write_text("fifteen-letters\n")
+    with pytest.raises(InvalidConfig, match=rf"{name}: .*this one has 15: openssl .*without the file"):
+        open_tokens(tmp_path, "")
+    assert file.read_text() == "fifteen-letters\n", "it is its owner's to mend"
+    file.write_text("sixteen-letters!\n")
+    found = open_tokens(tmp_path, "")
+    assert "sixteen-letters!" in (found.admin, found.invoke)
+    file.unlink()
+    assert open_tokens(tmp_path, "") != kept
+
+
 def test_who_works_below_may_go_through_and_no_more(tmp_path: Path) -> None:
     make_private(tmp_path / "state", entered=True)
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o711
