@@ -20,7 +20,10 @@ from runtimes.sandbox.process.provider import ProcessProvider
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives sandboxes ids of their own")
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root gives sandboxes ids of their own"),
+    pytest.mark.xdist_group("ids"),  # they look for processes of the same ids
+]
 #: Beside those of gateways that this machine may run.
 FIRST = 0x7800_0000
 TWO = IdSettings(first=FIRST, blocks=2)
