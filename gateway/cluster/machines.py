@@ -17,6 +17,7 @@ from manager.chunk import Chunk
 from manager.config import NodeSpec, ServiceSpec
 from manager.engine import Engine
 from manager.errors import NotFound, Unsupported
+from manager.events import NodeClosed, NodeOpened
 from manager.executor import Executor
 from manager.function import FunctionSpec
 from manager.outcome import State
@@ -121,13 +122,21 @@ class OneMachine:
             await asyncio.sleep(LOOK_S)
 
     def _turned(self, trouble: str) -> None:
-        """No sandbox can be made here, or (empty) one can again: alone, this machine refuses each action in words."""
+        """No sandbox can be made here, or (empty) one can again: till then this machine is closed to what is new.
+
+        What has not begun waits within its ``queue_timeout`` instead of failing, or goes to another machine: without
+        sandboxes this one looks the emptiest of all.
+        """
         log = structlog.get_logger("gateway.machine")
         if trouble:
             log.error("nothing new can begin on this machine", why=trouble)
         else:
             log.info("this machine is fit again")
         self._trouble, self._trouble_since_s = trouble, asyncio.get_running_loop().time()
+        name = self.here.name
+        self.engine.tell(
+            NodeClosed(node=name, why=f"unfit: {trouble}", finishing=True) if trouble else NodeOpened(node=name)
+        )
 
     async def let_go(self) -> None:
         """Take nothing from other machines any more: what runs there is the next gateway's."""

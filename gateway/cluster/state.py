@@ -15,7 +15,6 @@ from gateway.config.sections import ClusterConfig
 from manager.clock import Clock
 from manager.config import NodeSpec
 from manager.errors import CapacityExceeded, Conflict, NotFound, Unsupported
-from manager.events import NodeClosed, NodeOpened
 from runtimes.fleet import FleetExecutor
 from runtimes.node.fitness.served import Trouble
 from runtimes.node.link import NodeLink
@@ -199,14 +198,6 @@ class ClusterState(OneMachine):
     async def watch_for_ever(self, trouble: Trouble) -> None:
         if self._inline:  # else its sandboxes, if any, are its daemon's, which looks itself
             await super().watch_for_ever(trouble)
-
-    def _turned(self, trouble: str) -> None:
-        """Be closed to what is new, as a node that joined: without sandboxes this machine looks the emptiest of all."""
-        super()._turned(trouble)
-        name = self.here.name
-        self.engine.tell(
-            NodeClosed(node=name, why=f"unfit: {trouble}", finishing=True) if trouble else NodeOpened(node=name)
-        )
 
     def warnings(self) -> list[str]:
         found = super().warnings()

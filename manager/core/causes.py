@@ -10,6 +10,7 @@ from typing import Literal
 
 from manager.action import ANYWHERE, NodeChoice
 from manager.core.state import SchedulerState
+from manager.core.trajectories import TrajectoryState
 from manager.core.waiting.queue import QueueGroup, Waiting
 from manager.resources.placed import PlacedPool
 from manager.resources.pool import Pool, TimedPool
@@ -24,7 +25,7 @@ class Cause:
     kind: CauseKind
     #: The text for people.
     text: str
-    #: The pool that has most of it free, ``node:NAME`` for memory; empty if no pool is meant.
+    #: The pool that has most of it free, ``node:NAME`` for memory or a node; empty if no pool is meant.
     pool: str = ""
     need: int = 0
     free: int = 0
@@ -67,7 +68,7 @@ def counted_causes(state: SchedulerState) -> list[CauseTally]:
             add(first, cause_of(state, first), group.live)
     for trajectory in state.trajectories:
         if trajectory.unplaced:
-            add(trajectory.unplaced[0], _memory_of(state, trajectory.memory_bytes), len(trajectory.unplaced))
+            add(trajectory.unplaced[0], _place_of(state, trajectory), len(trajectory.unplaced))
         if trajectory.behind:
             cause = Cause(kind="trajectory", text="the earlier actions of their trajectories")
             add(trajectory.behind[0], cause, len(trajectory.behind))
@@ -84,7 +85,7 @@ def _of_trajectory(state: SchedulerState, waiting: Waiting) -> Cause:
     if trajectory is None:
         return Cause(kind="turn", text="the next pass")
     if waiting in trajectory.unplaced:
-        return _memory_of(state, trajectory.memory_bytes)
+        return _place_of(state, trajectory)
     behind = None if trajectory.active is None else trajectory.active.id
     return Cause(kind="trajectory", text=f"the earlier actions of trajectory {trajectory.name}", behind=behind)
 
@@ -125,13 +126,28 @@ def _nodes(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
         elif not place.spec.suits(placement):
             told = f"node {node} of its trajectory, which is not right for it: {_story(placement)}"
             yield Cause(kind="node", text=told, pool=f"node:{node}")
-    elif _is_placed(state, group) and not state.nodes.right_for(placement):
-        yield Cause(kind="node", text=f"an open node {_story(placement)}".rstrip())
+    elif _is_placed(state, group):
+        yield from _open_node(state, placement)
+
+
+def _open_node(state: SchedulerState, placement: NodeChoice) -> Iterable[Cause]:
+    """Yield that no open node is right, if none is, and why the first of those that would be is closed."""
+    if state.nodes.right_for(placement):
+        return
+    text, pool = f"an open node {_story(placement)}".rstrip(), ""
+    closed = [place for place in state.nodes if place.closed is not None and place.spec.suits(placement)]
+    if closed:
+        name, others = closed[0].spec.name, len(closed) - 1
+        text += f": {name} is closed: {closed[0].closed}" + (f" (and {others} more)" if others else "")
+        pool = "" if others else f"node:{name}"
+    yield Cause(kind="node", text=text, pool=pool)
 
 
 def _is_placed(state: SchedulerState, group: QueueGroup) -> bool:
     """Return whether something of a node is needed."""
     resources, demand = state.resources, group.demand
+    if group.signature.memory_bytes:
+        return True
     anywhere = group.signature.placement == ANYWHERE
     return resources.any_on_nodes(demand) or (not anywhere and resources.any_placed(demand))
 
@@ -188,6 +204,11 @@ def _free_memory(state: SchedulerState, node: str = "") -> tuple[int, str]:
     """Return the most that a node has free, and which."""
     places = [place for place in state.nodes if node in ("", place.spec.name)]
     return max(((place.free_bytes, place.spec.name) for place in places), default=(0, ""))
+
+
+def _place_of(state: SchedulerState, trajectory: TrajectoryState) -> Cause:
+    """Return what a trajectory lacks that has no place yet: an open node, else memory on one."""
+    return next(iter(_open_node(state, trajectory.placement)), None) or _memory_of(state, trajectory.memory_bytes)
 
 
 def _memory_of(state: SchedulerState, need_bytes: int, node: str = "") -> Cause:

@@ -35,6 +35,7 @@ class CreationGate:
         self._backoff_s, self._backoff_max_s = backoff_s, backoff_max_s
         self._clock = clock or MonotonicClock()
         self._failures, self._why = 0, ""
+        self._trouble = ""
         self._closed_s = -math.inf
         self._closed_until_s = 0.0
         #: What is being made now.
@@ -45,6 +46,13 @@ class CreationGate:
     def wait_s(self) -> float:
         """Seconds until another creation may be tried; 0 if the gate is open."""
         return max(0.0, self._closed_until_s - self._clock.now())
+
+    def hear(self, trouble: str) -> str:
+        """Return what the engine is said to suffer from, empty: nothing; once that is over the gate is open."""
+        if self._trouble and not trouble:
+            self._failures, self._closed_until_s = 0, 0.0  # what failed meanwhile says nothing of it now
+        self._trouble = trouble
+        return trouble
 
     @contextmanager
     def watching(self) -> Iterator[set[str]]:

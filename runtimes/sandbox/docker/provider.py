@@ -177,7 +177,7 @@ class ContainerProvider:
         await self._networks.check(spec, here=self._is_here(spec.runtime))
 
     async def trouble(self) -> str:
-        return await self._engine.trouble()
+        return self._gate.hear(await self._engine.trouble())
 
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]

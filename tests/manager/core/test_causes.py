@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from manager.action import Action, UnitSet
 from manager.config import ManagerSpec, TaskSpec
 from manager.core.causes import Cause, cause_of, counted_causes
 from manager.core.views import queue_view, resources_view
-from manager.events import Finished, Reconfigured, Submitted
+from manager.events import Finished, NodeClosed, NodeOpened, Reconfigured, Submitted
 from manager.glance import CELLS_MAX, glance, runs_of
 from manager.resources.quota import QuotaSpec
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
@@ -41,6 +42,19 @@ def test_memory_is_told_where_cores_are_free(drive: Drive) -> None:
     driver.step(0.0, *submits(action("a", memory_bytes=900), action("b", memory_bytes=400)))
     found = cause(driver, "b")
     assert (found.kind, found.pool, found.need, found.free) == ("memory", "node:n0", 400, 100)
+
+
+@pytest.mark.parametrize("fields", [{}, {"trajectory": "t"}, {"cost": {}}])
+def test_the_reason_of_a_closed_node_is_told_and_not_its_memory(drive: Drive, fields: dict[str, Any]) -> None:
+    driver = drive(spec(node("n0", memory_bytes=1000), node("n1", memory_bytes=1000)))
+    driver.step(0.0, NodeClosed(node="n0", why="unfit: no engine", finishing=True))
+    driver.step(0.0, NodeClosed(node="n1", why="silent"))
+    driver.step(0.0, *submits(action("a", memory_bytes=400, **fields)))
+    told = "an open node: n0 is closed: unfit: no engine (and 1 more)"
+    assert (cause(driver, "a").kind, cause(driver, "a").text) == ("node", told)
+    assert [(each.cause.text, each.count) for each in counted_causes(driver.core.state)] == [(told, 1)]
+    driver.step(1.0, NodeOpened(node="n1"))
+    assert driver.running() == {"a"}
 
 
 def test_a_quota_tells_when_units_return(drive: Drive) -> None:

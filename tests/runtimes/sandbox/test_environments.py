@@ -263,6 +263,14 @@ class TestStarting:
         await asyncio.gather(*(make(str(index)) for index in range(10)))
         assert (peak, gate.names) == (2, set())
 
+    async def test_the_gate_is_open_once_the_engine_is_back(self) -> None:
+        gate = CreationGate(1, threshold=1, clock=VirtualClock())
+        with pytest.raises(OSError, match="gone"):
+            async with gate.slot("x"):
+                raise OSError("the engine is gone")
+        waits = [(gate.hear(trouble), gate.wait_s)[1] for trouble in ("", "gone", "")]
+        assert waits == [1.0, 1.0, 0.0]
+
     async def test_failures_close_the_gate_for_a_growing_while(self) -> None:
         clock = VirtualClock()
         gate = CreationGate(1, threshold=2, backoff_s=1.0, clock=clock)
