@@ -33,6 +33,8 @@ from tangram.types.requests import InvocationQuery
 from tangram.types.steps import StepPath
 from tangram.types.values import quantities
 
+#: Seconds that are no bound any more: ten years.
+SECONDS_END = 10 * 365 * 86400
 #: Largest piece of a file in one message of an upload.
 PIECE_MAX_BYTES = 2**20
 #: Largest particulars of an error that go with it: clients bound all metadata, by 8 KiB at the least.
@@ -154,8 +156,10 @@ def seconds(value: float, what: str) -> float | None:
     """A bound in seconds; 0 is none. Raises InvalidInput for what is no duration."""
     if value == 0:
         return None
-    if not 0 < value < 10 * 365 * 86400:
-        raise InvalidInput(f"{what} {value} is no number of seconds", detail={"path": what})
+    if not 0 < value < SECONDS_END:
+        raise InvalidInput(
+            f"{what} is {value:g}, not more than 0 s and less than {SECONDS_END} s", detail={"path": what}
+        )
     return value
 
 

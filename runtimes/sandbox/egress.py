@@ -224,6 +224,9 @@ def parsed(entry: str) -> tuple[IpNetwork | str, int]:
     except ValueError:
         if ":" in place or "/" in place or place[-1:].isdecimal():
             raise InvalidConfig(f"sandbox.allow: {entry!r} is no address", component=COMPONENT) from None
+        if place.lower().rstrip(".").split(".")[-1] == "localhost":
+            told = f"sandbox.allow: {entry!r} is this machine, which no name may allow: give one of its addresses"
+            raise InvalidConfig(told, component=COMPONENT) from None
         return place, int(port or 0)
 
 

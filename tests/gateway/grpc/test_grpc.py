@@ -81,6 +81,8 @@ async def test_submit_wait_cancel_and_get(gateway: RunningGateway, stub: Gateway
     accepted = await stub.Submit(call({"hangs": True}))
     await gateway.executing(accepted.id)
     assert (await stub.Wait(pb.WaitRequest(id=accepted.id, timeout_s=0.01))).state == "running"
+    with pytest.raises(GRPCError, match=r"timeout_s is 1e\+09, not more than 0 s and less than 315360000 s"):
+        await stub.Wait(pb.WaitRequest(id=accepted.id, timeout_s=1e9))
     assert (await stub.Cancel(pb.CancelRequest(id=accepted.id))).state == "cancelled"
     assert (await stub.Get(pb.GetRequest(id=accepted.id))).reason == "cancelled"
     with pytest.raises(GRPCError) as again:

@@ -92,7 +92,10 @@ def test_what_allow_may_name(entry: str, place: str, port: int) -> None:
     assert (str(named), at) == (place, port)
 
 
-@pytest.mark.parametrize("entry", ["10.0.0.300", "10.0.0.0/33", "a:0", "a:65536", "fd00::1/129", "[fd00::1]:x"])
+@pytest.mark.parametrize(
+    "entry",
+    ["10.0.0.300", "10.0.0.0/33", "a:0", "a:65536", "fd00::1/129", "[fd00::1]:x", "localhost:80", "a.LOCALHOST."],
+)
 def test_what_allow_may_not_name(entry: str) -> None:
     with pytest.raises(InvalidConfig, match=r"sandbox\.allow"):
         parsed(entry)
