@@ -15,6 +15,7 @@ from msgspec import convert
 from gateway import machine
 from gateway.cli.config import node as show
 from gateway.cli.nodes import check_nodes, drain_node, issue_ticket, list_nodes
+from gateway.cluster.tickets import TICKET_BYTES_MAX, TICKET_VARIABLE
 from gateway.config.load import GatewayConfig, load
 from gateway.config.sections import DevicesConfig
 from gateway.invocations import logs
@@ -23,7 +24,7 @@ from manager.clock import MonotonicClock
 from manager.errors import InvalidConfig
 from runtimes.model.device.devices import nvml
 from runtimes.node.agent import AgentSettings
-from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
+from runtimes.node.daemon import KEY, Daemon, DaemonSettings, HostWork
 from runtimes.node.fitness.served import FitnessSettings
 from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import EnvironmentSandboxes
@@ -53,7 +54,13 @@ for verb in (list_nodes, drain_node, issue_ticket, check_nodes):
 @node.command()
 @click.option("--gateway", required=True, metavar="HOST:PORT", help="Where the gateway takes nodes (cluster.listen).")
 @click.option("--fingerprint", required=True, help="SHA-256 of its certificate, as it says when it starts.")
-@click.option("--ticket", default="", help="Admits this node once; not needed once it was let in.")
+@click.option(
+    "--ticket",
+    default="",
+    envvar=TICKET_VARIABLE,
+    help=f"Admits this node once; not needed once it was let in. {TICKET_VARIABLE} shows it to no other user.",
+)
+@click.option("--ticket-file", type=click.Path(path_type=Path), help="The same, from a file.")
 @click.option("--state-dir", required=True, type=click.Path(path_type=Path), help="Of this node alone.")
 @click.option("--name", required=True, help="As leases and records name it.")
 @click.option("--labels", default="", metavar="KEY=VALUE,...", help="What functions may choose it by.")
@@ -76,6 +83,7 @@ def join(
     gateway: str,
     fingerprint: str,
     ticket: str,
+    ticket_file: Path | None,
     state_dir: Path,
     name: str,
     labels: str,
@@ -97,15 +105,15 @@ def join(
     host, _, port = gateway.rpartition(":")
     if not host or not port.isdigit():
         raise InvalidConfig(f"--gateway: {gateway!r} is not HOST:PORT", component="node")
-    for variable in [each for each in os.environ if each.startswith("RAY_")]:
-        del os.environ[variable]  # its token is for no sandbox, and for no child of ours
+    for variable in [each for each in os.environ if each.startswith("RAY_") or each == TICKET_VARIABLE]:
+        del os.environ[variable]  # a token is for no sandbox, and for no child of ours
     loaded = _configuration(configs, state_dir.absolute(), name, labels, cores, sandboxes)
     loaded = replace(loaded, node=replace(loaded.node, devices=offered_devices(devices, loaded.node.devices)))
     settings = DaemonSettings(
         host=host.strip("[]"),
         port=int(port),
         fingerprint=fingerprint,
-        ticket=ticket,
+        ticket=given_ticket(ticket, ticket_file, state_dir),
         state_dir=state_dir.absolute(),
         spec=machine.describe(loaded),
         drain_grace_s=drain_grace,
@@ -115,6 +123,24 @@ def join(
     import uvloop
 
     uvloop.run(_serve(loaded, settings))
+
+
+def given_ticket(ticket: str, file: Path | None, state_dir: Path) -> str:
+    """Return the ticket that admits this node; empty for none. Raises InvalidConfig for a file that cannot be read.
+
+    A node that was let in before has its key: a file that has been removed since is none.
+    """
+    if file is None:
+        return ticket
+    if ticket:
+        raise InvalidConfig(f"give one of --ticket, {TICKET_VARIABLE} and --ticket-file", component="node")
+    try:
+        with file.open("rb") as opened:
+            return opened.read(TICKET_BYTES_MAX).decode("ascii", "replace").strip()
+    except OSError as error:
+        if (state_dir / KEY).exists():
+            return ""
+        raise InvalidConfig(f"--ticket-file: {error}", component="node") from None
 
 
 def _configuration(

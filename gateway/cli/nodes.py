@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import click
 
+from gateway.cluster.tickets import TICKET_VARIABLE
 from tangram import Client
 from tangram.cli.options import connected, json_option
 from tangram.cli.printing.output import print_json, say, show, show_seconds, table
@@ -73,8 +74,8 @@ def issue_ticket(client: Client, name: str, only: bool, as_json: bool) -> None:
         return
     say(f"good for {ticket.expires_in_s:.0f} s, once; on the machine that is to join:")
     click.echo(
-        f"tangram node join --gateway {ticket.gateway} --fingerprint {ticket.fingerprint}"
-        f" --name {name} --ticket {ticket.ticket} --state-dir ~/.tangram-node-{name}"
+        f"{TICKET_VARIABLE}={ticket.ticket} tangram node join --gateway {ticket.gateway}"
+        f" --fingerprint {ticket.fingerprint} --name {name} --state-dir ~/.tangram-node-{name}"
     )
 
 

@@ -19,6 +19,7 @@ from typing import BinaryIO, Protocol
 
 import structlog
 
+from gateway.cluster.tickets import TICKET_VARIABLE
 from manager.clock import Clock
 from manager.errors import InvalidConfig
 from runtimes.node.daemon import LOCK, PID
@@ -157,8 +158,14 @@ class LocalNode:
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             with self._opened_log() as log:
+                ticket = self._office.local_ticket()
                 self._process = subprocess.Popen(
-                    self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    self._command(ticket),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env=os.environ | {TICKET_VARIABLE: ticket.ticket},
                 )
         except OSError as error:
             self._deaths += 1
@@ -172,13 +179,11 @@ class LocalNode:
             place.replace(place.with_suffix(".log.1"))
         return place.open("ab")
 
-    def _command(self) -> list[str]:
-        ticket = self._office.local_ticket()
+    def _command(self, ticket: NodeTicket) -> list[str]:
         told = {
             "--gateway": ticket.gateway,
             "--fingerprint": ticket.fingerprint,
             "--name": self.name,
-            "--ticket": ticket.ticket,
             "--state-dir": str(self._directory),
         }
         words = [word for pair in told.items() for word in pair]

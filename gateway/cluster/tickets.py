@@ -19,6 +19,10 @@ from manager.errors import CapacityExceeded, InvalidInput, StorageUnavailable, U
 COMPONENT = "cluster.tickets"
 #: File of the key that signs tickets, in the state directory.
 SIGNING_KEY = "cluster.signing-key"
+#: Variable that holds a daemon's ticket: what a command says stands in the list of processes, for every user to read.
+TICKET_VARIABLE = "TANGRAM_TICKET"
+#: Most bytes of a ticket that are read from a file.
+TICKET_BYTES_MAX = 4096
 _KEY_BYTES = 32
 #: Tickets that were used and have not expired, of which each is remembered.
 USED_MAX = 65536

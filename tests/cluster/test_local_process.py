@@ -23,7 +23,9 @@ def daemon(gateway: ClusterGateway) -> int:
     """The pid of the living daemon; 0 if there is none."""
     with suppress(OSError, ValueError):
         pid = int((gateway.directory / "state" / DIRECTORY / PID).read_text())
-        if b"join" in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0"):
+        words = (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")
+        if b"join" in words:
+            assert b"--ticket" not in words, "every user reads this"
             return pid
     return 0
 

@@ -1,10 +1,12 @@
-"""The model devices that a node offers, as its command says."""
+"""Nodes from the command line: the devices that one offers, the ticket it is given, and functions that none runs."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from gateway.cli.node import offered_devices
+from gateway.cli.node import given_ticket, offered_devices
 from gateway.config.sections import DevicesConfig
 from manager.errors import InvalidConfig
 from runtimes.model.device.devices import nvml
@@ -39,3 +41,15 @@ def test_without_the_option_the_configuration_counts() -> None:
 @pytest.mark.skipif(bool(nvml().gpus()), reason="this machine has a GPU, which is then offered")
 def test_a_node_of_which_nothing_is_said_offers_no_cpu_devices() -> None:
     assert offered_devices("", DevicesConfig()) == DevicesConfig(kind="none")
+
+
+def test_a_ticket_comes_from_a_file_and_from_one_place_alone(tmp_path: Path) -> None:
+    file = tmp_path / "ticket"
+    file.write_text("abc.def\n")
+    assert given_ticket("", file, tmp_path) == given_ticket("abc.def", None, tmp_path) == "abc.def"
+    with pytest.raises(InvalidConfig, match="one of --ticket, TANGRAM_TICKET and --ticket-file"):
+        given_ticket("abc.def", file, tmp_path)
+    with pytest.raises(InvalidConfig, match=r"--ticket-file: .*No such file"):
+        given_ticket("", tmp_path / "nothing", tmp_path)
+    (tmp_path / "key").touch()
+    assert given_ticket("", tmp_path / "nothing", tmp_path) == "", "it was let in before, and has a key"
