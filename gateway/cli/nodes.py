@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import click
+from msgspec import UNSET
 
 from gateway.cluster.tickets import TICKET_VARIABLE
 from tangram import Client
 from tangram.cli.options import connected, json_option
 from tangram.cli.printing.output import print_json, say, show, show_seconds, table
+from tangram.types.functions import FunctionInfo
 from tangram.types.nodes import NodeStatus
 
 
@@ -84,7 +86,9 @@ def issue_ticket(client: Client, name: str, only: bool, as_json: bool) -> None:
 @connected
 def check_nodes(client: Client, as_json: bool) -> int:
     """Say what is not as it should be with the machines, and what mends it; status 1 if there is anything."""
-    problems = [problem for node in client.nodes() for problem in problems_of(node)]
+    nodes = client.nodes()
+    problems = [problem for node in nodes for problem in problems_of(node)]
+    problems += homeless(client.functions(), nodes)
     problems += [
         f"{each.node} is {each.state} on Ray's machine {each.machine[:12]}: {each.why}"
         for each in client.ray_machines()
@@ -113,4 +117,24 @@ def problems_of(node: NodeStatus) -> Sequence[str]:
         refused = f"; it may join again in {node.refused_s:.0f} s" if node.refused_s else ""
         found.append(f"{node.node} is {node.state} ({node.why}){refused}: {remedies[node.state]}")
     found += [f"{node.node} cannot run {function}: {why}" for function, why in sorted(node.unable.items())]
+    return found
+
+
+def homeless(functions: Sequence[FunctionInfo], nodes: Sequence[NodeStatus]) -> Sequence[str]:
+    """Return why each function that no machine runs has none: no label fits, or those whose labels fit are not able."""
+    living = [node for node in nodes if node.state not in ("lost", "drained")]
+    #: A gateway that is alone asks no machine: what it cannot run it says of the function itself.
+    is_asked = any(not node.local or node.able or node.unable for node in nodes) or not nodes
+    found = []
+    for function in functions:
+        if function.sandbox is UNSET and {"cpu", "gpu"}.isdisjoint(function.cost):
+            continue  # it runs in the gateway
+        fit = [node for node in living if function.nodes.items() <= node.labels.items()]
+        if not fit:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(function.nodes.items()))
+            which = f"no machine has the labels {labels}" if labels else "there is no machine"
+            joined = f" with `--labels {labels}`, or change functions.{function.name}.nodes" if labels else ""
+            found.append(f"{function.name} runs nowhere: {which}: have one join{joined}")
+        elif is_asked and not any(function.name in node.able for node in fit):
+            found.append(f"{function.name} runs nowhere: none of {', '.join(node.node for node in fit[:8])} is able to")
     return found

@@ -145,6 +145,7 @@ class FunctionInfo(Struct, frozen=True, kw_only=True):
     ] = UNSET
     input_schema: Annotated[JsonObject | UnsetType, Meta(description="JSON Schema of its input")] = UNSET
     result_schema: Annotated[JsonObject | UnsetType, Meta(description="JSON Schema of its result")] = UNSET
+    nodes: Annotated[Mapping[str, str], Meta(description="Labels of the machines that it may run on; empty: all")] = {}
     sandbox: SandboxInfo | UnsetType = UNSET
     pytest: Annotated[JsonObject | UnsetType, Meta(description="How tests are run: args, dist, max_workers")] = UNSET
     handler: Annotated[JsonObject | UnsetType, Meta(description="Where the handler lives, and its instances")] = UNSET

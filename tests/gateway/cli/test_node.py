@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gateway.cli.node import given_ticket, offered_devices
+from gateway.cli.nodes import homeless
 from gateway.config.sections import DevicesConfig
+from gateway.functions import function_info
+from manager.action import UnitSet
 from manager.errors import InvalidConfig
+from manager.function import FunctionSpec, RequestSpec
 from runtimes.model.device.devices import nvml
+from tangram.types.nodes import NodeCondition, NodeStatus
 
 
 @pytest.mark.parametrize(
@@ -41,6 +48,54 @@ def test_without_the_option_the_configuration_counts() -> None:
 @pytest.mark.skipif(bool(nvml().gpus()), reason="this machine has a GPU, which is then offered")
 def test_a_node_of_which_nothing_is_said_offers_no_cpu_devices() -> None:
     assert offered_devices("", DevicesConfig()) == DevicesConfig(kind="none")
+
+
+def told(nodes: Sequence[NodeStatus], labels: Mapping[str, str] | None = None) -> Sequence[str]:
+    """What is said of a function with such labels and of one that needs no machine."""
+    shell = FunctionSpec(name="shell", runtime="exec", cost={"cpu": UnitSet.fixed(1)}, nodes=labels or {})
+    free = replace(
+        shell, name="free", runtime="api", cost={}, nodes={}, request=RequestSpec(method="GET", url="http://a.example")
+    )
+    return homeless([function_info(shell), function_info(free)], nodes)
+
+
+def machine(state: NodeCondition = "ready", *able: str, local: bool = False, pool: str = "big") -> NodeStatus:
+    return NodeStatus(
+        node="n1",
+        state=state,
+        why="",
+        since_s=1.0,
+        local=local,
+        cores=1,
+        devices=0,
+        device_kind="",
+        memory_bytes=2**30,
+        labels={"pool": pool, "zone": "a"},
+        running=0,
+        trajectories=0,
+        able=able,
+        unable={},
+    )
+
+
+def test_a_function_whose_labels_no_machine_has_is_named() -> None:
+    (line,) = told([machine("ready", "shell", pool="small")], {"pool": "big"})
+    assert line.startswith(
+        "shell runs nowhere: no machine has the labels pool=big: have one join with `--labels pool=big`"
+    )
+    assert "functions.shell.nodes" in line
+    assert told([machine("ready", "shell")], {"pool": "big"}) == []
+    assert told([machine(local=True, pool="small")], {"pool": "big"}), "a gateway that is alone has labels too"
+
+
+def test_a_function_that_no_machine_is_able_to_run_is_named() -> None:
+    assert told([machine("ready", "other")]) == ["shell runs nowhere: none of n1 is able to"]
+    assert told([machine("ready", "other"), machine("ready", "shell")]) == []
+    assert told([machine(local=True)]) == [], "a gateway that is alone asks no machine"
+    for gone in ("lost", "drained"):
+        assert told([machine(gone, "shell")]) == ["shell runs nowhere: there is no machine: have one join"]
+    assert told([]) == ["shell runs nowhere: there is no machine: have one join"]
+    assert told([machine("suspect", "shell")]) == [], "it comes back, or is counted lost"
 
 
 def test_a_ticket_comes_from_a_file_and_from_one_place_alone(tmp_path: Path) -> None:
