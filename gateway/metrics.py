@@ -113,7 +113,7 @@ class _Units(Collector):
 
 class _Machines(Collector):
     _ABOUT: Mapping[str, str] = {
-        "up": "1 while the node is heard",
+        "up": "1 while the node serves or drains, 0 while it joins or is not heard; none once it has drained",
         "running": "Actions that run on the node",
         "trajectories": "Trajectories, and actions of none, that hold memory on the node",
         "losses": "Losses of the node of late",

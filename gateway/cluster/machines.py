@@ -189,6 +189,8 @@ class OneMachine:
     def counts(self) -> Iterator[tuple[str, str, float]]:
         """Yield (node, what, number) for the metrics."""
         for status in self.info().nodes:
+            if status.state == "drained":
+                continue  # it has left, empty, and nobody waits for it
             yield status.node, "up", float(status.state in ("ready", "unfit", "draining"))
             yield status.node, "running", float(status.running)
             yield status.node, "trajectories", float(status.trajectories)

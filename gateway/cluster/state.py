@@ -26,6 +26,9 @@ from runtimes.sandbox.files.files import SandboxFiles
 from tangram.types import LivingSandbox
 from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
 
+#: Seconds for which a node that was lost is among what should be looked at, unless it joins again.
+LOST_TOLD_S = 86400.0
+
 
 @dataclass(slots=True, eq=False)
 class ClusterNode:
@@ -211,6 +214,9 @@ class ClusterState(OneMachine):
         if unfit:
             told = "; ".join(f"{member.name}: {member.why}" for member in unfit[:8])
             found.append(f"nodes on which nothing, or nothing new, can begin ({len(unfit)}): {told}")
+        if lost := self.lost(LOST_TOLD_S):
+            told = f"nodes that were lost within a day and have not joined again: {', '.join(lost[:8])} ({len(lost)})"
+            found.append(f"{told}: `tangram node check` says what mends it")
         return [*found, *[each for part in (self.local, self.ray) if part is not None for each in part.warnings()]]
 
     @property

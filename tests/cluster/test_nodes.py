@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from gateway.cli.nodes import homeless
 from tangram.errors import TangramError
 from tests.cluster.conftest import MakeNode, StartGateway
 from tests.cluster.world import TALE, TOLD, ClusterGateway, begun, until
@@ -74,6 +75,10 @@ def test_what_a_lost_node_ran_is_told_or_runs_elsewhere_once_and_its_trajectorie
     begun(gateway, once)
     node.kill()
     gateway.until_state("n1", "lost")
+    assert [each for each in gateway.ready()["warnings"] if "lost" in each and "n1 (1)" in each], (
+        "/readyz names it still"
+    )
+    assert 'tangram_node_up{node="n1"} 0.0' in gateway.metrics()
     found = gateway.ended(once)
     assert (found["state"], found["reason"]) == ("lost", "node_lost"), found
     told = gateway.ended(gateway.submit("once", "cat file", trajectory="idle"))
@@ -108,6 +113,10 @@ def test_a_draining_node_takes_nothing_new_ends_what_it_has_and_leaves(
     gateway.until_state("n1", "drained")
     assert node.wait() == 0
     assert gateway.record(late)["state"] == "queued"
+    assert 'tangram_node_up{node="n1"}' not in gateway.metrics(), "it is no machine that is down"
+    with gateway.client() as client:
+        (line,) = [each for each in homeless(client.functions(), client.nodes()) if each.startswith("there ")]
+    assert "no machine has the labels pool=there" in line
     with gateway.client() as client, pytest.raises(TangramError, match="no node"):
         client.drain_node("n1")
 

@@ -96,6 +96,11 @@ class ClusterGateway(GatewayProcess):
         answer: dict[str, Any] = HTTP.get(f"{self.url}/readyz").json()
         return answer
 
+    def metrics(self) -> str:
+        answer = HTTP.get(f"{self.url}/metrics")
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
     def until_state(self, name: str, *states: str) -> None:
         def reached() -> bool:
             found = self.node(name)
