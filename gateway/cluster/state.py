@@ -205,8 +205,9 @@ class ClusterState(OneMachine):
     def warnings(self) -> list[str]:
         found = super().warnings()
         if self._roster.storm_left_s:
-            told = "too many nodes are silent at once, so it may be the gateway's own network: "
-            found.append(f"{told}none is counted lost for {self._roster.storm_left_s:.0f} s")
+            told = "too many nodes were silent within a short time, so it may be the gateway's own network: "
+            left_s = self._roster.storm_left_s
+            found.append(f"{told}none is counted lost for {left_s:.0f} s, or until all are heard")
         suspects = [member.name for member in self._roster.members() if member.state is NodeState.SUSPECT]
         if suspects:
             found.append(f"nodes that are not heard: {', '.join(suspects[:8])} ({len(suspects)})")

@@ -30,3 +30,6 @@ LEGAL_NODE_MOVES: dict[NodeState, frozenset[NodeState]] = {
 
 #: The states of a node that is heard.
 HEARD = frozenset({NodeState.JOINING, NodeState.READY, NodeState.UNFIT, NodeState.DRAINING})
+
+#: The states of a node that is silent, or may be again before it serves.
+UNSURE = frozenset({NodeState.SUSPECT, NodeState.JOINING})

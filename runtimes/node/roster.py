@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from manager.setting import Setting
-from runtimes.node.node_state import HEARD, LEGAL_NODE_MOVES, NodeState
+from runtimes.node.node_state import HEARD, LEGAL_NODE_MOVES, UNSURE, NodeState
 
 #: Seconds after which a daemon whose name is taken may ask again: the other one may be dying.
 _AGAIN_S = 3.0
@@ -268,7 +268,7 @@ class Roster:
 
     @property
     def storm_left_s(self) -> float:
-        """Return the seconds for which no node is counted lost, because too many are silent at once; 0: no storm."""
+        """Return the seconds for which no node is counted lost, for too many were silent; 0: no storm."""
         return 0.0 if self._storm_until_s is None else max(0.0, self._storm_until_s - self._now_s)
 
     def next_s(self) -> float | None:
@@ -412,8 +412,9 @@ class Roster:
         if self._storm_until_s is None:
             if silent and len(silent) > self._losses_left():
                 self._storm_until_s = self._now_s + self.settings.storm_hold_s
-        elif self._now_s >= self._storm_until_s and not silent:
-            self._storm_until_s = None
+        elif not silent:
+            unsure = any(member.state in UNSURE for member in self._members.values())
+            self._storm_until_s = self._storm_until_s if unsure and self._now_s < self._storm_until_s else None
         held = self._storm_until_s is not None and self._now_s < self._storm_until_s
         if silent and not held:
             self._storm_until_s = None  # what is silent still was silent through the whole hold: these go
@@ -471,9 +472,7 @@ class Roster:
         return [CountedOut(member.name, why, victims)]
 
     def _move(self, member: Member, state: NodeState, why: str) -> None:
-        assert state is member.state or state in LEGAL_NODE_MOVES[member.state], (
-            f"{member.name}: {member.state} {state}"
-        )
+        assert state is member.state or state in LEGAL_NODE_MOVES[member.state], (member, state)
         member.state, member.since_s, member.why = state, self._now_s, why
         if state in (NodeState.SUSPECT, NodeState.DRAINING):
             self._timed[member.name] = member

@@ -62,7 +62,8 @@ class NodeStatusList(Struct, frozen=True, kw_only=True):
 
     nodes: tuple[NodeStatus, ...]
     storm_s: Annotated[
-        float, Meta(description="Seconds for which none is counted lost, because too many are silent at once")
+        float,
+        Meta(description="Seconds for which none is counted lost, because too many were silent within a short time"),
     ] = 0.0
     ray: Annotated[tuple[RayMachineStatus, ...], Meta(description="Machines of a Ray cluster (cluster.ray)")] = ()
 

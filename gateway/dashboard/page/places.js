@@ -116,7 +116,7 @@ export function nodesView(view) {
       const [found, joined] = await Promise.all([get("/v1/resources"), get("/v1/nodes")]);
       const held = Object.fromEntries(found.nodes.map((each) => [each.node, each.held_bytes]));
       fillIfNew(nodes, [joined.nodes, held], () => table(["Node", "State", "Load", "#Cores", "#Devices", "#Memory held", "#Trajectories", "Labels", "Link", ""], h("tbody", null, ...joined.nodes.map((each) => row(each, held[each.node] || 0)))));
-      fillIfNew(storm, joined.storm_s > 0, () => joined.storm_s > 0 ? [h("p", {class: "problem"}, "Many machines are silent at once: none is counted lost until that is over.")] : []);
+      fillIfNew(storm, joined.storm_s > 0, () => joined.storm_s > 0 ? [h("p", {class: "problem"}, "Many machines were silent within a short time: none is counted lost until that is over.")] : []);
       const box = found.sandboxes;
       fillIfNew(sandboxes, [box, found.models.swaps], () => [h("p", null, h("b", null, box.kind), ` (${box.engine}): ${box.isolation}`), ...box.weakenings.map((each) => h("p", {class: "problem"}, each)),
         h("p", {class: "dim"}, Object.entries(box.limits).map(([name, held]) => `${held ? "✓" : "✕"} ${name}`).join("   ")), found.models.devices.length ? h("p", {class: "dim"}, `models: ${count(found.models.executions)} executions, ${count(found.models.swaps)} swaps, ${Math.round(100 * found.models.hit_rate)} % found in place`) : null]);

@@ -178,6 +178,23 @@ def test_the_silence_of_many_is_the_gateways_own_and_nobody_is_lost_until_it_has
     assert roster.storm_left_s == 0.0
 
 
+def test_the_hold_ends_once_nobody_is_silent_any_more() -> None:
+    names = [f"n{number}" for number in range(20)]
+    roster = joined(*names)
+    for name in names[:3]:
+        roster.step(0, LinkLost(name, f"{name}-1", "silent"))
+    roster.step(60, Ticked())
+    for name in names[:3]:
+        roster.step(70, Greeted(name, f"{name}-1"))
+        assert roster.storm_left_s == 290.0, "it has greeted, and may fall silent before it serves"
+    for name in names[:3]:
+        assert roster.storm_left_s == 290.0
+        roster.step(70, Reconciled(name, f"{name}-1"))
+    assert roster.storm_left_s == 0.0
+    roster.step(80, LinkLost("n0", "n0-1", "silent"))
+    assert kinds(roster.step(140, Ticked())) == [CountedOut], "a single dead machine has its own time"
+
+
 def test_a_tenth_of_the_nodes_may_be_lost_within_a_minute() -> None:
     names = [f"n{number}" for number in range(20)]
     roster = joined(*names)
