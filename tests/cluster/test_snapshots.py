@@ -193,7 +193,8 @@ def test_a_daemon_that_is_killed_while_it_writes_one_leaves_nothing_of_it_and_ta
             client.end_trajectory("f1")
         snapshot = taken(client)
         with client.trajectory("f2", function="there", snapshot=snapshot.snapshot) as forked:
-            assert forked.exec("cat file; sha256sum large").result["stdout"] == "t\n" + large.result["stdout"]
+            found = forked.exec("cat file; sha256sum large")
+            assert found.result["stdout"] == "t\n" + large.result["stdout"], found
         client.trajectory("t").close()
         for id in known(client):
             client.remove_snapshot(id)
