@@ -48,6 +48,10 @@ class DiskBound(Protocol):
         """Know of a directory that an earlier gateway bound."""
         ...
 
+    def shows(self, place: Path) -> bool:
+        """Return whether what was written below a bound directory is to be seen there."""
+        ...
+
     def hand_over(self, place: Path) -> None:
         """Leave a file system of its own to the sandbox alone, which has mounted it elsewhere by now."""
         ...
@@ -67,6 +71,9 @@ class WalkBound:
 
     def adopt(self, place: Path) -> None:
         """Do nothing."""
+
+    def shows(self, place: Path) -> bool:
+        return True
 
     def hand_over(self, place: Path) -> None:
         """Do nothing."""

@@ -95,6 +95,9 @@ class ImageBound:
         with self._lock:
             self._attached[place] = -1
 
+    def shows(self, place: Path) -> bool:
+        return os.path.ismount(place)
+
     def hand_over(self, place: Path) -> None:
         take_away(place)
 

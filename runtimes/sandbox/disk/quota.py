@@ -49,6 +49,9 @@ class QuotaBound:
     def adopt(self, place: Path) -> None:
         """Do nothing: the file system remembers."""
 
+    def shows(self, place: Path) -> bool:
+        return True
+
     def hand_over(self, place: Path) -> None:
         """Do nothing: the directory is the bound."""
 

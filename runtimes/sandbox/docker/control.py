@@ -98,6 +98,10 @@ class ContainerControl:
         return "its runner fell silent" if found.running else f"its first process ended with status {found.exit_code}"
 
     async def snapshot(self, spec: SandboxSpec, id: str, place: Path, limit_bytes: int) -> int:
+        bounded = await asyncio.to_thread(noted_bounded, self._directory)
+        if bounded is not None and not await asyncio.to_thread(self._bound.shows, bounded):
+            # Its processes still see it; the engine would keep an empty directory in its place.
+            raise lost("the image of its disk is not mounted any more where its engine keeps its files")
         size_bytes = await self._engine.layer_bytes(self._container)
         if size_bytes <= limit_bytes:
             await self._engine.commit(self._container, f"{REPOSITORY}:{id}", {LABEL: id}, without=spec.env)

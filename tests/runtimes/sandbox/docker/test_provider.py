@@ -43,6 +43,7 @@ from runtimes.sandbox.docker.network import InternalNetworks, make_isolated
 from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.record import noted_bounded
 from runtimes.sandbox.runner.conversation import MARKER
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
@@ -171,6 +172,24 @@ async def test_a_container_made_of_a_snapshot_has_no_secret_of_another_and_its_i
     await environments.close()
     await containers.snapshots.remove(taken.id)
     assert engine("images", "-q", taken.image) == ""
+
+
+async def test_files_that_the_engine_does_not_see_make_no_empty_snapshot(
+    containers: Provider, spec: SandboxSpec, tmp_path: Path
+) -> None:
+    environments = Environments(containers)
+    original = await environments.ensure("one", spec)
+    await sh(original, "echo kept > file")
+    place = noted_bounded(tmp_path / "state" / "sandboxes" / original.id)
+    if place is None or not await asyncio.to_thread(os.path.ismount, place):
+        pytest.skip("this machine's containers have no disk image")
+    await asyncio.to_thread(subprocess.run, ["umount", "--lazy", place], check=True)
+    assert (await sh(original, "cat file")).stdout == b"kept\n"
+    with pytest.raises(ActionFailed, match="not mounted any more") as failure:
+        await environments.snapshot("one")
+    assert failure.value.reason is Reason.ENVIRONMENT_LOST
+    assert containers.snapshots.all() == []
+    await environments.close()
 
 
 async def test_a_snapshot_whose_image_somebody_removed_is_forgotten(containers: Provider, spec: SandboxSpec) -> None:
