@@ -34,14 +34,6 @@ Runtime = Callable[..., HandlerRuntime]
 
 
 @pytest.fixture
-async def provider(tmp_path: Path) -> AsyncIterator[Provider]:
-    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
-    yield provider
-    assert not [path.name for path in (tmp_path / "state" / "sandboxes").glob("*")], "a sandbox was leaked"
-    await provider.close()
-
-
-@pytest.fixture
 async def runtime(provider: Provider, tmp_path: Path) -> AsyncIterator[Runtime]:
     made: list[HandlerRuntime] = []
 
