@@ -229,6 +229,7 @@ async def test_a_redirect_loop_within_the_host_ends(runtime: ApiRuntime) -> None
         ("gzip", b"no such thing", Reason.UPSTREAM, "is no gzip"),
         ("br", b"??", Reason.UPSTREAM, "encoded as br"),
     ],
+    ids=["too large", "cut off", "bytes behind it", "not gzip", "unknown encoding"],  # gzip's header holds the time
 )
 async def test_a_packed_answer_is_bounded_as_what_it_holds(
     runtime: ApiRuntime, encoding: str, body: bytes, reason: Reason, told: str
