@@ -1,5 +1,5 @@
-"""The doors in other protocols, driven by the real clients: verl's scorer with 64 at once, boto3 without patience,
-teachers in four dialects, the door that speaks Docker's API beside the real engine, and what each door adds.
+"""The doors in other protocols, driven by the real clients: verl's scorer with 64 at once, teachers in
+four dialects, the door that speaks Docker's API beside the real engine, and what each door adds.
 
 Each client is installed from the package registry into an environment of its own (bench.facades.client_environments).
 """
@@ -22,7 +22,7 @@ from bench.inputs import PROGRAMS as RECORDED
 from bench.inputs import programs, told
 from bench.report import BenchReport, arguments
 
-AT_ONCE, TIMEOUT_S, CALLS = 64, 10, 4
+AT_ONCE, TIMEOUT_S = 64, 10
 PROGRAMS, QUICK_PROGRAMS = 480, 64
 ROUNDS, QUICK_ROUNDS = 10, 2
 RUNNER = "from bench.facades.plain_runner import main; main()"
@@ -30,13 +30,12 @@ DONE = "\nprint('tangram-done')\n"
 CONFIG = (
     SERVER
     + """\
-  facades: {{sandboxfusion: {{languages: {{python: run_program}}}}, lambda: {{}}}}
+  facades: {{sandboxfusion: {{languages: {{python: run_program}}}}}}
 sandbox: {{provider: process}}
 functions:
   run_program:
     {{runtime: exec, sandbox: {{memory: 512Mi, warm: {{min: 4, max: 16}}}}, timeout: 30s, output_limit: 16Mi,
      max_queued: 16, idempotent: true}}
-  slow: {{runtime: exec, cost: {{cpu: 1}}, timeout: 30s}}
 """
 )
 
@@ -74,20 +73,11 @@ async def verdicts(report: BenchReport, doors: ServedDoors, directory: Path, cou
     report.check("silent_zero_rewards", silent, limit=0, better="lower")
 
 
-async def tries(report: BenchReport, doors: ServedDoors) -> None:
-    """boto3, which breaks off every call and sends it again."""
-    codes = await client_environment("lambda").run("boto3_slow", f"{doors.address}/lambda", TOKEN, str(CALLS))
-    report.figure("lambda_calls", len(codes))
-    runs = len(await doors.records("slow"))
-    report.check("lambda_runs_per_call", runs / len(codes), limit=1, better="lower")
-
-
 async def measure(report: BenchReport, root: Path, *, quick: bool) -> None:
     """Serve the doors, and let the clients in."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
     async with served(root / "scorer", CONFIG) as doors:
         await verdicts(report, doors, root, QUICK_PROGRAMS if quick else PROGRAMS)
-        await tries(report, doors)
     rows = await overheads(root / "doors", rounds)
     rows |= await teachers(report, root / "models", rounds)
     rows |= await docker_engine(report, root / "docker")

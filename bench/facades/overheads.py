@@ -19,7 +19,6 @@ CONFIG = (
   facades:
     rewards: {{}}
     sandboxfusion: {{languages: {{python: shell}}}}
-    lambda: {{}}
     mcp: {{functions: [shell]}}
     swerex: {{function: shell}}
 sandbox: {{provider: process}}
@@ -96,9 +95,6 @@ async def pairs(doors: ServedDoors, connection: BenchConnection) -> dict[str, Do
     def post(path: str, body: bytes, headers: str = "") -> Call:
         return lambda: connection.post(path, body, headers)
 
-    def keyed(path: str, header: str) -> Call:
-        return lambda: connection.post(path, graded, f"{header}: bench-{next(numbers)}\r\n")
-
     def tool() -> Awaitable[object]:
         params = {"name": "shell", "arguments": {"argv": ["true"]}}
         call = {"jsonrpc": "2.0", "id": next(numbers), "method": "tools/call", "params": params}
@@ -111,10 +107,6 @@ async def pairs(doors: ServedDoors, connection: BenchConnection) -> dict[str, Do
     typed = dumped({"command": "true", "check": "silent", "action_type": "bash"})
     return {
         "rewards": DoorPair(post("/rm/grade", graded), post(NATIVE_GRADE, graded)),
-        "lambda": DoorPair(
-            keyed("/lambda/2015-03-31/functions/grade/invocations", "amz-sdk-invocation-id"),
-            keyed(NATIVE_GRADE, "Idempotency-Key"),
-        ),
         "sandboxfusion": DoorPair(post("/sandboxfusion/run_code", program), post(NATIVE_SHELL, python)),
         "mcp": DoorPair(tool, in_trajectory),
         "swerex_execute": DoorPair(post("/swerex/shell/agent/execute", execute), in_trajectory),

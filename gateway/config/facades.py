@@ -52,14 +52,6 @@ class SandboxFusionFacade:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AwsLambdaFacade:
-    """AWS Lambda's Invoke, for boto3 and the other SDKs."""
-
-    port: Port = None
-    client_timeout_s: ClientTimeout = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsFacade:
     """Teachers and reward models: what clients of OpenAI, vLLM and SGLang ask of a model server."""
 
@@ -134,7 +126,6 @@ class FacadesSection:
 
     rewards: Annotated[RewardsFacade | None, Setting("remote rewards and retrieval")] = None
     sandboxfusion: Annotated[SandboxFusionFacade | None, Setting("SandboxFusion's /run_code")] = None
-    aws_lambda: Annotated[AwsLambdaFacade | None, Setting("AWS Lambda's Invoke", key="lambda")] = None
     models: Annotated[ModelsFacade | None, Setting("model servers of OpenAI, vLLM and SGLang")] = None
     mcp: Annotated[McpFacade | None, Setting("functions as tools of MCP")] = None
     swerex: Annotated[SwerexFacade | None, Setting("SWE-ReX's runtime server")] = None

@@ -68,7 +68,6 @@ CHAPTERS = (
     ("FacadesSection", "server.facades"),
     ("RewardsFacade", "server.facades.rewards"),
     ("SandboxFusionFacade", "server.facades.sandboxfusion"),
-    ("AwsLambdaFacade", "server.facades.lambda"),
     ("ModelsFacade", "server.facades.models"),
     ("McpFacade", "server.facades.mcp"),
     ("SwerexFacade", "server.facades.swerex"),

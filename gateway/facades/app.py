@@ -13,10 +13,9 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.errors import MethodNotAllowed
-from gateway.facades.aws_lambda import AwsLambda
 from gateway.facades.calls import ForeignCalls
 from gateway.facades.credentials import split_path, with_bearer
-from gateway.facades.facade import Endpoint, Facade, ForeignRoute
+from gateway.facades.facade import Endpoint, Facade
 from gateway.facades.faults import fault_of
 from gateway.facades.mcp import Mcp
 from gateway.facades.models import Models
@@ -29,9 +28,7 @@ from gateway.services import Services
 from manager.errors import CodedError, InvalidInput, NotFound, exhaustion
 
 #: Every door, by its name in ``server.facades``.
-FACADES: Mapping[str, type[Facade]] = {
-    kind.name: kind for kind in (Rewards, SandboxFusion, AwsLambda, Models, Mcp, Swerex)
-}
+FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, Models, Mcp, Swerex)}
 
 #: Characters of a foreign path or method that are told back.
 SHOWN = 200
@@ -52,7 +49,8 @@ class FacadeApp:
         self._door = Door(self._services.guard, self._services.session, facade.media_types)
         self._routes = facade.routes()
         self._router = Router(
-            [Route(row.path, _checked(row), methods=[row.method]) for row in self._routes], redirect_slashes=False
+            [Route(row.path, _checked(row.endpoint), methods=[row.method]) for row in self._routes],
+            redirect_slashes=False,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,16 +125,14 @@ class FrontApp:
         await self._otherwise(scope, receive, send)
 
 
-def _checked(row: ForeignRoute) -> Endpoint:
-    """Return the endpoint behind the check that nothing is asked in the query which nobody reads."""
+def _checked(endpoint: Endpoint) -> Endpoint:
+    """Return the endpoint behind the check that nothing is asked in the query."""
 
-    async def endpoint(request: Request) -> Response:
+    async def checked(request: Request) -> Response:
         if request.scope["query_string"]:
-            unknown = [name for name in request.query_params if name not in row.query]
-            if unknown:
-                known = ", ".join(row.query) or "none"
-                told = f"no such query parameter: {unknown[0][:64]!r}; known here: {known}"
-                raise InvalidInput(told, component="facades", detail={"path": unknown[0][:64]})
-        return await row.endpoint(request)
+            for name in request.query_params:
+                told = f"no such query parameter: {name[:64]!r}; this door has none"
+                raise InvalidInput(told, component="facades", detail={"path": name[:64]})
+        return await endpoint(request)
 
-    return endpoint
+    return checked

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from urllib.parse import unquote_to_bytes
 
 from starlette.types import Scope
 
-#: AWS Signature Version 4: the access key is the token. Its secret cannot be checked, for none is stored.
-_SIGNED = re.compile(rb"AWS4-HMAC-SHA256 +Credential=([^/, ]+)/")
-AUTHORIZATION, CONTENT_TYPE = b"authorization", b"content-type"
+AUTHORIZATION = b"authorization"
 #: Where in the path ``~TOKEN`` may stand: before or after the door's own prefix.
 _PATH_PLACES = 2
 
@@ -20,15 +17,9 @@ def _bearer(value: bytes) -> bytes | None:
     return token if scheme.lower() == b"bearer" else None
 
 
-def _signed(value: bytes) -> bytes | None:
-    found = _SIGNED.match(value)
-    return None if found is None else found[1]
-
-
 #: Header -> how its value is read; the first that holds a token counts.
 HEADERS: tuple[tuple[bytes, Callable[[bytes], bytes | None]], ...] = (
     (AUTHORIZATION, _bearer),
-    (AUTHORIZATION, _signed),
     (b"x-api-key", lambda value: value or None),
     (b"x-session-api-key", lambda value: value or None),
 )
@@ -57,13 +48,8 @@ def split_path(scope: Scope) -> tuple[list[str], bytes | None]:
 
 def with_bearer(scope: Scope, token: bytes | None) -> Scope:
     """Return the scope with the token as a bearer; ``token`` is that of the path, which comes after the headers'."""
-    headers = dict(reversed(scope["headers"]))
-    shown = token_of(headers)
-    found = shown or token
+    found = token_of(dict(reversed(scope["headers"]))) or token
     others = [(name, value) for name, value in scope["headers"] if name != AUTHORIZATION]
     if found is not None:
         others.append((AUTHORIZATION, b"Bearer " + found))
-    if shown is not None and CONTENT_TYPE not in headers:
-        # AWS's clients do not say what a body is. A strange page that sends such a header has to ask first.
-        others.append((CONTENT_TYPE, b"application/json"))
     return {**scope, "headers": others}

@@ -29,18 +29,15 @@ from tangram.types.values.wording import explained
 
 T = TypeVar("T", bound=msgspec.Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]
-#: Headers that every door honours, and a client of it may set.
-NO_HEADERS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignRoute:
-    """One method on one path of a door; its query may have these parameters and no others."""
+    """One method on one path of a door; there are no query parameters."""
 
     method: str
     path: str
     endpoint: Endpoint
-    query: tuple[str, ...] = ()
 
 
 class Facade(ABC):
@@ -73,14 +70,10 @@ class Facade(ABC):
         """Return the scope with its token where every door has it; ``segments`` are those of its path in the door."""
         return scope
 
-    def headers(self, fault: Fault) -> Mapping[str, str]:
-        """Return headers that the dialect adds to the answer of a fault."""
-        return NO_HEADERS
-
     def refuse(self, fault: Fault) -> Response:
         """Return a fault in the dialect's words."""
         said = fault.said(self.dialect)
-        shown = dict(self.headers(fault))
+        shown: dict[str, str] = {}
         if fault.invocation_id is not None:
             shown["X-Invocation-Id"] = fault.invocation_id
         if fault.retry_after_s is not None:
@@ -131,5 +124,4 @@ def result_of(record: Record) -> object:
 
 def answer(value: object, record: Record | None = None, status: int = 200) -> Response:
     """Return a value as JSON, with the headers of the invocation that it comes from."""
-    headers = NO_HEADERS if record is None else record_headers(record)
-    return Response(wire.dumps(value), status, headers, JSON)
+    return Response(wire.dumps(value), status, None if record is None else record_headers(record), JSON)

@@ -19,7 +19,6 @@ class Dialect(StrEnum):
 
     REWARDS = "rewards"
     SANDBOXFUSION = "sandboxfusion"
-    LAMBDA = "lambda"
     OPENAI = "openai"
     MCP = "mcp"
     SWEREX = "swerex"
@@ -98,8 +97,7 @@ class ForeignError:
 
 
 #: What each dialect says. slime and OpenRLHF try everything again that is not 2xx; verl tries a 504 again, and takes
-#: every other error for a failed test; AWS's clients try 429 and 5xx again, and know an error by its name; TRL ends a
-#: training at a 429, and tries 500, 502 and 503 again.
+#: every other error for a failed test; TRL ends a training at a 429, and tries 500, 502 and 503 again.
 TABLE: Mapping[Dialect, Mapping[FaultKind, ForeignError]] = {
     Dialect.REWARDS: {
         FaultKind.INPUT: ForeignError(422),
@@ -130,21 +128,6 @@ TABLE: Mapping[Dialect, Mapping[FaultKind, ForeignError]] = {
         FaultKind.LOST: ForeignError(504),
         FaultKind.FAILED: ForeignError(504),
         FaultKind.INTERNAL: ForeignError(504),
-    },
-    Dialect.LAMBDA: {
-        FaultKind.INPUT: ForeignError(400, "InvalidRequestContentException"),
-        FaultKind.UNAUTHORIZED: ForeignError(403, "UnrecognizedClientException"),
-        FaultKind.FORBIDDEN: ForeignError(403, "AccessDeniedException"),
-        FaultKind.NOT_FOUND: ForeignError(404, "ResourceNotFoundException"),
-        FaultKind.METHOD: ForeignError(405, "UnknownOperationException"),
-        FaultKind.CONFLICT: ForeignError(409, "ResourceConflictException"),
-        FaultKind.TOO_LARGE: ForeignError(413, "RequestTooLargeException"),
-        FaultKind.UNSUPPORTED: ForeignError(501, "UnsupportedOperationException"),
-        FaultKind.BUSY: ForeignError(429, "TooManyRequestsException"),
-        FaultKind.TIMEOUT: ForeignError(504, "ServiceException"),
-        FaultKind.LOST: ForeignError(502, "ServiceException"),
-        FaultKind.FAILED: ForeignError(500, "ServiceException"),
-        FaultKind.INTERNAL: ForeignError(500, "ServiceException"),
     },
     Dialect.OPENAI: {
         FaultKind.INPUT: ForeignError(400, "BadRequestError"),

@@ -63,7 +63,6 @@ ROUTES = [
     FuzzedRoute("rewards", "/rm/reward", {"query": ["pr"], "prompts": ["p"], "labels": ["l"]}),
     FuzzedRoute("rewards", "/retrieve/reward", {"queries": ["q"], "topk": 3, "return_scores": True}),
     FuzzedRoute("sandboxfusion", "/sandboxfusion/run_code", {"code": "", "language": "python"}, PYTHON),
-    FuzzedRoute("lambda", "/lambda/2015-03-31/functions/reward/invocations", {"a": 1, "b": "x"}),
     FuzzedRoute("swerex", "/swerex/shell/t/run_in_session", {"command": "true", "check": "silent"}, SWEREX),
     FuzzedRoute("swerex", "/swerex/shell/t/write_file", {"path": "p", "content": "c"}, SWEREX),
     FuzzedRoute("mcp", "/mcp", MESSAGE | {"params": TOOL}, TOOLS, {"x-trajectory-id": "mine"}),
