@@ -1,1 +1,1 @@
-"""The gRPC door: the same operations as HTTP, with the same errors."""
+"""The gRPC door: what a trainer calls, with the inputs, results and errors of HTTP."""

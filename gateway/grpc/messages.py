@@ -13,34 +13,23 @@ from grpclib.server import Stream
 from gateway import wire
 from gateway.errors import face, problem, reason_face
 from gateway.grpc.generated import tangram_pb2 as pb
-from gateway.invocations.invocation import InvocationRequest, LiveInvocation
+from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode, Record
-from gateway.operations.batches import ReadCall
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
-from tangram.types import (
-    ForkRequest,
-    FunctionInfo,
-    FunctionUpload,
-    SnapshotInfo,
-    StepExpectation,
-    StepInfo,
-    TrajectoryInfo,
-    TrajectoryOpening,
-)
-from tangram.types.nodes import NodeStatus
-from tangram.types.requests import InvocationQuery
+from tangram.types import SessionEnd, SessionOpening, SessionTerminal, TrajectoryOpening
 from tangram.types.steps import StepPath
 from tangram.types.values import quantities
 
 #: Seconds that are no bound any more: ten years.
 SECONDS_END = 10 * 365 * 86400
-#: Largest piece of a file in one message of an upload.
-PIECE_MAX_BYTES = 2**20
 #: Largest particulars of an error that go with it: clients bound all metadata, by 8 KiB at the least.
 ERRORS_MAX_BYTES = 2048
 
 Received = TypeVar("Received")
+
+
+# --- what comes in
 
 
 async def read_message(stream: Stream[Received, Any]) -> Received | None:
@@ -59,87 +48,23 @@ async def read_request(stream: Stream[Received, Any]) -> Received:
     return message
 
 
-async def tell_replay(stream: Stream[Any, Any], started: LiveInvocation, call: InvocationRequest) -> None:
-    """Say at once that a call with a known key ran nothing."""
-    if started.replays(call):
-        await stream.send_initial_metadata(metadata={"tangram-idempotent-replay": "true"})
-
-
 def given(message: Message, *names: str) -> dict[str, object]:
     """Return the fields that say something: an empty one leaves the choice to whoever reads them."""
     return {name: value for name in names if (value := getattr(message, name))}
 
 
-def read_listing(message: pb.ListInvocationsRequest) -> InvocationQuery:
-    """Which records are to be listed; raises InvalidInput."""
-    chosen = given(message, "function", "task", "trajectory", "parent", "state", "reason", "since", "until", "order")
-    page = given(message, "cursor", "limit") | ({"dead": message.dead} if message.HasField("dead") else {})
-    return wire.read(chosen | page, InvocationQuery)
-
-
-def read_upload(message: pb.PutFunctionRequest) -> FunctionUpload:
-    """One function with its files; raises InvalidInput."""
-    definition = wire.loads_object(message.definition_json)
-    return wire.read({"definition": definition, "sources": dict(message.sources)}, FunctionUpload)
-
-
-def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
-    """The opening of a trajectory; raises InvalidInput."""
-    asked: dict[str, object] = {"function": message.function, "task": message.task or "default", **_given(message)}
-    if message.snapshot:
-        asked["snapshot"] = message.snapshot
-    if message.HasField("sandbox"):
-        chosen = message.sandbox
-        texts = {name: getattr(chosen, name) for name in ("image", "workdir", "user", "memory", "network", "idle_ttl")}
-        given: dict[str, object] = {name: text for name, text in texts.items() if text}
-        asked["sandbox"] = given | ({"env": dict(chosen.env)} if chosen.env else {})
-    return wire.read(asked, TrajectoryOpening, "$")
-
-
-def read_fork(message: pb.ForkTrajectoryRequest) -> ForkRequest:
-    """What is to be forked; raises InvalidInput."""
-    asked = {"function": message.function, "to": list(message.to), "task": message.task or None, **_given(message)}
-    return wire.read(asked, ForkRequest, "$")
-
-
-def read_step(message: pb.TellStepRequest | pb.InvokeRequest) -> StepPath:
-    """Which step is meant; raises InvalidInput."""
-    return wire.read({"task": message.task or "default", "step": message.step}, StepPath)
-
-
-def read_expectation(message: pb.TellStepRequest) -> StepExpectation:
-    """What is told of a step; raises InvalidInput."""
-    return wire.read({"expected": message.expected}, StepExpectation)
-
-
-def _given(message: pb.OpenTrajectoryRequest | pb.ForkTrajectoryRequest) -> dict[str, object]:
-    return {name: getattr(message, name) for name in ("step", "lease_s") if message.HasField(name)}
-
-
-def step_message(told: StepInfo) -> pb.Step:
-    """A step as it is told."""
-    return pb.Step(task=told.task, step=told.step, json=wire.encode(told))
-
-
-def snapshot_message(told: SnapshotInfo) -> pb.Snapshot:
-    """A snapshot as it is told."""
-    return pb.Snapshot(snapshot=told.snapshot, json=wire.encode(told))
-
-
-def trajectory_message(told: TrajectoryInfo) -> pb.Trajectory:
-    """A trajectory as it is told."""
-    return pb.Trajectory(trajectory=told.trajectory, json=wire.encode(told))
-
-
 def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
-    """The request of one invocation; raises InvalidInput."""
+    """Return the request of one invocation; raises InvalidInput."""
+    step = None
+    if message.HasField("step"):
+        step = wire.read({"task": message.task or "default", "step": message.step}, StepPath).step
     return InvocationRequest(
         function=wire.name(message.function, "function"),
         input=wire.loads_object(message.input_json),
         body=message.input_json or b"{}",
         mode=mode,
         task=wire.name(message.task, "task") if message.task else "default",
-        step=read_step(message).step if message.HasField("step") else None,
+        step=step,
         trajectory=wire.name(message.trajectory, "trajectory") if message.trajectory else None,
         parent=wire.name(message.parent, "parent") if message.parent else None,
         timeout_s=seconds(message.timeout_s, "timeout_s"),
@@ -152,8 +77,36 @@ def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
     )
 
 
+def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
+    """Return the opening of a trajectory; raises InvalidInput."""
+    asked: dict[str, object] = {"function": message.function, "task": message.task or "default"}
+    asked |= given(message, "snapshot")
+    asked |= {name: getattr(message, name) for name in ("step", "lease_s") if message.HasField(name)}
+    if message.HasField("sandbox"):
+        chosen = given(message.sandbox, "image", "workdir", "user", "memory", "network", "idle_ttl")
+        if message.sandbox.env:
+            chosen["env"] = dict(message.sandbox.env)
+        asked["sandbox"] = chosen
+    return wire.read(asked, TrajectoryOpening, "$")
+
+
+def read_session(message: pb.OpenSession) -> SessionOpening:
+    """Return the opening of a session; raises InvalidInput with its field."""
+    asked = given(message, "function", "cwd", "user")
+    if message.env:
+        asked["env"] = dict(message.env)
+    if message.HasField("terminal"):
+        asked["terminal"] = given(message.terminal, "rows", "columns")
+    return wire.read({"argv": list(message.argv), **asked}, SessionOpening, "$")
+
+
+def read_size(message: pb.SessionTerminal) -> SessionTerminal:
+    """Return the new size of a terminal; raises InvalidInput."""
+    return wire.read(given(message, "rows", "columns"), SessionTerminal, "$.resize")
+
+
 def seconds(value: float, what: str) -> float | None:
-    """A bound in seconds; 0 is none. Raises InvalidInput for what is no duration."""
+    """Return a bound in seconds; 0 is none. Raises InvalidInput for what is no duration."""
     if value == 0:
         return None
     if not 0 < value < SECONDS_END:
@@ -163,8 +116,19 @@ def seconds(value: float, what: str) -> float | None:
     return value
 
 
-def invocation(record: Record, *, payload: bool = True) -> pb.Invocation:
-    """The record as a message, without its result where there is to be no ``payload``."""
+def _key(text: str) -> str | None:
+    if text and not quantities.is_key(text):
+        raise InvalidInput(
+            "idempotency_key must be 1 to 255 visible ASCII characters", detail={"path": "idempotency_key"}
+        )
+    return text or None
+
+
+# --- what goes out
+
+
+def invocation_message(record: Record) -> pb.Invocation:
+    """Return the record as a message."""
     return pb.Invocation(
         id=record.id,
         function=record.function,
@@ -174,7 +138,7 @@ def invocation(record: Record, *, payload: bool = True) -> pb.Invocation:
         reason="" if record.reason is None else record.reason.value,
         message=record.message,
         component=record.component,
-        result_json=(record.result or b"") if payload else b"",
+        result_json=record.result or b"",
         queue_ms=(record.queue_s or 0.0) * 1000,
         overhead_ms=(record.overhead_s or 0.0) * 1000,
         execution_ms=(record.execution_s or 0.0) * 1000,
@@ -185,50 +149,48 @@ def invocation(record: Record, *, payload: bool = True) -> pb.Invocation:
     )
 
 
-def verdict(index: int, told: LiveInvocation | CodedError, call: ReadCall, shown: Record | None) -> pb.BatchVerdict:
-    """What became of one call of a batch; ``shown`` is its record as it is told, if it was accepted."""
-    if shown is not None:
-        replayed = isinstance(told, LiveInvocation) and isinstance(call, InvocationRequest) and told.replays(call)
-        return pb.BatchVerdict(index=index, invocation=invocation(shown), replayed=replayed)
-    assert isinstance(told, CodedError)
-    refusal = pb.BatchProblem(
-        status=Status[face(told).grpc].value,
-        code=told.code,
+def problem_message(error: CodedError) -> pb.BatchProblem:
+    """Return why a call of a batch was refused."""
+    return pb.BatchProblem(
+        status=Status[face(error).grpc].value,
+        code=error.code,
+        message=error.message,
+        component=error.component,
+        retry_after_s=error.retry_after_s or 0.0,
+        json=wire.encode(problem(error)),
+    )
+
+
+def log_messages(page: list[LogRow]) -> list[pb.LogRecord]:
+    """Return a page of a log; an empty one is a heartbeat."""
+    if not page:
+        return [pb.LogRecord(stream="heartbeat")]
+    return [pb.LogRecord(offset=row.position, time_s=row.time_s, stream=row.stream, data=row.data) for row in page]
+
+
+def end_message(told: SessionEnd) -> pb.SessionEvent:
+    """Return how a session ended."""
+    ended = pb.SessionEnd(
+        offset=told.offset,
+        state=told.state,
+        reason=told.reason or "",
         message=told.message,
-        component=told.component,
-        retry_after_s=told.retry_after_s or 0.0,
-        json=wire.encode(problem(told)),
+        exit_code=told.exit_code,
+        signal=told.signal,
     )
-    return pb.BatchVerdict(index=index, problem=refusal)
+    return pb.SessionEvent(ended=ended)
 
 
-def function_message(told: FunctionInfo) -> pb.Function:
-    """A function as it is told."""
-    return pb.Function(
-        name=told.name,
-        runtime=told.runtime,
-        revision=told.revision,
-        description=told.description,
-        json=wire.encode(told),
-    )
-
-
-def node_message(told: NodeStatus) -> pb.Node:
-    """A machine as it is told."""
-    return pb.Node(node=told.node, state=told.state, json=wire.encode(told))
-
-
-def log_record(row: LogRow) -> pb.LogRecord:
-    return pb.LogRecord(offset=row.position, time_s=row.time_s, stream=row.stream, data=row.data)
+# --- what is refused or failed
 
 
 def status_error(error: CodedError) -> GRPCError:
-    """The status of a refused request; its message begins with the code."""
+    """Return the status of a refused request; its message begins with the code."""
     return GRPCError(Status[face(error).grpc], f"{error.code}: {error.message}")
 
 
 def ended_badly(record: Record) -> GRPCError | None:
-    """The status of an invocation that failed by no fault of the user's own work; None for an answer."""
+    """Return the status of an invocation that failed by no fault of the user's own work; None for an answer."""
     shown = reason_face(record.reason)
     if shown.grpc == "OK":
         return None
@@ -236,7 +198,7 @@ def ended_badly(record: Record) -> GRPCError | None:
 
 
 def trailers(error: CodedError) -> dict[str, str]:
-    """Metadata that goes with an error."""
+    """Return the metadata that goes with an error."""
     found = {"tangram-code": error.code, "tangram-component": error.component}
     if error.invocation_id is not None:
         found["tangram-invocation-id"] = error.invocation_id
@@ -249,9 +211,16 @@ def trailers(error: CodedError) -> dict[str, str]:
     return found
 
 
-def _key(text: str) -> str | None:
-    if text and not quantities.is_key(text):
-        raise InvalidInput(
-            "idempotency_key must be 1 to 255 visible ASCII characters", detail={"path": "idempotency_key"}
-        )
-    return text or None
+def end_trailers(record: Record) -> dict[str, str]:
+    """Return the metadata of an invocation that ended badly."""
+    found = {"tangram-code": str(record.reason), "tangram-component": record.component}
+    found |= {"tangram-invocation-id": record.id, **time_trailers(record)}
+    if record.retry_after_s is not None:
+        found["retry-after-s"] = f"{record.retry_after_s:g}"
+    return found
+
+
+def time_trailers(record: Record) -> dict[str, str]:
+    """Return the metadata that says how its time divides, in milliseconds."""
+    parts = {"queue": record.queue_s, "overhead": record.overhead_s, "execution": record.execution_s}
+    return {f"tangram-{name}-ms": f"{1000 * (part_s or 0.0):.3f}" for name, part_s in parts.items()}

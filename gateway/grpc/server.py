@@ -1,43 +1,67 @@
-"""The server: the service on grpclib, with health, reflection, the token and the bound of a message."""
+"""The server: the service on grpclib, with health, reflection, the token, and the bounds that grpclib does not have.
+
+What one peer sends harms no other: a connection or a message beyond its bound is answered or cut alone.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import binascii
 import socket
+from asyncio import BaseTransport
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from traceback import clear_frames
+from typing import Any
 
+import structlog
 from grpclib._typing import IServable
+from grpclib.const import Status
 from grpclib.events import RecvRequest, listen
+from grpclib.exceptions import GRPCError
+from grpclib.health.check import CheckBase
 from grpclib.health.service import Health
+from grpclib.metadata import decode_metadata
+from grpclib.metadata import encode_grpc_message as encoded
+from grpclib.protocol import AbstractHandler, H2Protocol
+from grpclib.protocol import Stream as H2Stream
 from grpclib.reflection.service import ServerReflection
+from grpclib.server import Handler, Server, Stream
+from h2.errors import ErrorCodes
+from h2.events import RemoteSettingsChanged, StreamReset, UnknownFrameReceived
+from h2.settings import SettingCodes
 
-from gateway.access.auth import Role
-from gateway.access.connections import Connections
+from gateway.access.connections import LINGER_S, Connections, Resets
 from gateway.access.renewal import RenewedContext
-from gateway.grpc.bounds import bounded
-from gateway.grpc.connection import BoundedServer
-from gateway.grpc.health import ReadinessCheck
-from gateway.grpc.messages import status_error
+from gateway.config.sections import ServerConfig
+from gateway.errors import TooSlow
+from gateway.grpc.messages import status_error, trailers
 from gateway.grpc.service import GatewayService
 from gateway.services import Services
-from manager.errors import CodedError
+from manager.errors import CodedError, InvalidInput, TooLarge, Unsupported, exhaustion
 
 SERVICE = "/tangram.v1.Gateway/"
+#: What is served without a token.
 HEALTH = "/grpc.health.v1.Health/"
-#: Methods that change the gateway for everybody: the invoke token does not do. The same as on HTTP.
-ADMIN = frozenset(
-    {
-        "ApplyConfig",
-        "PutFunction",
-        "RemoveFunction",
-        "PurgeDeadLetter",
-        "PurgeDeadLetters",
-        "PullImages",
-        "DrainNode",
-        "IssueTicket",
-    }
-)
-#: Methods that are served without a token, as health is.
-OPEN = frozenset({"GetReadiness"})
+#: Seconds between two looks at the readiness while anybody watches the health.
+LOOK_S = 1.0
+#: Seconds in which a new connection must say that it speaks HTTP/2.
+GREETING_S = 20.0
+#: What a message may hold beside the body of an invocation, or the piece of a file.
+ENVELOPE_BYTES = 64 * 1024
+#: Largest piece of a file in one message of an upload.
+PIECE_MAX_BYTES = 2**20
+#: The first byte of what precedes a compressed message.
+COMPRESSED = b"\x01"
+#: The one method whose client and command may both be silent for as long as they like.
+LASTING = "Session"
+#: The method whose messages are pieces of a file: many that are small, and none of them an input that is held.
+UPLOAD = "WriteFile"
+#: Methods of which a reader who was given up finds the rest in a log.
+LOGS = frozenset({"Invoke", "InvokeStream", "TailLogs"})
+
+Headers = list[tuple[str, str]]
+logger = structlog.get_logger("gateway.grpc")
 
 
 class GrpcServer:
@@ -69,13 +93,305 @@ class GrpcServer:
         await self._server.wait_closed()
 
     async def _let_in(self, event: RecvRequest) -> None:
-        name = event.method_name.removeprefix(SERVICE)
-        if name not in OPEN and not event.method_name.startswith(HEALTH):
+        """Refuse who has no token, and serve the others within the bounds."""
+        if not event.method_name.startswith(HEALTH):
             given = event.metadata.get("authorization")
             try:
-                role = self._services.guard.role(str(given).encode() if given is not None else None)
-                role.require(Role.ADMIN if name in ADMIN else Role.INVOKE)
+                self._services.guard.role(str(given).encode() if given is not None else None)
             except CodedError as error:
                 self._services.metrics.refused("grpc", error.code)
                 raise status_error(error) from None
-        event.method_func = partial(bounded, event.method_func, self._services, name)
+        event.method_func = partial(self._serve, event.method_func, event.method_name.removeprefix(SERVICE))
+
+    async def _serve(self, method: Any, name: str, stream: Stream[Any, Any]) -> None:
+        """Run a call within its bounds, and turn what fails into a status with its code in the trailers.
+
+        Any: whatever grpclib calls, of whatever messages. It reads five bytes that tell a message's form and length,
+        and then so many through ``recv_data``: the one place where a message can be refused early is there, on the
+        stream that it keeps in ``_stream``.
+        """
+        raw = stream._stream
+        bounds = CallBounds(self._services, name, raw.recv_data, raw.send_data)
+        raw.recv_data, raw.send_data = bounds.recv_data, bounds.send_data  # type: ignore[method-assign]
+        try:
+            await method(stream)
+        except CodedError as error:
+            self._services.metrics.refused("grpc", error.code)
+            clear_frames(error.__traceback__)  # they hold the request
+            told = status_error(error)
+            await stream.send_trailing_metadata(
+                status=told.status, status_message=told.message, metadata=trailers(error)
+            )
+        except (GRPCError, TimeoutError):
+            raise
+        except Exception as error:
+            if short := exhaustion(error, "grpc"):
+                raise status_error(short) from error
+            logger.exception("a call failed", error=str(error))
+            self._services.metrics.refused("grpc", "internal")
+            raise GRPCError(Status.INTERNAL, "internal: a fault of the gateway: its log tells more") from error
+
+
+class ReadinessCheck(CheckBase):
+    """Whether work is taken now, as ``grpc.health.v1`` asks for it: what ``/readyz`` tells on HTTP."""
+
+    def __init__(self, unready: Callable[[], str | None]) -> None:
+        self._unready = unready
+        self._watchers: set[asyncio.Event] = set()
+        self._told = True
+        self._timer: asyncio.TimerHandle | None = None
+
+    def look(self) -> None:
+        """Tell those who watch if it has changed."""
+        if (serving := self.__status__()) != self._told:
+            self._told = serving
+            for watcher in self._watchers:
+                watcher.set()
+
+    def __status__(self) -> bool:
+        return self._unready() is None
+
+    async def __check__(self) -> bool:
+        return self.__status__()
+
+    async def __subscribe__(self) -> asyncio.Event:
+        watcher = asyncio.Event()
+        self._watchers.add(watcher)
+        if self._timer is None:
+            self._told = self.__status__()
+            self._look_again()
+        return watcher
+
+    async def __unsubscribe__(self, watcher: asyncio.Event) -> None:
+        self._watchers.discard(watcher)
+        if not self._watchers and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_again(self) -> None:
+        self.look()
+        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
+
+
+class CallBounds:
+    """Stands before the two ways of one call's bytes.
+
+    Refuses a message that is too large before any of it is read, that comes too slowly, or that nobody can read; and
+    gives up a peer that asks and does not read. A lasting call is waited for: its next message may come at any time,
+    and what it does not read holds back who writes it.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        name: str,
+        receive: Callable[[int], Awaitable[bytes]],
+        send: Callable[[bytes, bool], Awaitable[None]],
+    ) -> None:
+        self._services = services
+        self._receive = receive
+        self._send = send
+        self._is_lasting = name == LASTING
+        self._follows_log = name in LOGS
+        self._holds = name != UPLOAD
+        self._message_max = services.bounds.body_limit_bytes if self._holds else PIECE_MAX_BYTES
+        self._stall_s = None if self._is_lasting else services.logs.spec.stall_s
+        self._reads = 0
+
+    async def recv_data(self, size: int) -> bytes:
+        """Return so many bytes of a message, or of what precedes it."""
+        self._reads += 1
+        if self._is_lasting and self._reads > 2 and self._reads % 2:  # between two messages
+            return _uncompressed(await self._received(size))
+        if size > self._message_max + ENVELOPE_BYTES:
+            raise TooLarge(f"the message is larger than {self._message_max} bytes{self._remedy}", component="grpc")
+        data = await (self._held(size) if self._holds else self._timely(size))
+        return _uncompressed(data) if self._reads % 2 else data
+
+    @property
+    def _remedy(self) -> str:
+        return " (server.body_limit)" if self._holds else ": send the file in smaller pieces"
+
+    async def _held(self, size: int) -> bytes:
+        """Receive what counts among the inputs that arrive."""
+        held = self._services.held
+        held.check(size)
+        held.take(size)
+        try:
+            return await self._timely(size)
+        finally:
+            held.give(size)
+
+    async def _timely(self, size: int) -> bytes:
+        timeout_s = self._services.bounds.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._received(size)
+        except TimeoutError:
+            raise TooSlow(
+                f"the message took longer than {timeout_s:g} s (server.body_timeout)", component="grpc"
+            ) from None
+
+    async def _received(self, size: int) -> bytes:
+        """Return so many bytes, or none after the last message; raises InvalidInput if a message broke off."""
+        try:
+            return await self._receive(size)
+        except AssertionError:  # grpclib's word for a client that stopped in the middle
+            raise InvalidInput("the message broke off", component="grpc") from None
+
+    async def send_data(self, data: bytes, end_stream: bool = False) -> None:
+        """Send; raises TooSlow if it is not read in time."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._send(data, end_stream)
+        except TimeoutError:
+            told = f"what was sent was not read within {self._stall_s:g} s (server.logs.stall)"
+            if self._follows_log:
+                self._services.logs.followers_dropped += 1
+                told += ": a log can be resumed after its last offset"
+            raise TooSlow(told, component="grpc") from None
+
+
+def _uncompressed(prefix: bytes) -> bytes:
+    """Return what precedes a message; raises Unsupported for that of a compressed one."""
+    if prefix[:1] == COMPRESSED:
+        raise Unsupported("compressed messages are not read here: send them as they are", component="grpc")
+    return prefix
+
+
+class BoundedServer(Server):
+    """grpclib's server, whose connections are counted and have bounds."""
+
+    def __init__(self, services: Sequence[IServable], connections: Connections, bounds: ServerConfig) -> None:
+        super().__init__(services)
+        self._connections = connections
+        self._bounds = bounds
+        # Bytes beyond ASCII are odd, not a reason to drop every call of their connection.
+        self._h2_config.header_encoding = "latin-1"
+
+    def _protocol_factory(self) -> H2Protocol:
+        """As grpclib makes it, of our own parts."""
+        self.__gc_step__()
+        refusal = self._connections.enter("grpc")
+        if refusal is not None:
+            return GrpcConnection(
+                Refusing(refusal), self._config, self._h2_config, self._bounds, lambda: None, LINGER_S
+            )
+        handler = Careful(self._mapping, self._codec, self._status_details_codec, self.__dispatch__)
+        self._handlers.add(handler)
+        return GrpcConnection(handler, self._config, self._h2_config, self._bounds, self._connections.leave, None)
+
+
+class GrpcConnection(H2Protocol):
+    """One peer. What cannot be read closes it, quietly: anybody can send anything."""
+
+    def __init__(
+        self,
+        handler: AbstractHandler,
+        config: Any,
+        h2_config: Any,
+        bounds: ServerConfig,
+        closed: Callable[[], None],
+        life_s: float | None,
+    ) -> None:
+        """``closed`` is told its end; it is cut after ``life_s``, and where that is None if it does not greet in time.
+
+        Any: the configurations of grpclib and h2, passed through.
+        """
+        super().__init__(handler, config, h2_config)
+        self._streams_max = bounds.streams_max
+        self._resets = Resets(bounds.resets_max)
+        self._closed = closed
+        self._life_s = life_s
+        self._cut: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        super().connection_made(transport)
+        h2 = self.connection._connection
+        h2.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: self._streams_max})
+        self.connection.flush()
+        processors = self.processor.processors
+        processors[UnknownFrameReceived] = lambda event: None  # RFC 9113, 4.1: to be ignored
+        processors[RemoteSettingsChanged] = self._greeted
+        processors[StreamReset] = self._reset
+        wait_s = GREETING_S if self._life_s is None else self._life_s
+        self._cut = asyncio.get_running_loop().call_later(wait_s, transport.abort)  # type: ignore[attr-defined]
+
+    def _greeted(self, event: RemoteSettingsChanged) -> None:
+        if self._life_s is None and self._cut is not None:
+            self._cut.cancel()
+        self.processor.process_remote_settings_changed(event)
+
+    def _reset(self, event: StreamReset) -> None:
+        """A call that is dropped as soon as it is made escapes every other bound."""
+        if not self._resets.exceeded(asyncio.get_running_loop().time()):
+            self.processor.process_stream_reset(event)
+            return
+        logger.warning("a gRPC connection was closed: too many calls were reset", count=self._resets.count)
+        self.connection._connection.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
+        self.connection.flush()
+        self.processor.close("too many calls were reset")
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except Exception as error:
+            logger.exception("a gRPC connection was closed: what it sent cannot be read", why=str(error))
+            self.processor.close("unreadable")
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
+        super().connection_lost(exc)
+        self._closed()
+
+
+class Careful(Handler):
+    """Hands on only calls whose headers can be read; grpclib would leave the others without an answer."""
+
+    def accept(self, stream: H2Stream, headers: Headers, release_stream: Callable[[], Any]) -> None:
+        if _readable(headers):
+            super().accept(stream, headers, release_stream)
+            return
+        stream.reset_nowait(ErrorCodes.PROTOCOL_ERROR)
+        release_stream()
+
+
+class Refusing(AbstractHandler):
+    """Answers every call of a connection too many with the same status."""
+
+    def __init__(self, error: CodedError) -> None:
+        self._status: GRPCError = status_error(error)
+        self._about = trailers(error)
+        self._answers: dict[H2Stream, asyncio.Task[None]] = {}
+
+    def accept(self, stream: H2Stream, headers: Headers, release_stream: Callable[[], Any]) -> None:
+        self._answers[stream] = asyncio.get_running_loop().create_task(self._answer(stream, release_stream))
+
+    async def _answer(self, stream: H2Stream, release_stream: Callable[[], Any]) -> None:
+        head = [(":status", "200"), ("content-type", "application/grpc+proto")]
+        status = [
+            ("grpc-status", str(self._status.status.value)),
+            ("grpc-message", encoded(self._status.message or "")),
+        ]
+        await stream.send_headers([*head, *status, *self._about.items()], end_stream=True)
+        release_stream()
+
+    def cancel(self, stream: H2Stream) -> None:
+        task = self._answers.pop(stream, None)
+        if task is not None:
+            task.cancel()
+
+    def close(self) -> None:
+        for stream in list(self._answers):
+            self.cancel(stream)
+
+
+def _readable(headers: Headers) -> bool:
+    """Whether grpclib can read them: the pseudo-headers are there, and what calls itself base64 is."""
+    names = {name for name, _ in headers}
+    try:
+        decode_metadata(headers)
+    except (ValueError, binascii.Error):
+        return False
+    return {":method", ":path"} <= names

@@ -1,13 +1,446 @@
-"""The service ``tangram.v1.Gateway``: the same operations as HTTP, the same errors."""
+"""The service ``tangram.v1.Gateway``: what a trainer calls, by the operations and with the errors of HTTP."""
 
 from __future__ import annotations
 
-from gateway.grpc.administration import AdministrationCalls
-from gateway.grpc.files import FileCalls
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NamedTuple
+
+from grpclib.server import Stream
+
+from gateway import wire
+from gateway.errors import TooSlow
+from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayBase
-from gateway.grpc.invocations import InvocationCalls
-from gateway.grpc.trajectories import TrajectoryCalls
+from gateway.grpc.messages import (
+    end_message,
+    end_trailers,
+    ended_badly,
+    given,
+    invocation_message,
+    log_messages,
+    problem_message,
+    read_call,
+    read_message,
+    read_opening,
+    read_request,
+    read_session,
+    read_size,
+    seconds,
+    time_trailers,
+)
+from gateway.invocations.invocation import InvocationRequest, LiveInvocation
+from gateway.invocations.logs import PAGE_RECORDS
+from gateway.invocations.record import Mode, Record
+from gateway.operations.batches import ReadCall, check_batch, invoke_batch
+from gateway.operations.files import as_files_are, files_of, placed_path, read_file, write_file
+from gateway.services import Services
+from gateway.sessions.opening import open_session, session_end, session_input, session_of
+from gateway.store.store import LogRow
+from gateway.trajectories import open_trajectory
+from manager.errors import CodedError, InvalidInput, NotFound, TooLarge
+from runtimes.sandbox.session import InteractiveSession, TerminalSize
+from tangram.types import SessionSteering
+from tangram.types.requests import (
+    BatchQuery,
+    FileReadAtQuery,
+    FileWriteAtQuery,
+    SessionReadQuery,
+    SessionWriteQuery,
+)
+
+COMPONENT = "grpc"
+#: Seconds that a cancel waits for the processes to be gone before it answers.
+CANCEL_WAIT_S = 5.0
+#: Bytes of a file that one message sends.
+FILE_PIECE_BYTES = 256 * 2**10
+#: Bytes of a session's input that are passed on, and acknowledged, at once.
+INPUT_PIECE_BYTES = 64 * 2**10
+#: Bytes of input that may wait for the command; while so many do, no message is read. A piece counts for a little more.
+WAITING_BYTES, PIECE_COST = 256 * 2**10, 64
 
 
-class GatewayService(InvocationCalls, TrajectoryCalls, FileCalls, AdministrationCalls, GatewayBase):
-    """One method for each rpc, by what they are about."""
+class GatewayService(GatewayBase):
+    """One method for each rpc. A client that cancels its call, or whose deadline passes, leaves its invocation."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._invocations = services.invocations
+
+    # --- invocations
+
+    async def Invoke(self, stream: Stream[pb.InvokeRequest, pb.Invocation]) -> None:  # noqa: N802
+        call = self._checked(await read_request(stream), Mode.SYNC)
+        async with self._attended(call) as started:
+            await _tell_replay(stream, started, call)
+            await self._invocations.wait(started)
+        if started.refusal is not None:
+            raise started.refusal
+        refused = ended_badly(started.record)
+        if refused is None:
+            await stream.send_message(self._shown(started.record))
+        else:
+            await stream.send_trailing_metadata(
+                status=refused.status, status_message=refused.message, metadata=end_trailers(started.record)
+            )
+
+    async def InvokeStream(self, stream: Stream[pb.InvokeRequest, pb.InvokeEvent]) -> None:  # noqa: N802
+        call = self._checked(await read_request(stream), Mode.STREAM)
+        async with self._attended(call) as started:
+            record = started.record
+            await _tell_replay(stream, started, call)
+            await stream.send_message(pb.InvokeEvent(accepted=self._shown(record)))
+            async for page in self._services.logs.follow(record.seq, 0):
+                for message in log_messages(page):
+                    await stream.send_message(pb.InvokeEvent(log=message))
+        await stream.send_message(pb.InvokeEvent(ended=self._shown(record)))
+
+    async def Submit(self, stream: Stream[pb.InvokeRequest, pb.Invocation]) -> None:  # noqa: N802
+        call = self._checked(await read_request(stream), Mode.ASYNC)
+        started = await self._invocations.invoke(call)
+        await _tell_replay(stream, started, call)
+        await stream.send_message(self._shown(started.record))
+
+    async def InvokeBatch(self, stream: Stream[pb.InvokeBatchRequest, pb.BatchVerdict]) -> None:  # noqa: N802
+        request = await read_request(stream)
+        check_batch(self._services, len(request.calls))
+        asked = wire.read(given(request, "wait"), BatchQuery)
+        timeout_s = self._wait_s(request.timeout_s)
+        calls = [self._call_or_refusal(each) for each in request.calls]
+        verdicts = await invoke_batch(self._services, calls, asked.wait, timeout_s)
+        for index, (call, told) in enumerate(zip(calls, verdicts, strict=True)):
+            if isinstance(told, CodedError):
+                verdict = pb.BatchVerdict(index=index, problem=problem_message(told))
+            else:
+                replayed = isinstance(call, InvocationRequest) and told.replays(call)
+                verdict = pb.BatchVerdict(index=index, invocation=self._shown(told.record), replayed=replayed)
+            await stream.send_message(verdict)
+
+    async def Get(self, stream: Stream[pb.GetRequest, pb.Invocation]) -> None:  # noqa: N802
+        found = await self._invocations.get((await read_request(stream)).id)
+        await stream.send_message(self._shown(found.record))
+
+    async def Wait(self, stream: Stream[pb.WaitRequest, pb.Invocation]) -> None:  # noqa: N802
+        request = await read_request(stream)
+        found = await self._invocations.get(request.id)
+        await self._invocations.wait(found, self._wait_s(request.timeout_s))
+        await stream.send_message(self._shown(found.record))
+
+    async def Cancel(self, stream: Stream[pb.CancelRequest, pb.Invocation]) -> None:  # noqa: N802
+        found = await self._invocations.cancel((await read_request(stream)).id)
+        await self._invocations.wait(found, CANCEL_WAIT_S)
+        await stream.send_message(self._shown(found.record))
+
+    async def TailLogs(self, stream: Stream[pb.TailLogsRequest, pb.LogRecord]) -> None:  # noqa: N802
+        request = await read_request(stream)
+        record = (await self._invocations.get(request.id)).record
+        position: int = request.offset
+        async for page in self._pages(record.seq, position, request.follow):
+            for message in log_messages(page):
+                await stream.send_message(message)
+            position = page[-1].position + 1 if page else position
+        await stream.send_message(pb.LogRecord(offset=position, stream="eof", data=record.state.value))
+        await stream.send_trailing_metadata(metadata=time_trailers(self._invocations.shown(record)))
+
+    def _shown(self, record: Record) -> pb.Invocation:
+        return invocation_message(self._invocations.shown(record))
+
+    def _checked(self, message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
+        call = read_call(message, mode)
+        if call.callback_url is not None:
+            self._services.callbacks.check(call.callback_url)
+        return call
+
+    def _call_or_refusal(self, message: pb.InvokeRequest) -> ReadCall:
+        """Return one call of a batch, or why it cannot be read."""
+        try:
+            return self._checked(message, Mode.ASYNC)
+        except CodedError as error:
+            return error
+
+    def _wait_s(self, asked_s: float) -> float:
+        """Return how long is waited for an end; raises InvalidInput."""
+        limit_s = self._services.bounds.wait_max_s
+        return min(limit_s, seconds(asked_s, "timeout_s") or limit_s)
+
+    @asynccontextmanager
+    async def _attended(self, call: InvocationRequest) -> AsyncIterator[LiveInvocation]:
+        """The accepted invocation; leaving the block before its end leaves the invocation."""
+        started = await self._invocations.invoke(call)
+        try:
+            yield started
+        finally:
+            self._invocations.leave(started)
+
+    async def _pages(self, seq: int, position: int, follow: bool) -> AsyncIterator[list[LogRow]]:
+        if follow:
+            async for page in self._services.logs.follow(seq, position):
+                yield page
+            return
+        while page := await self._services.logs.read(seq, position, PAGE_RECORDS):
+            position = page[-1].position + 1
+            yield page
+
+    # --- trajectories, their files and sessions
+
+    async def OpenTrajectory(self, stream: Stream[pb.OpenTrajectoryRequest, pb.Trajectory]) -> None:  # noqa: N802
+        request = await read_request(stream)
+        told = await open_trajectory(self._services, request.trajectory, read_opening(request))
+        await stream.send_message(pb.Trajectory(trajectory=told.trajectory, json=wire.encode(told)))
+
+    async def EndTrajectory(  # noqa: N802
+        self, stream: Stream[pb.EndTrajectoryRequest, pb.EndTrajectoryResponse]
+    ) -> None:
+        name = wire.name((await read_request(stream)).trajectory, "trajectory")
+        if not await self._services.engine.end_trajectory(name):
+            raise NotFound(f"no trajectory {name!r}")
+        await stream.send_message(pb.EndTrajectoryResponse())
+
+    async def WriteFile(self, stream: Stream[pb.WriteFileRequest, pb.FileWritten]) -> None:  # noqa: N802
+        first = await read_request(stream)
+        if first.WhichOneof("request") != "target":
+            raise InvalidInput("the first message is the target, and this is none", component=COMPONENT)
+        target = first.target
+        asked = wire.read(given(target, "path", "mode", "user"), FileWriteAtQuery)
+        files = files_of(self._services, target.trajectory, living=target.living)
+        written = await write_file(files, placed_path(asked.path, files.workdir), self._data(stream), asked)
+        await stream.send_message(pb.FileWritten(path=written.path, size_bytes=written.size_bytes))
+
+    async def _data(self, stream: Stream[pb.WriteFileRequest, pb.FileWritten]) -> AsyncIterator[bytes]:
+        """Yield the data as it arrives, to its end, within the bounds of a file that HTTP has.
+
+        Raises TooLarge, TooSlow, and InvalidInput for a message that is no piece.
+        """
+        bounds = self._services.bounds
+        deadline_s, size_bytes = asyncio.get_running_loop().time() + bounds.body_timeout_s, 0
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await read_message(stream)
+            except TimeoutError:
+                told = f"the data took longer than {bounds.body_timeout_s:g} s to arrive (server.body_timeout)"
+                raise TooSlow(told, component=COMPONENT) from None
+            if message is None:
+                return
+            if message.WhichOneof("request") != "data":
+                raise InvalidInput("after the target every message is data, and this is none", component=COMPONENT)
+            size_bytes += len(message.data)
+            if size_bytes > bounds.file_limit_bytes:
+                told = f"the data is larger than {bounds.file_limit_bytes} bytes (server.file_limit)"
+                raise TooLarge(told, component=COMPONENT)
+            if message.data:
+                yield message.data
+
+    async def ReadFile(self, stream: Stream[pb.ReadFileRequest, pb.FilePiece]) -> None:  # noqa: N802
+        request = await read_request(stream)
+        asked = wire.read(given(request, "path", "user"), FileReadAtQuery)
+        files = files_of(self._services, request.trajectory, living=request.living)
+        path = placed_path(asked.path, files.workdir)
+        with as_files_are():
+            async with read_file(self._services, files, path, asked) as file:
+                size_bytes = file.size_bytes
+                async for chunk in file.chunks():
+                    for start in range(0, len(chunk), FILE_PIECE_BYTES):
+                        data = chunk[start : start + FILE_PIECE_BYTES]
+                        await stream.send_message(pb.FilePiece(data=data, size_bytes=size_bytes))
+                        size_bytes = None
+                if size_bytes is not None:  # of an empty one no piece has told it
+                    await stream.send_message(pb.FilePiece(size_bytes=size_bytes))
+
+    async def Session(self, stream: Stream[pb.SessionRequest, pb.SessionEvent]) -> None:  # noqa: N802
+        await SessionCall(self._services, stream).serve()
+
+
+async def _tell_replay(stream: Stream[Any, Any], started: LiveInvocation, call: InvocationRequest) -> None:
+    """Say at once that a call with a known key ran nothing."""
+    if started.replays(call):
+        await stream.send_initial_metadata(metadata={"tangram-idempotent-replay": "true"})
+
+
+class SessionCall:
+    """One call of `Session`: it opens a session or attaches to one, and is attached for as long as it lasts.
+
+    Whatever ends the call but the session's own end leaves the session to whoever attaches next. A client that does
+    not read holds the command back, and a command that does not read holds back the client's input.
+    """
+
+    def __init__(self, services: Services, stream: Stream[pb.SessionRequest, pb.SessionEvent]) -> None:
+        self._services = services
+        self._stream = stream
+        self._heartbeat_s = services.logs.spec.heartbeat_s
+        self._input = WaitingInput()
+        self._sending = asyncio.Lock()
+        #: Whether the last message was sent, or a failure is to be told.
+        self._over = False
+
+    async def serve(self) -> None:
+        """Carry the session to its end, or until another caller attaches; raises what is wrong with a message."""
+        first = await read_request(self._stream)
+        match first.WhichOneof("request"):
+            case "open":
+                invocation, offset = await self._open(first.open), 0
+            case "attach":
+                offset = wire.read({"offset": first.attach.offset}, SessionReadQuery).offset
+                invocation = await self._services.invocations.get(first.attach.id)
+            case _:
+                raise InvalidInput("the first message is open or attach, and this is neither", component=COMPONENT)
+        session = session_of(self._services, invocation)
+        if session is None:
+            await self._tell(end_message(session_end(invocation.record, 0)), last=True)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._or_fail(do, session)) for do in (self._hear, self._type)]
+                await self._show(invocation, session, offset)
+                for task in tasks:
+                    task.cancel()
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _open(self, asked: pb.OpenSession) -> LiveInvocation:
+        """Begin a session, and say under which id."""
+        trajectory = wire.name(asked.trajectory, "trajectory")
+        opening = read_session(asked)
+        request = pb.InvokeRequest(
+            function=opening.function,
+            input_json=session_input(self._services, opening),
+            trajectory=trajectory,
+            task=asked.task,
+            step=asked.step if asked.HasField("step") else None,
+            parent=asked.parent,
+            idempotency_key=asked.idempotency_key,
+            timeout_s=asked.timeout_s,
+            max_age_s=asked.max_age_s,
+            traceparent=asked.traceparent,
+            tracestate=asked.tracestate,
+            detached=True,
+            living=asked.living,
+        )
+        call = read_call(request, Mode.SYNC)
+        invocation = await open_session(self._services, call)
+        await _tell_replay(self._stream, invocation, call)
+        shown = self._services.invocations.shown(invocation.record)
+        await self._tell(pb.SessionEvent(accepted=invocation_message(shown)))
+        return invocation
+
+    # --- what it says
+
+    async def _show(self, invocation: LiveInvocation, session: InteractiveSession, offset: int) -> None:
+        """Send what it says from an offset on, and how it ended."""
+        while not await session.opened(self._heartbeat_s):
+            await self._beat()
+        attached = pb.SessionAttached(offset=session.start, input_offset=session.input_offset)
+        await self._tell(pb.SessionEvent(attached=attached))
+        async with aclosing(session.read(offset, self._heartbeat_s)) as pages:
+            async for page in pages:
+                for piece in page:
+                    output = pb.SessionOutput(stream=piece.stream, offset=piece.offset, data=piece.data)
+                    await self._tell(pb.SessionEvent(output=output))
+                if not page:
+                    await self._beat()
+        if not session.ended:
+            await self._tell(pb.SessionEvent(detached=pb.SessionDetached()), last=True)
+            return
+        while not await invocation.has_ended(self._heartbeat_s):
+            await self._beat()
+        await self._tell(end_message(session_end(invocation.record, session.end)), last=True)
+
+    async def _beat(self) -> None:
+        await self._tell(pb.SessionEvent(heartbeat=pb.SessionHeartbeat()))
+
+    async def _tell(self, event: pb.SessionEvent, *, last: bool = False) -> None:
+        """Send one message, whole; after the last one wait to be cancelled."""
+        async with self._sending:
+            if not self._over:
+                await self._stream.send_message(event)
+                self._over = last
+                return
+        await asyncio.get_running_loop().create_future()
+
+    # --- what it is told
+
+    async def _or_fail(self, do: Callable[[InteractiveSession], Awaitable[None]], session: InteractiveSession) -> None:
+        """Do it; if it fails, what is being sent is sent whole, and then nothing but the failure."""
+        try:
+            await do(session)
+        except Exception:
+            async with self._sending:
+                self._over = True
+            raise
+
+    async def _hear(self, session: InteractiveSession) -> None:
+        """Do what the client says until it has said all; it may go on listening then."""
+        while (message := await read_message(self._stream)) is not None:
+            match message.WhichOneof("request"):
+                case "input":
+                    await self._put(message.input)
+                case "resize":
+                    size = read_size(message.resize)
+                    await _reached(session)
+                    await session.resize(TerminalSize(size.rows, size.columns))
+                case "signal":
+                    asked = wire.read({"signal": message.signal}, SessionSteering, "$")
+                    await _reached(session)
+                    await session.signal(asked.signal or "")
+                case _:
+                    told = "a message after the first is input, resize or signal, and this is none"
+                    raise InvalidInput(told, component=COMPONENT)
+
+    async def _put(self, typed: pb.SessionInput) -> None:
+        """Have input passed on behind what waits."""
+        asked = {"offset": typed.offset} if typed.HasField("offset") else {}
+        offset = wire.read(asked, SessionWriteQuery).offset
+        for start in range(0, max(1, len(typed.data)), INPUT_PIECE_BYTES):
+            data = typed.data[start : start + INPUT_PIECE_BYTES]
+            end = typed.end and start + INPUT_PIECE_BYTES >= len(typed.data)
+            await self._input.put(InputPiece(data, None if offset is None else offset + start, end))
+
+    async def _type(self, session: InteractiveSession) -> None:
+        """Pass on what is typed, and say how far it came."""
+        while True:
+            piece = await self._input.take()
+            stands = await session.write(piece.data, piece.offset, end=piece.end, patient=True)
+            fed = pb.SessionFed(input_offset=stands, reads=session.reads)
+            await self._tell(pb.SessionEvent(fed=fed))
+
+
+class InputPiece(NamedTuple):
+    """Input that is passed on at once."""
+
+    data: bytes
+    offset: int | None
+    end: bool
+
+
+class WaitingInput:
+    """Input in its order, within a bound. One task puts, one takes."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[InputPiece] = deque()
+        self._bytes = 0
+        self._changed = asyncio.Condition()
+
+    async def put(self, piece: InputPiece) -> None:
+        """Add a piece as soon as there is room."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._bytes < WAITING_BYTES)
+            self._pieces.append(piece)
+            self._bytes += len(piece.data) + PIECE_COST
+            self._changed.notify()
+
+    async def take(self) -> InputPiece:
+        """Return the next piece."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: bool(self._pieces))
+            piece = self._pieces.popleft()
+            self._bytes -= len(piece.data) + PIECE_COST
+            self._changed.notify()
+        return piece
+
+
+async def _reached(session: InteractiveSession) -> None:
+    """Wait until its command runs or has ended; raises CapacityExceeded if its node is not reached then."""
+    await session.opened(None)
+    session.require_reached()

@@ -43,43 +43,7 @@ class GatewayBase(abc.ABC):
         pass
 
     @abc.abstractmethod
-    async def ListInvocations(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListInvocationsRequest, gateway.grpc.generated.tangram_pb2.InvocationPage]') -> None:
-        pass
-
-    @abc.abstractmethod
     async def InvokeBatch(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.InvokeBatchRequest, gateway.grpc.generated.tangram_pb2.BatchVerdict]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def RedriveDeadLetter(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.RedriveDeadLetterRequest, gateway.grpc.generated.tangram_pb2.Invocation]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def PurgeDeadLetter(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.PurgeDeadLetterRequest, gateway.grpc.generated.tangram_pb2.PurgeDeadLettersResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def PurgeDeadLetters(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.PurgeDeadLettersRequest, gateway.grpc.generated.tangram_pb2.PurgeDeadLettersResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ListFunctions(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListFunctionsRequest, gateway.grpc.generated.tangram_pb2.ListFunctionsResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def GetFunction(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.GetFunctionRequest, gateway.grpc.generated.tangram_pb2.Function]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def PutFunction(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.PutFunctionRequest, gateway.grpc.generated.tangram_pb2.ApplyConfigResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def RemoveFunction(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.RemoveFunctionRequest, gateway.grpc.generated.tangram_pb2.ApplyConfigResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ApplyConfig(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ApplyConfigRequest, gateway.grpc.generated.tangram_pb2.ApplyConfigResponse]') -> None:
         pass
 
     @abc.abstractmethod
@@ -87,19 +51,7 @@ class GatewayBase(abc.ABC):
         pass
 
     @abc.abstractmethod
-    async def GetTrajectory(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.GetTrajectoryRequest, gateway.grpc.generated.tangram_pb2.Trajectory]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ListTrajectories(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListTrajectoriesRequest, gateway.grpc.generated.tangram_pb2.TrajectoryPage]') -> None:
-        pass
-
-    @abc.abstractmethod
     async def EndTrajectory(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.EndTrajectoryRequest, gateway.grpc.generated.tangram_pb2.EndTrajectoryResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def RenewLeases(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.RenewLeasesRequest, gateway.grpc.generated.tangram_pb2.RenewLeasesResponse]') -> None:
         pass
 
     @abc.abstractmethod
@@ -108,82 +60,6 @@ class GatewayBase(abc.ABC):
 
     @abc.abstractmethod
     async def ReadFile(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ReadFileRequest, gateway.grpc.generated.tangram_pb2.FilePiece]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ListFiles(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListFilesRequest, gateway.grpc.generated.tangram_pb2.FileList]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def WriteArchive(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.WriteArchiveRequest, gateway.grpc.generated.tangram_pb2.FileWritten]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ReadArchive(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ReadArchiveRequest, gateway.grpc.generated.tangram_pb2.FilePiece]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def TakeSnapshot(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.TakeSnapshotRequest, gateway.grpc.generated.tangram_pb2.Snapshot]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ForkTrajectory(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ForkTrajectoryRequest, gateway.grpc.generated.tangram_pb2.ForkTrajectoryResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ListSnapshots(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListSnapshotsRequest, gateway.grpc.generated.tangram_pb2.ListSnapshotsResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def RemoveSnapshot(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.RemoveSnapshotRequest, gateway.grpc.generated.tangram_pb2.RemoveSnapshotResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def TellStep(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.TellStepRequest, gateway.grpc.generated.tangram_pb2.Step]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ListSteps(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListStepsRequest, gateway.grpc.generated.tangram_pb2.ListStepsResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ListTasks(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListTasksRequest, gateway.grpc.generated.tangram_pb2.ListTasksResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ListImages(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListImagesRequest, gateway.grpc.generated.tangram_pb2.ImageList]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def PullImages(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.PullImagesRequest, gateway.grpc.generated.tangram_pb2.ImageList]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ListNodes(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListNodesRequest, gateway.grpc.generated.tangram_pb2.ListNodesResponse]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def DrainNode(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.DrainNodeRequest, gateway.grpc.generated.tangram_pb2.Node]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def IssueTicket(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.IssueTicketRequest, gateway.grpc.generated.tangram_pb2.NodeTicket]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def ListQueue(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ListQueueRequest, gateway.grpc.generated.tangram_pb2.QueuePage]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def GetResources(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.GetResourcesRequest, gateway.grpc.generated.tangram_pb2.Resources]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def GetActivity(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.GetActivityRequest, gateway.grpc.generated.tangram_pb2.Activity]') -> None:
-        pass
-
-    @abc.abstractmethod
-    async def GetReadiness(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.GetReadinessRequest, gateway.grpc.generated.tangram_pb2.Readiness]') -> None:
         pass
 
     @abc.abstractmethod
@@ -234,65 +110,11 @@ class GatewayBase(abc.ABC):
                 gateway.grpc.generated.tangram_pb2.TailLogsRequest,
                 gateway.grpc.generated.tangram_pb2.LogRecord,
             ),
-            '/tangram.v1.Gateway/ListInvocations': grpclib.const.Handler(
-                self.ListInvocations,
-                grpclib.const.Cardinality.UNARY_STREAM,
-                gateway.grpc.generated.tangram_pb2.ListInvocationsRequest,
-                gateway.grpc.generated.tangram_pb2.InvocationPage,
-            ),
             '/tangram.v1.Gateway/InvokeBatch': grpclib.const.Handler(
                 self.InvokeBatch,
                 grpclib.const.Cardinality.UNARY_STREAM,
                 gateway.grpc.generated.tangram_pb2.InvokeBatchRequest,
                 gateway.grpc.generated.tangram_pb2.BatchVerdict,
-            ),
-            '/tangram.v1.Gateway/RedriveDeadLetter': grpclib.const.Handler(
-                self.RedriveDeadLetter,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.RedriveDeadLetterRequest,
-                gateway.grpc.generated.tangram_pb2.Invocation,
-            ),
-            '/tangram.v1.Gateway/PurgeDeadLetter': grpclib.const.Handler(
-                self.PurgeDeadLetter,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.PurgeDeadLetterRequest,
-                gateway.grpc.generated.tangram_pb2.PurgeDeadLettersResponse,
-            ),
-            '/tangram.v1.Gateway/PurgeDeadLetters': grpclib.const.Handler(
-                self.PurgeDeadLetters,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.PurgeDeadLettersRequest,
-                gateway.grpc.generated.tangram_pb2.PurgeDeadLettersResponse,
-            ),
-            '/tangram.v1.Gateway/ListFunctions': grpclib.const.Handler(
-                self.ListFunctions,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.ListFunctionsRequest,
-                gateway.grpc.generated.tangram_pb2.ListFunctionsResponse,
-            ),
-            '/tangram.v1.Gateway/GetFunction': grpclib.const.Handler(
-                self.GetFunction,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.GetFunctionRequest,
-                gateway.grpc.generated.tangram_pb2.Function,
-            ),
-            '/tangram.v1.Gateway/PutFunction': grpclib.const.Handler(
-                self.PutFunction,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.PutFunctionRequest,
-                gateway.grpc.generated.tangram_pb2.ApplyConfigResponse,
-            ),
-            '/tangram.v1.Gateway/RemoveFunction': grpclib.const.Handler(
-                self.RemoveFunction,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.RemoveFunctionRequest,
-                gateway.grpc.generated.tangram_pb2.ApplyConfigResponse,
-            ),
-            '/tangram.v1.Gateway/ApplyConfig': grpclib.const.Handler(
-                self.ApplyConfig,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.ApplyConfigRequest,
-                gateway.grpc.generated.tangram_pb2.ApplyConfigResponse,
             ),
             '/tangram.v1.Gateway/OpenTrajectory': grpclib.const.Handler(
                 self.OpenTrajectory,
@@ -300,29 +122,11 @@ class GatewayBase(abc.ABC):
                 gateway.grpc.generated.tangram_pb2.OpenTrajectoryRequest,
                 gateway.grpc.generated.tangram_pb2.Trajectory,
             ),
-            '/tangram.v1.Gateway/GetTrajectory': grpclib.const.Handler(
-                self.GetTrajectory,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.GetTrajectoryRequest,
-                gateway.grpc.generated.tangram_pb2.Trajectory,
-            ),
-            '/tangram.v1.Gateway/ListTrajectories': grpclib.const.Handler(
-                self.ListTrajectories,
-                grpclib.const.Cardinality.UNARY_STREAM,
-                gateway.grpc.generated.tangram_pb2.ListTrajectoriesRequest,
-                gateway.grpc.generated.tangram_pb2.TrajectoryPage,
-            ),
             '/tangram.v1.Gateway/EndTrajectory': grpclib.const.Handler(
                 self.EndTrajectory,
                 grpclib.const.Cardinality.UNARY_UNARY,
                 gateway.grpc.generated.tangram_pb2.EndTrajectoryRequest,
                 gateway.grpc.generated.tangram_pb2.EndTrajectoryResponse,
-            ),
-            '/tangram.v1.Gateway/RenewLeases': grpclib.const.Handler(
-                self.RenewLeases,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.RenewLeasesRequest,
-                gateway.grpc.generated.tangram_pb2.RenewLeasesResponse,
             ),
             '/tangram.v1.Gateway/WriteFile': grpclib.const.Handler(
                 self.WriteFile,
@@ -335,120 +139,6 @@ class GatewayBase(abc.ABC):
                 grpclib.const.Cardinality.UNARY_STREAM,
                 gateway.grpc.generated.tangram_pb2.ReadFileRequest,
                 gateway.grpc.generated.tangram_pb2.FilePiece,
-            ),
-            '/tangram.v1.Gateway/ListFiles': grpclib.const.Handler(
-                self.ListFiles,
-                grpclib.const.Cardinality.UNARY_STREAM,
-                gateway.grpc.generated.tangram_pb2.ListFilesRequest,
-                gateway.grpc.generated.tangram_pb2.FileList,
-            ),
-            '/tangram.v1.Gateway/WriteArchive': grpclib.const.Handler(
-                self.WriteArchive,
-                grpclib.const.Cardinality.STREAM_UNARY,
-                gateway.grpc.generated.tangram_pb2.WriteArchiveRequest,
-                gateway.grpc.generated.tangram_pb2.FileWritten,
-            ),
-            '/tangram.v1.Gateway/ReadArchive': grpclib.const.Handler(
-                self.ReadArchive,
-                grpclib.const.Cardinality.UNARY_STREAM,
-                gateway.grpc.generated.tangram_pb2.ReadArchiveRequest,
-                gateway.grpc.generated.tangram_pb2.FilePiece,
-            ),
-            '/tangram.v1.Gateway/TakeSnapshot': grpclib.const.Handler(
-                self.TakeSnapshot,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.TakeSnapshotRequest,
-                gateway.grpc.generated.tangram_pb2.Snapshot,
-            ),
-            '/tangram.v1.Gateway/ForkTrajectory': grpclib.const.Handler(
-                self.ForkTrajectory,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.ForkTrajectoryRequest,
-                gateway.grpc.generated.tangram_pb2.ForkTrajectoryResponse,
-            ),
-            '/tangram.v1.Gateway/ListSnapshots': grpclib.const.Handler(
-                self.ListSnapshots,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.ListSnapshotsRequest,
-                gateway.grpc.generated.tangram_pb2.ListSnapshotsResponse,
-            ),
-            '/tangram.v1.Gateway/RemoveSnapshot': grpclib.const.Handler(
-                self.RemoveSnapshot,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.RemoveSnapshotRequest,
-                gateway.grpc.generated.tangram_pb2.RemoveSnapshotResponse,
-            ),
-            '/tangram.v1.Gateway/TellStep': grpclib.const.Handler(
-                self.TellStep,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.TellStepRequest,
-                gateway.grpc.generated.tangram_pb2.Step,
-            ),
-            '/tangram.v1.Gateway/ListSteps': grpclib.const.Handler(
-                self.ListSteps,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.ListStepsRequest,
-                gateway.grpc.generated.tangram_pb2.ListStepsResponse,
-            ),
-            '/tangram.v1.Gateway/ListTasks': grpclib.const.Handler(
-                self.ListTasks,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.ListTasksRequest,
-                gateway.grpc.generated.tangram_pb2.ListTasksResponse,
-            ),
-            '/tangram.v1.Gateway/ListImages': grpclib.const.Handler(
-                self.ListImages,
-                grpclib.const.Cardinality.UNARY_STREAM,
-                gateway.grpc.generated.tangram_pb2.ListImagesRequest,
-                gateway.grpc.generated.tangram_pb2.ImageList,
-            ),
-            '/tangram.v1.Gateway/PullImages': grpclib.const.Handler(
-                self.PullImages,
-                grpclib.const.Cardinality.UNARY_STREAM,
-                gateway.grpc.generated.tangram_pb2.PullImagesRequest,
-                gateway.grpc.generated.tangram_pb2.ImageList,
-            ),
-            '/tangram.v1.Gateway/ListNodes': grpclib.const.Handler(
-                self.ListNodes,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.ListNodesRequest,
-                gateway.grpc.generated.tangram_pb2.ListNodesResponse,
-            ),
-            '/tangram.v1.Gateway/DrainNode': grpclib.const.Handler(
-                self.DrainNode,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.DrainNodeRequest,
-                gateway.grpc.generated.tangram_pb2.Node,
-            ),
-            '/tangram.v1.Gateway/IssueTicket': grpclib.const.Handler(
-                self.IssueTicket,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.IssueTicketRequest,
-                gateway.grpc.generated.tangram_pb2.NodeTicket,
-            ),
-            '/tangram.v1.Gateway/ListQueue': grpclib.const.Handler(
-                self.ListQueue,
-                grpclib.const.Cardinality.UNARY_STREAM,
-                gateway.grpc.generated.tangram_pb2.ListQueueRequest,
-                gateway.grpc.generated.tangram_pb2.QueuePage,
-            ),
-            '/tangram.v1.Gateway/GetResources': grpclib.const.Handler(
-                self.GetResources,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.GetResourcesRequest,
-                gateway.grpc.generated.tangram_pb2.Resources,
-            ),
-            '/tangram.v1.Gateway/GetActivity': grpclib.const.Handler(
-                self.GetActivity,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.GetActivityRequest,
-                gateway.grpc.generated.tangram_pb2.Activity,
-            ),
-            '/tangram.v1.Gateway/GetReadiness': grpclib.const.Handler(
-                self.GetReadiness,
-                grpclib.const.Cardinality.UNARY_UNARY,
-                gateway.grpc.generated.tangram_pb2.GetReadinessRequest,
-                gateway.grpc.generated.tangram_pb2.Readiness,
             ),
             '/tangram.v1.Gateway/Session': grpclib.const.Handler(
                 self.Session,
@@ -504,65 +194,11 @@ class GatewayStub:
             gateway.grpc.generated.tangram_pb2.TailLogsRequest,
             gateway.grpc.generated.tangram_pb2.LogRecord,
         )
-        self.ListInvocations = grpclib.client.UnaryStreamMethod(
-            channel,
-            '/tangram.v1.Gateway/ListInvocations',
-            gateway.grpc.generated.tangram_pb2.ListInvocationsRequest,
-            gateway.grpc.generated.tangram_pb2.InvocationPage,
-        )
         self.InvokeBatch = grpclib.client.UnaryStreamMethod(
             channel,
             '/tangram.v1.Gateway/InvokeBatch',
             gateway.grpc.generated.tangram_pb2.InvokeBatchRequest,
             gateway.grpc.generated.tangram_pb2.BatchVerdict,
-        )
-        self.RedriveDeadLetter = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/RedriveDeadLetter',
-            gateway.grpc.generated.tangram_pb2.RedriveDeadLetterRequest,
-            gateway.grpc.generated.tangram_pb2.Invocation,
-        )
-        self.PurgeDeadLetter = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/PurgeDeadLetter',
-            gateway.grpc.generated.tangram_pb2.PurgeDeadLetterRequest,
-            gateway.grpc.generated.tangram_pb2.PurgeDeadLettersResponse,
-        )
-        self.PurgeDeadLetters = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/PurgeDeadLetters',
-            gateway.grpc.generated.tangram_pb2.PurgeDeadLettersRequest,
-            gateway.grpc.generated.tangram_pb2.PurgeDeadLettersResponse,
-        )
-        self.ListFunctions = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/ListFunctions',
-            gateway.grpc.generated.tangram_pb2.ListFunctionsRequest,
-            gateway.grpc.generated.tangram_pb2.ListFunctionsResponse,
-        )
-        self.GetFunction = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/GetFunction',
-            gateway.grpc.generated.tangram_pb2.GetFunctionRequest,
-            gateway.grpc.generated.tangram_pb2.Function,
-        )
-        self.PutFunction = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/PutFunction',
-            gateway.grpc.generated.tangram_pb2.PutFunctionRequest,
-            gateway.grpc.generated.tangram_pb2.ApplyConfigResponse,
-        )
-        self.RemoveFunction = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/RemoveFunction',
-            gateway.grpc.generated.tangram_pb2.RemoveFunctionRequest,
-            gateway.grpc.generated.tangram_pb2.ApplyConfigResponse,
-        )
-        self.ApplyConfig = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/ApplyConfig',
-            gateway.grpc.generated.tangram_pb2.ApplyConfigRequest,
-            gateway.grpc.generated.tangram_pb2.ApplyConfigResponse,
         )
         self.OpenTrajectory = grpclib.client.UnaryUnaryMethod(
             channel,
@@ -570,29 +206,11 @@ class GatewayStub:
             gateway.grpc.generated.tangram_pb2.OpenTrajectoryRequest,
             gateway.grpc.generated.tangram_pb2.Trajectory,
         )
-        self.GetTrajectory = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/GetTrajectory',
-            gateway.grpc.generated.tangram_pb2.GetTrajectoryRequest,
-            gateway.grpc.generated.tangram_pb2.Trajectory,
-        )
-        self.ListTrajectories = grpclib.client.UnaryStreamMethod(
-            channel,
-            '/tangram.v1.Gateway/ListTrajectories',
-            gateway.grpc.generated.tangram_pb2.ListTrajectoriesRequest,
-            gateway.grpc.generated.tangram_pb2.TrajectoryPage,
-        )
         self.EndTrajectory = grpclib.client.UnaryUnaryMethod(
             channel,
             '/tangram.v1.Gateway/EndTrajectory',
             gateway.grpc.generated.tangram_pb2.EndTrajectoryRequest,
             gateway.grpc.generated.tangram_pb2.EndTrajectoryResponse,
-        )
-        self.RenewLeases = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/RenewLeases',
-            gateway.grpc.generated.tangram_pb2.RenewLeasesRequest,
-            gateway.grpc.generated.tangram_pb2.RenewLeasesResponse,
         )
         self.WriteFile = grpclib.client.StreamUnaryMethod(
             channel,
@@ -605,120 +223,6 @@ class GatewayStub:
             '/tangram.v1.Gateway/ReadFile',
             gateway.grpc.generated.tangram_pb2.ReadFileRequest,
             gateway.grpc.generated.tangram_pb2.FilePiece,
-        )
-        self.ListFiles = grpclib.client.UnaryStreamMethod(
-            channel,
-            '/tangram.v1.Gateway/ListFiles',
-            gateway.grpc.generated.tangram_pb2.ListFilesRequest,
-            gateway.grpc.generated.tangram_pb2.FileList,
-        )
-        self.WriteArchive = grpclib.client.StreamUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/WriteArchive',
-            gateway.grpc.generated.tangram_pb2.WriteArchiveRequest,
-            gateway.grpc.generated.tangram_pb2.FileWritten,
-        )
-        self.ReadArchive = grpclib.client.UnaryStreamMethod(
-            channel,
-            '/tangram.v1.Gateway/ReadArchive',
-            gateway.grpc.generated.tangram_pb2.ReadArchiveRequest,
-            gateway.grpc.generated.tangram_pb2.FilePiece,
-        )
-        self.TakeSnapshot = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/TakeSnapshot',
-            gateway.grpc.generated.tangram_pb2.TakeSnapshotRequest,
-            gateway.grpc.generated.tangram_pb2.Snapshot,
-        )
-        self.ForkTrajectory = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/ForkTrajectory',
-            gateway.grpc.generated.tangram_pb2.ForkTrajectoryRequest,
-            gateway.grpc.generated.tangram_pb2.ForkTrajectoryResponse,
-        )
-        self.ListSnapshots = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/ListSnapshots',
-            gateway.grpc.generated.tangram_pb2.ListSnapshotsRequest,
-            gateway.grpc.generated.tangram_pb2.ListSnapshotsResponse,
-        )
-        self.RemoveSnapshot = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/RemoveSnapshot',
-            gateway.grpc.generated.tangram_pb2.RemoveSnapshotRequest,
-            gateway.grpc.generated.tangram_pb2.RemoveSnapshotResponse,
-        )
-        self.TellStep = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/TellStep',
-            gateway.grpc.generated.tangram_pb2.TellStepRequest,
-            gateway.grpc.generated.tangram_pb2.Step,
-        )
-        self.ListSteps = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/ListSteps',
-            gateway.grpc.generated.tangram_pb2.ListStepsRequest,
-            gateway.grpc.generated.tangram_pb2.ListStepsResponse,
-        )
-        self.ListTasks = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/ListTasks',
-            gateway.grpc.generated.tangram_pb2.ListTasksRequest,
-            gateway.grpc.generated.tangram_pb2.ListTasksResponse,
-        )
-        self.ListImages = grpclib.client.UnaryStreamMethod(
-            channel,
-            '/tangram.v1.Gateway/ListImages',
-            gateway.grpc.generated.tangram_pb2.ListImagesRequest,
-            gateway.grpc.generated.tangram_pb2.ImageList,
-        )
-        self.PullImages = grpclib.client.UnaryStreamMethod(
-            channel,
-            '/tangram.v1.Gateway/PullImages',
-            gateway.grpc.generated.tangram_pb2.PullImagesRequest,
-            gateway.grpc.generated.tangram_pb2.ImageList,
-        )
-        self.ListNodes = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/ListNodes',
-            gateway.grpc.generated.tangram_pb2.ListNodesRequest,
-            gateway.grpc.generated.tangram_pb2.ListNodesResponse,
-        )
-        self.DrainNode = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/DrainNode',
-            gateway.grpc.generated.tangram_pb2.DrainNodeRequest,
-            gateway.grpc.generated.tangram_pb2.Node,
-        )
-        self.IssueTicket = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/IssueTicket',
-            gateway.grpc.generated.tangram_pb2.IssueTicketRequest,
-            gateway.grpc.generated.tangram_pb2.NodeTicket,
-        )
-        self.ListQueue = grpclib.client.UnaryStreamMethod(
-            channel,
-            '/tangram.v1.Gateway/ListQueue',
-            gateway.grpc.generated.tangram_pb2.ListQueueRequest,
-            gateway.grpc.generated.tangram_pb2.QueuePage,
-        )
-        self.GetResources = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/GetResources',
-            gateway.grpc.generated.tangram_pb2.GetResourcesRequest,
-            gateway.grpc.generated.tangram_pb2.Resources,
-        )
-        self.GetActivity = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/GetActivity',
-            gateway.grpc.generated.tangram_pb2.GetActivityRequest,
-            gateway.grpc.generated.tangram_pb2.Activity,
-        )
-        self.GetReadiness = grpclib.client.UnaryUnaryMethod(
-            channel,
-            '/tangram.v1.Gateway/GetReadiness',
-            gateway.grpc.generated.tangram_pb2.GetReadinessRequest,
-            gateway.grpc.generated.tangram_pb2.Readiness,
         )
         self.Session = grpclib.client.StreamStreamMethod(
             channel,

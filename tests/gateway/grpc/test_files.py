@@ -1,10 +1,8 @@
-"""Files and archives over gRPC on a real socket: whole, in pieces, bounded, refused with their codes, and cut off."""
+"""Files over gRPC on a real socket: whole, in pieces, bounded, refused with their codes, and cut off."""
 
 from __future__ import annotations
 
-import io
 import re
-import tarfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,8 @@ from grpclib.exceptions import GRPCError
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from gateway.grpc.messages import PIECE_MAX_BYTES
-from gateway.grpc.pieces import PIECE_BYTES, PORTION_BYTES, portions
+from gateway.grpc.server import PIECE_MAX_BYTES
+from gateway.grpc.service import FILE_PIECE_BYTES
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
 from tests.gateway.grpc.test_grpc import channel
@@ -49,73 +47,36 @@ def to(path: str, **given: object) -> pb.FileTarget:
     return pb.FileTarget(**{"trajectory": "t", "path": path, **given})  # type: ignore[arg-type]
 
 
-def unpacked(target: pb.ArchiveTarget, *pieces: bytes) -> list[pb.WriteArchiveRequest]:
-    return [pb.WriteArchiveRequest(target=target), *(pb.WriteArchiveRequest(data=piece) for piece in pieces)]
-
-
-def tar_of(name: str, data: bytes) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        tar.addfile(info, io.BytesIO(data))
-    return packed.getvalue()
-
-
 def whole(pieces: Sequence[pb.FilePiece]) -> bytes:
-    assert all(len(piece.data) <= PIECE_BYTES for piece in pieces)
+    assert all(len(piece.data) <= FILE_PIECE_BYTES for piece in pieces)
     return b"".join(piece.data for piece in pieces)
 
 
-async def test_a_file_goes_up_and_comes_down_in_pieces(stub: GatewayStub) -> None:
+async def listed(gateway: RunningGateway) -> dict[str, tuple[int, str]]:
+    """What lies in the sandbox's working directory: path -> size and mode."""
+    answer = await gateway.http.get("/v1/trajectories/t/files?path=.&list=true")
+    return {each["path"]: (each["size_bytes"], each["mode"]) for each in answer.json()["files"]}
+
+
+async def test_a_file_goes_up_and_comes_down_in_pieces(running: RunningGateway, stub: GatewayStub) -> None:
     data = bytes(range(256)) * 5000  # 1.28 MB, above the bound of any other message
     written = await stub.WriteFile(upload(to("d.bin", mode="750"), data[:7], b"", data[7:700_000], data[700_000:]))
     assert (written.path, written.size_bytes) == ("/workspace/d.bin", len(data))
     pieces = await stub.ReadFile(pb.ReadFileRequest(trajectory="t", path="/workspace/d.bin"))
     assert (pieces[0].size_bytes, pieces[1].HasField("size_bytes")) == (len(data), False)
     assert whole(pieces) == data
-    (listed,) = await stub.ListFiles(pb.ListFilesRequest(trajectory="t", path="."))
-    (entry,) = listed.files
-    assert (entry.path, entry.size_bytes, entry.directory, entry.mode) == ("/workspace/d.bin", len(data), False, "750")
-
-
-async def test_an_empty_file_and_an_empty_directory_are_told_too(stub: GatewayStub) -> None:
-    (nothing,) = await stub.ListFiles(pb.ListFilesRequest(trajectory="t", path="."))
-    assert list(nothing.files) == []
+    assert await listed(running) == {"/workspace/d.bin": (len(data), "750")}
     assert (await stub.WriteFile(upload(to("empty")))).size_bytes == 0
     (piece,) = await stub.ReadFile(pb.ReadFileRequest(trajectory="t", path="empty"))
     assert (piece.data, piece.size_bytes, piece.HasField("size_bytes")) == (b"", 0, True)
 
 
-async def test_a_tree_goes_up_and_comes_down_as_a_tar(stub: GatewayStub) -> None:
-    packed = tar_of("deep/file", b"abc" * 100_000)
-    target = pb.ArchiveTarget(trajectory="t", path="tree")
-    written = await stub.WriteArchive(unpacked(target, packed[:1000], packed[1000:]))
-    assert (written.path, written.size_bytes) == ("/workspace/tree", len(packed))
-    pieces = await stub.ReadArchive(pb.ReadArchiveRequest(trajectory="t", path="tree", base=True))
-    with tarfile.open(fileobj=io.BytesIO(whole(pieces))) as tar:
-        file = tar.extractfile("tree/deep/file")
-        assert file is not None
-        assert file.read() == b"abc" * 100_000
-
-
 async def test_a_refusal_has_the_status_and_the_code_of_the_file_that_http_has(running: RunningGateway) -> None:
-    async with channel(running) as opened:
-        stub = GatewayStub(opened)
-        await stub.WriteArchive(unpacked(pb.ArchiveTarget(trajectory="t", path="tree"), tar_of("f", b"x")))
-    outside = tar_of("../escaped", b"x")
+    await running.http.put("/v1/trajectories/t/files?path=tree/f", content=b"x")
     for method, messages, status, code in (
         ("ReadFile", [pb.ReadFileRequest(trajectory="t", path="nothing")], Status.NOT_FOUND, "not_found"),
         ("ReadFile", [pb.ReadFileRequest(trajectory="t", path="tree")], Status.FAILED_PRECONDITION, "is_a_directory"),
-        ("ListFiles", [pb.ListFilesRequest(trajectory="t", path="tree/f")], Status.NOT_FOUND, "not_a_directory"),
         ("WriteFile", upload(to("tree"), b"x"), Status.FAILED_PRECONDITION, "is_a_directory"),
-        ("ReadArchive", [pb.ReadArchiveRequest(trajectory="t", path="no")], Status.NOT_FOUND, "not_found"),
-        (
-            "WriteArchive",
-            unpacked(pb.ArchiveTarget(trajectory="t", path="tree"), outside),
-            Status.FAILED_PRECONDITION,
-            "outside",
-        ),
     ):
         async with peer(running) as other:
             sent = b"".join(framed(message.SerializeToString()) for message in messages)
@@ -126,7 +87,7 @@ async def test_a_refusal_has_the_status_and_the_code_of_the_file_that_http_has(r
         ), (method, answer.headers)
 
 
-async def test_what_is_odd_or_not_there_is_refused(stub: GatewayStub) -> None:
+async def test_what_is_odd_or_not_there_is_refused(running: RunningGateway, stub: GatewayStub) -> None:
     for work, status in (
         (stub.WriteFile(upload(to("f", mode="9"), b"x")), Status.INVALID_ARGUMENT),
         (stub.WriteFile(upload(to(""), b"x")), Status.INVALID_ARGUMENT),
@@ -142,19 +103,17 @@ async def test_what_is_odd_or_not_there_is_refused(stub: GatewayStub) -> None:
         with pytest.raises(GRPCError) as refused:
             await work
         assert refused.value.status is status, refused.value
-    (nothing,) = await stub.ListFiles(pb.ListFilesRequest(trajectory="t", path="."))
-    assert list(nothing.files) == [], "nothing of what was refused is left"
+    assert await listed(running) == {}, "nothing of what was refused is left"
 
 
-async def test_a_file_and_each_of_its_pieces_have_their_bounds(stub: GatewayStub) -> None:
+async def test_a_file_and_each_of_its_pieces_have_their_bounds(running: RunningGateway, stub: GatewayStub) -> None:
     pieces = [b"x" * PIECE_MAX_BYTES] * 3
     assert (await stub.WriteFile(upload(to("large"), *pieces))).size_bytes == 3 * PIECE_MAX_BYTES
     for odd in ([*pieces, b"x"], [b"x" * (2 * PIECE_MAX_BYTES)]):
         with pytest.raises(GRPCError) as large:
             await stub.WriteFile(upload(to("larger"), *odd))
         assert large.value.status is Status.RESOURCE_EXHAUSTED
-    (listed,) = await stub.ListFiles(pb.ListFilesRequest(trajectory="t", path="."))
-    assert [entry.path for entry in listed.files] == ["/workspace/large"]
+    assert list(await listed(running)) == ["/workspace/large"]
 
 
 async def test_an_upload_that_is_cut_off_leaves_nothing_and_nobody_else_notices(running: RunningGateway) -> None:
@@ -163,10 +122,9 @@ async def test_an_upload_that_is_cut_off_leaves_nothing_and_nobody_else_notices(
         other.send(head({":path": METHOD + "WriteFile"}), sent, end=False)
         assert (await other.ask(head(), framed(pb.InvokeRequest(function="echo").SerializeToString()))).status == "0"
     await until(lambda: running.app.connections["grpc"].open == 0)
+    assert await listed(running) == {}
     async with channel(running) as opened:
         stub = GatewayStub(opened)
-        (listed,) = await stub.ListFiles(pb.ListFilesRequest(trajectory="t", path="."))
-        assert list(listed.files) == []
         assert (await stub.WriteFile(upload(to("cut"), b"whole"))).size_bytes == 5
 
 
@@ -213,13 +171,3 @@ async def test_the_example_of_the_page_writes_a_file(stub: GatewayStub) -> None:
 
     assert (await scope["upload"](stub, to("f"), data())).size_bytes == 5
     assert whole(await stub.ReadFile(pb.ReadFileRequest(trajectory="t", path="f"))) == b"hello"
-
-
-def test_a_list_is_cut_into_messages_that_a_client_takes() -> None:
-    entries = [pb.FileEntry(path=f"/{n:05d}" + "x" * 4000) for n in range(300)]
-    parts = list(portions(entries))
-    assert [entry for part, _ in parts for entry in part] == entries
-    assert [is_last for _, is_last in parts] == [False] * (len(parts) - 1) + [True]
-    sizes = [pb.FileList(files=part).ByteSize() for part, _ in parts]
-    assert len(parts) > 3 and max(sizes) < PORTION_BYTES + 8192
-    assert list(portions(iter(()))) == [([], True)]

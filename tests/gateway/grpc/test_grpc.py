@@ -12,18 +12,19 @@ from pathlib import Path
 import orjson
 import pytest
 from grpclib.client import Channel
-from grpclib.const import Cardinality, Status
+from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.health.v1.health_grpc import HealthStub
-from grpclib.health.v1.health_pb2 import HealthCheckRequest
+from grpclib.health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpclib.reflection.v1.reflection_grpc import ServerReflectionStub
 from grpclib.reflection.v1.reflection_pb2 import ServerReflectionRequest
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
+from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 
 ROOT = Path(__file__).parents[3]
+SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 
 
 @asynccontextmanager
@@ -121,38 +122,6 @@ async def test_a_call_that_is_cancelled_takes_its_invocation_with_it(
     assert (await stub.Wait(pb.WaitRequest(id=invocation_id))).state == "cancelled"
 
 
-async def test_functions_are_listed_and_a_configuration_is_planned(stub: GatewayStub) -> None:
-    listed = await stub.ListFunctions(pb.ListFunctionsRequest())
-    assert "echo" in [function.name for function in listed.functions]
-    document = b"version: 1\nfunctions:\n  fresh: {runtime: exec, cost: {cpu: 1}}\n"
-    planned = await stub.ApplyConfig(pb.ApplyConfigRequest(document=document, dry_run=True))
-    assert orjson.loads(planned.json)["added"] == ["fresh"]
-
-
-async def test_steps_are_told_named_and_listed(stub: GatewayStub) -> None:
-    told = await stub.TellStep(pb.TellStepRequest(task="math", step=0, expected=3))
-    assert orjson.loads(told.json)["expected"] == 3
-    await stub.Invoke(pb.InvokeRequest(function="echo", task="math", step=0))
-    await stub.Invoke(pb.InvokeRequest(function="echo", task="math"))
-    await stub.OpenTrajectory(pb.OpenTrajectoryRequest(trajectory="t", function="echo", task="math", step=0))
-    (step,) = (await stub.ListSteps(pb.ListStepsRequest(task="math"))).steps
-    shown = orjson.loads(step.json)
-    assert (step.step, shown["living"], shown["ended"]) == (0, 1, 1)
-    for odd in (pb.TellStepRequest(step=-1, expected=1), pb.TellStepRequest(step=1)):
-        with pytest.raises(GRPCError) as refused:
-            await stub.TellStep(odd)
-        assert refused.value.status is Status.INVALID_ARGUMENT
-
-
-async def test_health_and_reflection_are_served(gateway: RunningGateway) -> None:
-    async with channel(gateway) as opened:
-        health = await HealthStub(opened).Check(HealthCheckRequest(service="tangram.v1.Gateway"))
-        assert health.status == 1
-        answers = await ServerReflectionStub(opened).ServerReflectionInfo([ServerReflectionRequest(list_services="")])
-        names = [service.name for service in answers[0].list_services_response.service]
-    assert "tangram.v1.Gateway" in names
-
-
 async def test_the_token_and_the_bound_of_a_message_are_enforced(tmp_path: Path) -> None:
     bench = GatewayBench(tmp_path, server={"auth": "token", "token": "s3cret", "body_limit": 1000})
     async with serving(bench) as gateway, channel(gateway) as opened:
@@ -178,12 +147,102 @@ async def test_a_call_with_a_known_key_says_that_it_ran_nothing(stub: GatewayStu
             assert opened.initial_metadata.get("tangram-idempotent-replay") == expected
 
 
-async def test_random_bytes_are_an_error_and_the_gateway_lives_on(gateway: RunningGateway, stub: GatewayStub) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.grpc_port)
-    writer.write(bytes(range(256)) * 16)
-    await reader.read()
-    writer.close()
-    assert (await stub.Invoke(call({}))).state == "succeeded"
+async def test_a_step_is_named_by_calls_and_by_trajectories(gateway: RunningGateway, stub: GatewayStub) -> None:
+    await stub.Invoke(pb.InvokeRequest(function="echo", task="math", step=0))
+    await stub.Invoke(pb.InvokeRequest(function="echo", task="math"))
+    await stub.OpenTrajectory(pb.OpenTrajectoryRequest(trajectory="t", function="echo", task="math", step=0))
+    (step,) = (await gateway.http.get("/v1/tasks/math/steps")).json()["steps"]
+    assert (step["step"], step["living"], step["ended"]) == (0, 1, 1)
+
+
+async def test_health_follows_the_readiness_and_reflection_names_what_is_served(gateway: RunningGateway) -> None:
+    async with channel(gateway) as opened:
+        health = HealthStub(opened)
+        assert (await health.Check(HealthCheckRequest())).status == SERVING
+        async with health.Watch.open() as watching:
+            await watching.send_message(HealthCheckRequest(service="tangram.v1.Gateway"), end=True)
+            first = await watching.recv_message()
+            assert first is not None and first.status == SERVING
+            gateway.app.admission.draining = True
+            second = await watching.recv_message()  # within a second
+            assert second is not None and second.status == NOT_SERVING
+            await watching.cancel()
+        assert (await health.Check(HealthCheckRequest())).status == NOT_SERVING
+        gateway.app.admission.draining = False
+        answers = await ServerReflectionStub(opened).ServerReflectionInfo([ServerReflectionRequest(list_services="")])
+    names = {service.name for service in answers[0].list_services_response.service}
+    assert {"tangram.v1.Gateway", "grpc.health.v1.Health"} <= names
+
+
+# --- batches
+
+
+def batch(*calls: pb.InvokeRequest, wait: str = "", timeout_s: float = 0.0) -> pb.InvokeBatchRequest:
+    return pb.InvokeBatchRequest(calls=calls, wait=wait, timeout_s=timeout_s)
+
+
+async def test_each_call_of_a_batch_has_its_own_verdict(stub: GatewayStub) -> None:
+    verdicts = await stub.InvokeBatch(
+        batch(
+            call({"n": 1}),
+            pb.InvokeRequest(function="nope"),
+            pb.InvokeRequest(function="echo", input_json=b"[]"),
+            pb.InvokeRequest(function="echo", timeout_s=-1),
+            pb.InvokeRequest(function="echo", callback_url="http://elsewhere/"),
+            pb.InvokeRequest(function="shell", input_json=b"{}", trajectory="gone", living=True),
+            pb.InvokeRequest(function="echo", input_json=b'{"reason": "handler_error"}', idempotency_key="k"),
+            wait="all",
+        )
+    )
+    assert [each.index for each in verdicts] == list(range(7))
+    problems = {each.index: each.problem for each in verdicts if each.WhichOneof("verdict") == "problem"}
+    assert {index: (Status(each.status), each.code) for index, each in problems.items()} == {
+        1: (Status.NOT_FOUND, "not_found"),
+        2: (Status.INVALID_ARGUMENT, "invalid_input"),
+        3: (Status.INVALID_ARGUMENT, "invalid_input"),
+        4: (Status.INVALID_ARGUMENT, "invalid_input"),
+        5: (Status.FAILED_PRECONDITION, "trajectory_ended"),
+    }
+    assert orjson.loads(problems[3].json)["errors"] == {"path": "timeout_s"}
+    assert orjson.loads(verdicts[0].invocation.result_json) == {"n": 1}
+    assert (verdicts[6].invocation.reason, verdicts[6].replayed) == ("handler_error", False)
+    again = pb.InvokeRequest(function="echo", input_json=b'{"reason": "handler_error"}', idempotency_key="k")
+    (known,) = await stub.InvokeBatch(batch(again))
+    assert (known.replayed, known.invocation.id) == (True, verdicts[6].invocation.id)
+
+
+async def test_a_batch_may_wait_for_its_first_end_or_for_none(stub: GatewayStub) -> None:
+    # One action for all batches: two would hold both cores of a small machine, and the call beside them would wait.
+    hangs = pb.InvokeRequest(function="echo", input_json=b'{"hangs": true}', idempotency_key="hangs")
+    none = await stub.InvokeBatch(batch(hangs))
+    assert [each.invocation.state for each in none] in (["queued"], ["running"])
+    any_of = await stub.InvokeBatch(batch(hangs, call({"n": 2}), wait="any"))
+    assert [each.invocation.state == "succeeded" for each in any_of] == [False, True]
+    timed = await stub.InvokeBatch(batch(hangs, wait="all", timeout_s=0.01))
+    assert timed[0].invocation.state != "succeeded"
+    with pytest.raises(GRPCError) as odd:
+        await stub.InvokeBatch(batch(wait="some"))
+    assert odd.value.status is Status.INVALID_ARGUMENT
+    assert await stub.InvokeBatch(batch(wait="all")) == []
+
+
+async def test_a_batch_has_its_bound(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path, server={"batch_max": 2})) as gateway, channel(gateway) as opened:
+        stub = GatewayStub(opened)
+        assert len(await stub.InvokeBatch(batch(call({}), call({})))) == 2
+        with pytest.raises(GRPCError, match=r"server\.batch_max") as large:
+            await stub.InvokeBatch(batch(call({}), call({}), call({})))
+        assert large.value.status is Status.RESOURCE_EXHAUSTED
+
+
+async def test_a_caller_that_goes_leaves_its_batch_which_is_durable(gateway: RunningGateway, stub: GatewayStub) -> None:
+    waiting = asyncio.create_task(stub.InvokeBatch(batch(call({"held": True}), wait="all")))
+    await until(lambda: bool(gateway.runtime.running))
+    invocation_id = next(iter(gateway.runtime.running))
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    gateway.runtime.finish(invocation_id)
+    assert (await stub.Wait(pb.WaitRequest(id=invocation_id))).state == "succeeded"
 
 
 def test_the_generated_files_are_what_the_proto_makes(tmp_path: Path) -> None:
@@ -192,44 +251,3 @@ def test_the_generated_files_are_what_the_proto_makes(tmp_path: Path) -> None:
     names = sorted(path.name for path in made.iterdir())
     assert names == ["tangram_grpc.py", "tangram_pb2.py", "tangram_pb2.pyi"]
     assert filecmp.cmpfiles(committed, made, names, shallow=False) == (names, [], [])
-
-
-class Raw:
-    """A message whose bytes are what they are."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf names it so
-        return self._data
-
-
-async def test_bytes_that_are_no_grpc_close_their_own_connection_only(
-    gateway: RunningGateway, stub: GatewayStub
-) -> None:
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    frames = [b"\x00\x00\x04\x08\x00\x00\x00\x00\x00\xff\xff\xff\xff", b"\xff" * 9, bytes(range(256)) * 8]
-    for sent in (
-        b"\x00\xff" * 400,
-        b"GET / HTTP/1.1\r\n\r\n",
-        preface + b"\x00" * 9,
-        *(preface + each for each in frames),
-    ):
-        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.grpc_port)
-        writer.write(sent)
-        writer.write_eof()
-        await asyncio.wait_for(reader.read(-1), DEADLINE_S)
-        writer.close()
-    assert (await stub.Invoke(call({"n": 1}))).state == "succeeded"
-
-
-@pytest.mark.parametrize("message", [b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x0f", bytes(range(256))])
-async def test_a_message_that_cannot_be_read_is_a_status(gateway: RunningGateway, message: bytes) -> None:
-    async with channel(gateway) as opened:
-        method = "/tangram.v1.Gateway/Invoke"
-        async with opened.request(method, Cardinality.UNARY_UNARY, Raw, pb.Invocation) as stream:
-            await stream.send_message(Raw(message), end=True)
-            with pytest.raises(GRPCError):
-                await stream.recv_message()
-                await stream.recv_trailing_metadata()
-    assert gateway.app.invocations.living == ()

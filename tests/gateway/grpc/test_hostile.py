@@ -10,15 +10,15 @@ from pathlib import Path
 
 import orjson
 import pytest
-from grpclib.client import Channel
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from gateway.grpc import connection
+from gateway.grpc import server
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.grpc.peer import INVOKE, Peer, PeerAnswer, echo, framed, head, peer, random_frame
+from tests.gateway.grpc.test_grpc import channel
 
 OK, INVALID, DEADLINE, UNIMPLEMENTED, UNAVAILABLE = "0", "3", "4", "12", "14"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -41,9 +41,8 @@ async def lives(gateway: RunningGateway) -> None:
     assert gateway.app.held.bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "status", "grpc"),
-    [
+async def test_odd_headers_are_answered_on_a_connection_that_goes_on(gateway: RunningGateway, stranger: Peer) -> None:
+    cases: tuple[tuple[dict[str, str | None], str, str | None], ...] = (
         ({":path": "/nowhere"}, "200", UNIMPLEMENTED),
         ({":path": "/tangram.v1.Gateway/Nothing"}, "200", UNIMPLEMENTED),
         ({":path": ""}, "200", UNIMPLEMENTED),
@@ -61,22 +60,22 @@ async def lives(gateway: RunningGateway) -> None:
         ({"authorization": "\xff" * 100}, "200", OK),
         ({f"x-{n}": "y" * 100 for n in range(100)}, "200", OK),
         ({"x-long": "y" * 8192}, "200", OK),
-    ],
-)
-async def test_odd_headers_are_answered_on_a_connection_that_goes_on(
-    gateway: RunningGateway, stranger: Peer, changes: dict[str, str | None], status: str, grpc: str | None
-) -> None:
-    answer = await stranger.ask(head(changes), echo())
-    assert (answer.headers.get(":status"), answer.status) == (status, grpc), answer
+    )
+    for changes, status, grpc in cases:
+        answer = await stranger.ask(head(changes), echo())
+        assert (answer.headers.get(":status"), answer.status) == (status, grpc), answer
+        assert (await stranger.ask(head(), echo())).status == OK, changes
+    stranger.send_raw(b"\x00\x00\x02\xfa\x00\x00\x00\x00\x00hi")  # a frame of a kind that nobody knows
     assert (await stranger.ask(head(), echo())).status == OK
 
 
-@pytest.mark.parametrize("changes", [{":path": None}, {":method": None}, {"x-bin": "x"}, {"x-bin": "\xff"}])
 async def test_headers_that_cannot_be_read_end_their_call_at_once_and_no_other(
-    gateway: RunningGateway, stranger: Peer, changes: dict[str, str | None]
+    gateway: RunningGateway, stranger: Peer
 ) -> None:
-    assert (await stranger.ask(head(changes), echo())).reset is not None
-    assert (await stranger.ask(head(), echo())).status == OK
+    cases: tuple[dict[str, str | None], ...] = ({":path": None}, {":method": None}, {"x-bin": "x"}, {"x-bin": "\xff"})
+    for changes in cases:
+        assert (await stranger.ask(head(changes), echo())).reset is not None
+        assert (await stranger.ask(head(), echo())).status == OK, changes
 
 
 async def test_metadata_without_end_closes_its_connection(gateway: RunningGateway, stranger: Peer) -> None:
@@ -85,9 +84,8 @@ async def test_metadata_without_end_closes_its_connection(gateway: RunningGatewa
     await lives(gateway)
 
 
-@pytest.mark.parametrize(
-    ("body", "grpc"),
-    [
+async def test_a_message_that_is_none_is_the_senders_fault(gateway: RunningGateway, stranger: Peer) -> None:
+    for body, grpc in (
         (framed(b"\xff" * 64), INVALID),
         (framed(bytes(range(256))), INVALID),
         (framed(b"\x0a\xff\xff\xff\xff\x0f"), INVALID),
@@ -97,47 +95,53 @@ async def test_metadata_without_end_closes_its_connection(gateway: RunningGatewa
         (b"\x00\x00", INVALID),
         (b"", INVALID),
         (struct.pack(">BI", 0, 2**32 - 1), "8"),
-    ],
-)
-async def test_a_message_that_is_none_is_the_senders_fault(
-    gateway: RunningGateway, stranger: Peer, body: bytes, grpc: str
-) -> None:
-    answer = await stranger.ask(head(), body)
-    assert answer.status == grpc, answer
-    assert answer.headers["tangram-code"] in ("invalid_input", "unsupported", "too_large")
-    assert (await stranger.ask(head(), echo())).status == OK
+    ):
+        answer = await stranger.ask(head(), body)
+        assert answer.status == grpc, answer
+        assert answer.headers["tangram-code"] in ("invalid_input", "unsupported", "too_large")
+        assert (await stranger.ask(head(), echo())).status == OK, body
     stranger.writer.transport.abort()
     await lives(gateway)
 
 
-@pytest.mark.parametrize("odd", ODD)
-async def test_odd_names_and_keys_are_refused_or_mean_nothing(gateway: RunningGateway, odd: str) -> None:
-    channel = Channel("127.0.0.1", gateway.app.grpc_port)
-    stub = GatewayStub(channel)
-    try:
-        for name in ("function", "trajectory", "task", "parent", "idempotency_key"):
-            request = pb.InvokeRequest(function="echo", timeout_s=-1)
-            setattr(request, name, odd)
-            with pytest.raises(GRPCError) as refused:
-                await stub.Invoke(request)
-            assert refused.value.status is Status.INVALID_ARGUMENT
-        for asked in (
-            stub.Get(pb.GetRequest(id=odd)),
-            stub.Wait(pb.WaitRequest(id=odd)),
-            stub.Cancel(pb.CancelRequest(id=odd)),
-            stub.TailLogs(pb.TailLogsRequest(id=odd)),
-        ):
-            with pytest.raises(GRPCError) as refused:
-                await asked
-            assert refused.value.status in (Status.INVALID_ARGUMENT, Status.NOT_FOUND)
-        answered = await stub.Invoke(pb.InvokeRequest(function="echo", traceparent=odd, input_json=b"{}"))
-        assert answered.state == "succeeded"
-    finally:
-        channel.close()
+async def test_odd_names_and_keys_are_refused_or_mean_nothing(gateway: RunningGateway) -> None:
+    async with channel(gateway) as opened:
+        stub = GatewayStub(opened)
+        for odd in ODD:
+            for name in ("function", "trajectory", "task", "parent", "idempotency_key"):
+                request = pb.InvokeRequest(function="echo", timeout_s=-1)
+                setattr(request, name, odd)
+                with pytest.raises(GRPCError) as refused:
+                    await stub.Invoke(request)
+                assert refused.value.status is Status.INVALID_ARGUMENT, (name, odd)
+            for asked in (
+                stub.Get(pb.GetRequest(id=odd)),
+                stub.Wait(pb.WaitRequest(id=odd)),
+                stub.Cancel(pb.CancelRequest(id=odd)),
+                stub.TailLogs(pb.TailLogsRequest(id=odd)),
+            ):
+                with pytest.raises(GRPCError) as refused:
+                    await asked
+                assert refused.value.status in (Status.INVALID_ARGUMENT, Status.NOT_FOUND), odd
+            answered = await stub.Invoke(pb.InvokeRequest(function="echo", traceparent=odd, input_json=b"{}"))
+            assert answered.state == "succeeded", odd
     assert gateway.app.invocations.living == ()
 
 
 async def test_random_frames_close_their_own_connection_at_most(gateway: RunningGateway) -> None:
+    for sent in (
+        b"\x00\xff" * 400,
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(range(256)) * 16,
+        PREFACE[:24] + b"\x00" * 9,
+        PREFACE[:24] + b"\xff" * 9,
+        PREFACE[:24] + b"\x00\x00\x04\x08\x00\x00\x00\x00\x00\xff\xff\xff\xff",
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.grpc_port)
+        writer.write(sent)
+        writer.write_eof()
+        await asyncio.wait_for(reader.read(-1), DEADLINE_S)
+        writer.transport.abort()
     chance = random.Random(6)
     for _ in range(60):
         async with peer(gateway) as opened:
@@ -148,13 +152,8 @@ async def test_random_frames_close_their_own_connection_at_most(gateway: Running
     await lives(gateway)
 
 
-async def test_a_frame_of_a_kind_that_nobody_knows_is_passed_over(gateway: RunningGateway, stranger: Peer) -> None:
-    stranger.send_raw(b"\x00\x00\x02\xfa\x00\x00\x00\x00\x00hi")
-    assert (await stranger.ask(head(), echo())).status == OK
-
-
 async def test_who_does_not_greet_is_cut(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "GREETING_S", 0.05)
+    monkeypatch.setattr(server, "GREETING_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.grpc_port)
     writer.write(PREFACE[:10])
     with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
@@ -187,9 +186,8 @@ async def test_a_connection_too_many_is_told_so_until_another_closes(tmp_path: P
 @pytest.mark.slow
 async def test_calls_of_one_connection_are_bounded(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path, server={"streams_max": 2})) as gateway:
-        channel = Channel("127.0.0.1", gateway.app.grpc_port)
-        stub = GatewayStub(channel)
-        try:
+        async with channel(gateway) as opened:
+            stub = GatewayStub(opened)
             assert (await stub.Invoke(pb.InvokeRequest(function="echo", input_json=b"{}"))).state == "succeeded"
             held = pb.InvokeRequest(function="echo", input_json=b'{"held": true}')
             calls = [asyncio.create_task(stub.Invoke(held)) for _ in range(3)]
@@ -200,8 +198,6 @@ async def test_calls_of_one_connection_are_bounded(tmp_path: Path) -> None:
                 await until(lambda: bool(gateway.runtime.running))
                 gateway.runtime.finish(next(iter(gateway.runtime.running)))
                 await until(lambda ended=ended: sum(call.done() for call in calls) == ended)  # type: ignore[misc]
-        finally:
-            channel.close()
         async with peer(gateway) as greedy:
             await greedy.ask(head(), echo())
             streams = [greedy.send(head(), None, end=False) for _ in range(3)]
@@ -268,30 +264,30 @@ async def test_a_detached_call_goes_on_without_its_caller(gateway: RunningGatewa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["Invoke", "InvokeStream", "TailLogs"])
-async def test_who_asks_and_does_not_read_is_told_so_and_waited_for_no_longer(tmp_path: Path, method: str) -> None:
+async def test_who_asks_and_does_not_read_is_told_so_and_waited_for_no_longer(tmp_path: Path) -> None:
     loud = {"loud": function("loud", log_limit_bytes=2**24)}
     bench = GatewayBench(tmp_path, functions=loud, server={"logs": {"stall": "200ms"}})
-    async with serving(bench) as gateway, peer(gateway) as lazy:
-        # More than the 64 KiB that a peer takes before it says that it has read any of it.
-        given = {"log": "x" * 200_000, "held": method == "InvokeStream"}
-        headers = head({":path": f"/tangram.v1.Gateway/{method}"})
-        if method == "TailLogs":
-            said = (await gateway.invoke(given, function="loud")).json()["id"]
-            asked = framed(pb.TailLogsRequest(id=said).SerializeToString())
-            answer = await lazy.answer(lazy.send(headers, asked))
-        else:
-            small = framed(pb.InvokeRequest(function="loud", input_json=b"{}").SerializeToString())
-            assert (await lazy.ask(head(), small)).status == OK
-            stream = lazy.send(headers, None, end=False)
-            await lazy.pour(
-                stream, framed(pb.InvokeRequest(function="loud", input_json=orjson.dumps(given)).SerializeToString())
-            )
-            answer = await lazy.answer(stream)
-        assert (answer.status, answer.headers["tangram-code"]) == (DEADLINE, "too_slow")
-        assert "resumed" in answer.headers["grpc-message"]
-        assert gateway.app.logs.followers == 0 and gateway.app.logs.followers_dropped == 1
-        await until(lambda: gateway.app.invocations.living == ())
+    async with serving(bench) as gateway:
+        for dropped, method in enumerate(("Invoke", "InvokeStream", "TailLogs"), start=1):
+            # More than the 64 KiB that a peer takes before it says that it has read any of it.
+            given = {"log": "x" * 200_000, "held": method == "InvokeStream"}
+            headers = head({":path": f"/tangram.v1.Gateway/{method}"})
+            async with peer(gateway) as lazy:
+                if method == "TailLogs":
+                    said = (await gateway.invoke(given, function="loud")).json()["id"]
+                    asked = framed(pb.TailLogsRequest(id=said).SerializeToString())
+                    answer = await lazy.answer(lazy.send(headers, asked))
+                else:
+                    small = framed(pb.InvokeRequest(function="loud", input_json=b"{}").SerializeToString())
+                    assert (await lazy.ask(head(), small)).status == OK
+                    stream = lazy.send(headers, None, end=False)
+                    request = pb.InvokeRequest(function="loud", input_json=orjson.dumps(given))
+                    await lazy.pour(stream, framed(request.SerializeToString()))
+                    answer = await lazy.answer(stream)
+            assert (answer.status, answer.headers["tangram-code"]) == (DEADLINE, "too_slow"), method
+            assert "resumed" in answer.headers["grpc-message"]
+            assert (gateway.app.logs.followers, gateway.app.logs.followers_dropped) == (0, dropped)
+            await until(lambda: gateway.app.invocations.living == ())
 
 
 async def test_a_follower_that_vanishes_follows_no_more(gateway: RunningGateway) -> None:

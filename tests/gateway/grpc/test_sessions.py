@@ -17,8 +17,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from gateway.grpc.sessions import WAITING_BYTES, InputPiece, WaitingInput
-from runtimes.sandbox.provider import ProviderSettings
+from gateway.grpc.service import WAITING_BYTES, InputPiece, WaitingInput
 from runtimes.sandbox.runner.conversation import SessionExchange
 from tests.cluster.relay import NodeRelay
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
@@ -162,10 +161,9 @@ async def test_pipes_carry_every_byte_and_the_end_of_the_input(stub: GatewayStub
     assert again.said == {"stdout": b"", "stderr": b"warned"}
 
 
-async def converse_on_a_terminal(stub: GatewayStub, **given: object) -> None:
-    """Resize a terminal, type on it, and interrupt what runs in its foreground."""
+async def test_a_terminal_is_resized_typed_on_and_interrupted(stub: GatewayStub) -> None:
     script = "stty size; read -r line; stty size; echo $HELLO; exec cat"
-    asked = opening("sh", "-c", script, terminal=(30, 100), env={"HELLO": "there"}, cwd="/tmp", **given)
+    asked = opening("sh", "-c", script, terminal=(30, 100), env={"HELLO": "there"}, cwd="/tmp")
     async with call(stub, asked) as caller:
         await caller.until_said(b"30 100\r\n")
         await caller.send(resize=pb.SessionTerminal(rows=40))
@@ -177,18 +175,6 @@ async def converse_on_a_terminal(stub: GatewayStub, **given: object) -> None:
         ended = await caller.end()
     assert (ended.signal, ended.HasField("exit_code"), ended.state) == (2, False, "succeeded")
     assert caller.said["stderr"] == b"", "a terminal has one stream"
-
-
-async def test_a_terminal_is_resized_typed_on_and_interrupted(stub: GatewayStub) -> None:
-    await converse_on_a_terminal(stub)
-
-
-@pytest.mark.docker
-async def test_a_container_has_terminals_too(docker: str, tmp_path: Path) -> None:
-    bench = GatewayBench(tmp_path, sandboxes=ProviderSettings(kind="container"))
-    async with serving(bench) as gateway, channel(gateway) as opened:
-        await converse_on_a_terminal(GatewayStub(opened))
-        await GatewayStub(opened).EndTrajectory(pb.EndTrajectoryRequest(trajectory="t1"))
 
 
 async def test_a_connection_that_breaks_loses_no_byte_and_doubles_none(gateway: RunningGateway) -> None:

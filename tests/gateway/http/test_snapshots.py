@@ -10,22 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import pytest
-from grpclib.const import Status
-from grpclib.exceptions import GRPCError
 
 from gateway.config.load import GatewayConfig
 from gateway.config.sections import NodeConfig
-from gateway.grpc.generated import tangram_pb2 as pb
-from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.function import Background, Capabilities, SandboxSpec, TrajectoryChoices
 from runtimes.sandbox.choice import forked
 from runtimes.sandbox.provider import ProviderSettings
 from runtimes.sandbox.snapshots.record import SnapshotSettings
 from tangram import AsyncClient, ConflictError, InvalidInputError
 from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving, until
-from tests.gateway.grpc.test_grpc import channel
 
 SANDBOX = SandboxSpec(
     image="tangram-base:bookworm",
@@ -381,27 +375,3 @@ async def test_the_client_forks_a_handle_and_begins_with_a_snapshot(running: Run
         await client.remove_snapshot(taken.snapshot)
         await two.close()
         assert await (await two.open()).download("file") == b"kept\n", "a handle of a fork begins anew as it began"
-
-
-@pytest.mark.parametrize("kind", ["process"], indirect=True)
-async def test_grpc_takes_forks_lists_and_removes(running: RunningGateway) -> None:
-    await said(running, "one", "echo kept > file")
-    async with channel(running) as connected:
-        stub = GatewayStub(connected)
-        taken = await stub.TakeSnapshot(pb.TakeSnapshotRequest(trajectory="one"))
-        assert orjson.loads(taken.json)["trajectory"] == "one"
-        begun = pb.OpenTrajectoryRequest(trajectory="two", function="shell", snapshot=taken.snapshot)
-        assert (await stub.OpenTrajectory(begun)).trajectory == "two"
-        forked = await stub.ForkTrajectory(pb.ForkTrajectoryRequest(trajectory="two", function="shell", to=["three"]))
-        assert [each.trajectory for each in forked.trajectories] == ["three"]
-        assert await said(running, "three", "cat file") == "kept\n"
-        found = await stub.ListSnapshots(pb.ListSnapshotsRequest())
-        assert [each.snapshot for each in found.snapshots] == [taken.snapshot, forked.snapshot.snapshot]
-        with pytest.raises(GRPCError) as caught:
-            await stub.RemoveSnapshot(pb.RemoveSnapshotRequest(snapshot=taken.snapshot))
-        assert caught.value.status is Status.FAILED_PRECONDITION
-        await stub.EndTrajectory(pb.EndTrajectoryRequest(trajectory="two"))
-        await stub.RemoveSnapshot(pb.RemoveSnapshotRequest(snapshot=taken.snapshot))
-        with pytest.raises(GRPCError) as caught:
-            await stub.TakeSnapshot(pb.TakeSnapshotRequest(trajectory="nobody"))
-        assert caught.value.status is Status.NOT_FOUND
