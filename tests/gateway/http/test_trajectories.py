@@ -133,6 +133,13 @@ async def test_grpc_opens_and_ends(running: RunningGateway) -> None:
         with pytest.raises(GRPCError) as caught:
             await stub.OpenTrajectory(pb.OpenTrajectoryRequest(trajectory="u", function="shell", sandbox=refused))
         assert caught.value.status is Status.INVALID_ARGUMENT
+        with pytest.raises(GRPCError) as caught:
+            await stub.OpenTrajectory(pb.OpenTrajectoryRequest(trajectory="u", function="shell", snapshot="0" * 12))
+        assert caught.value.status is Status.NOT_FOUND
+        for lease_s in (600.0, 30.0):  # opened again, it renews its lease
+            request.lease_s = lease_s
+            left_s = orjson.loads((await stub.OpenTrajectory(request)).json)["lease_left_s"]
+            assert lease_s - 30 < left_s <= lease_s
         await stub.EndTrajectory(pb.EndTrajectoryRequest(trajectory="t"))
         with pytest.raises(GRPCError) as caught:
             await stub.EndTrajectory(pb.EndTrajectoryRequest(trajectory="t"))
