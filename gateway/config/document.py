@@ -27,15 +27,6 @@ MACHINE_KINDS = ("cpu", "gpu")
 
 FunctionName = Annotated[str, Field(pattern=f"^{quantities.NAME_PATTERN}$")]
 
-#: Keys that an earlier version took, and what to do about them.
-_REMOVED: Mapping[KeyPath, str] = {
-    (
-        "scheduler",
-        "prefetch",
-    ): "is gone, as looking ahead made learned workloads slower: remove it; copies of models in "
-    "free memory are made by scheduler.replicate",
-}
-
 #: Checks one kind of value. Any: what comes out is told by its class.
 Adapter = TypeAdapter[Any]
 
@@ -120,8 +111,6 @@ def _problem(
 def _message(detail: ErrorDetails, value: object, inner: KeyPath, path: KeyPath) -> str:
     context: Mapping[str, object] = detail.get("ctx", {})
     match detail["type"]:
-        case "extra_forbidden" if (*path, *inner) in _REMOVED:
-            return _REMOVED[*path, *inner]
         case "extra_forbidden":
             return f"unknown key {inner[-1]!r}" + suggestion(inner[-1], known_keys(path, value, inner[:-1]))
         case "missing":

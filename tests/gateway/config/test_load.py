@@ -192,10 +192,6 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
         ),
         ("tasks: {t: {caps: {gpuu: 1}}}", "tasks.t.caps.gpuu: 'gpuu' is no resource; did you mean 'gpu'?"),
         ("scheduler: {policy: adaptiv}", "did you mean 'adaptive'?"),
-        (
-            "scheduler: {prefetch: true}",
-            "1: scheduler.prefetch: is gone, as looking ahead made learned workloads slower: remove it",
-        ),
         ("scheduler: {policy: {cpuu: price}}", "'cpuu' is no resource; did you mean 'cpu'?"),
         ("scheduler: {policy: price, objective: step}", "step is an objective of the policy adaptive"),
         ("scheduler: {objective: stepp}", "'stepp' is none of 'act' or 'step'; did you mean 'step'?"),
