@@ -33,7 +33,7 @@ class Keys:
         if claim is None:
             return None
         digest, invocation = claim
-        if not request.agrees(digest):
+        if digest != request.digest:
             raise KeyReused(
                 f"Idempotency-Key {request.key!r} was used with another body, or in another trajectory",
                 invocation_id=invocation.record.id,

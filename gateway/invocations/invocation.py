@@ -59,18 +59,11 @@ class InvocationRequest:
     @property
     def digest(self) -> bytes:
         """Of what a key comes with: the body's value, however it was written, and whose sandbox it is for."""
-        return hashlib.sha256(self._value + b"\0" + (self.trajectory or "").encode()).digest()
-
-    @property
-    def _value(self) -> bytes:
         try:
-            return exact_json.dumps(exact_json.loads(self.body), sort_keys=True)
+            value = exact_json.dumps(exact_json.loads(self.body), sort_keys=True)
         except (ValueError, TypeError, RecursionError):  # no JSON, or none that can be written
-            return self.body
-
-    def agrees(self, digest: bytes) -> bool:
-        """Whether a key's digest is that of this call; gateways of before took it of the body alone."""
-        return digest in (self.digest, hashlib.sha256(self._value).digest(), hashlib.sha256(self.body).digest())
+            value = self.body
+        return hashlib.sha256(value + b"\0" + (self.trajectory or "").encode()).digest()
 
     @property
     def scoped_key(self) -> str:
