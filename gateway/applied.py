@@ -84,9 +84,6 @@ class AppliedConfigs:
                 sources = orjson.loads(await self._store.document(FILES + digest) or "{}")
                 await asyncio.to_thread(uploads.keep, sources)
         await asyncio.to_thread(uploads.prune, bodies)
-        for digest, sources in (await asyncio.to_thread(uploads.all)).items():
-            if digest not in kept:  # by an earlier version of this gateway
-                self.keep_files(digest, sources)
         self.documents = tuple(each._replace(body=_moved(each.body, uploads.root)) for each in self.documents)
 
     async def commit(self) -> None:

@@ -57,20 +57,6 @@ class HandlerUploads:
             raise
         return directory
 
-    def all(self) -> dict[str, dict[str, str]]:
-        """Return the files (relative path -> text) of each directory that is there, by its name."""
-        if not self.root.is_dir():
-            return {}
-        return {
-            each.name: {
-                str(file.relative_to(each)): file.read_bytes().decode("utf-8", "surrogatepass")
-                for file in sorted(each.rglob("*"))
-                if file.is_file()
-            }
-            for each in self.root.iterdir()
-            if each.is_dir() and not each.name.startswith(".")
-        }
-
     def prune(self, documents: Collection[bytes]) -> None:
         """Remove the directories that none of the applied documents names."""
         if not self.root.is_dir():
