@@ -347,7 +347,6 @@ class App:
             self.callbacks.deliver_for_ever(),
             self.traces.export_for_ever(),
             self.leases.end_lapsed_for_ever(),
-            self.store.make_indexes(),
             self.machines.watch_for_ever(self.runtimes.provider.trouble),
             self._state_dir.watch_for_ever(),
             self._state_dir.check(self.config.server.check_time_s),

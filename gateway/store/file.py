@@ -14,9 +14,6 @@ from runtimes.sandbox.disk.room import REMEDY as ROOM
 
 REMEDY = "move it away together with its -wal and -shm files to begin without its records"
 
-#: An index of so many rows is made while the file is opened (a tenth of a second); of more, later.
-ROWS_AT_ONCE = 50_000
-
 
 def schema() -> Mapping[int, str]:
     """The steps of schema.sql: version -> what makes it of the version before."""
@@ -27,16 +24,6 @@ def queries() -> Mapping[str, str]:
     """The statements of queries.sql by name."""
     read = {name: sql.strip().rstrip(";") for name, sql in _parts("queries.sql", "-- name: ").items()}
     return {name: sql.replace("{record}", SELECTED) for name, sql in read.items()} | {"save_invocation": SAVE}
-
-
-def make_missing_index(connection: sqlite3.Connection, _: Mapping[str, str]) -> int:
-    """Make the first index of indexes.sql that the file lacks; return how many were made."""
-    present = {str(row[1]) for row in connection.execute("PRAGMA index_list(invocations)")}
-    for name, sql in _parts("indexes.sql", "-- name: ").items():
-        if name not in present:
-            connection.executescript(f"BEGIN IMMEDIATE; {sql} COMMIT;")
-            return 1
-    return 0
 
 
 def make_ready(connection: sqlite3.Connection, path: Path, *, synchronous: str) -> None:
@@ -61,10 +48,6 @@ def make_ready(connection: sqlite3.Connection, path: Path, *, synchronous: str) 
     if version < newest:
         missing = "".join(steps[step] for step in range(version + 1, newest + 1))
         connection.executescript(f"BEGIN IMMEDIATE; {missing} PRAGMA user_version = {newest}; COMMIT;")
-    span = "SELECT (SELECT max(seq) FROM invocations) - (SELECT min(seq) FROM invocations)"
-    if (connection.execute(span).fetchone()[0] or 0) <= ROWS_AT_ONCE:
-        while make_missing_index(connection, {}):
-            pass
 
 
 def _parts(file: str, mark: str) -> dict[str, str]:

@@ -64,8 +64,7 @@ def read_page(connection: sqlite3.Connection, chosen: Filter) -> Page:
     """Return a page; runs in a reader's thread."""
     limit = min(chosen.limit, LIST_LIMIT_MAX)
     given = _conditions(chosen)
-    present = {str(row[1]) for row in connection.execute("PRAGMA index_list(invocations)")}
-    leading = next((each for each in given if each.by in present), None)
+    leading = next((each for each in given if each.by), None)
     others = [each for each in given if each is not leading]
     lead, way = ("", "NOT INDEXED") if leading is None else (f"{leading.sql} AND ", f"INDEXED BY {leading.by}")
     led = [] if leading is None or "?" not in leading.sql else [leading.value]

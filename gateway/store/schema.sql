@@ -26,7 +26,7 @@ CREATE TABLE invocations (
     started_s REAL,
     ended_s REAL,
     queue_s REAL,
-    overhead_s REAL,
+    overhead_s REAL,                  -- of a running action: set once its own work has begun
     execution_s REAL,
     node TEXT,
     units TEXT NOT NULL,              -- JSON: granted units by resource kind
@@ -37,11 +37,15 @@ CREATE TABLE invocations (
 ) STRICT;
 
 CREATE INDEX invocations_live ON invocations (seq) WHERE state IN ('queued', 'running');
-CREATE INDEX invocations_bad ON invocations (state, seq) WHERE state IN ('failed', 'timed_out', 'cancelled', 'lost');
+
+-- What listings choose by (`gateway.store.listing`).
+CREATE INDEX invocations_state ON invocations (state, seq);
 CREATE INDEX invocations_dead ON invocations (seq) WHERE dead = 1;
-CREATE INDEX invocations_callback ON invocations (seq) WHERE callback = 'pending';
 CREATE INDEX invocations_function ON invocations (function, seq);
+CREATE INDEX invocations_task ON invocations (task, seq);
 CREATE INDEX invocations_trajectory ON invocations (trajectory, seq) WHERE trajectory IS NOT NULL;
+CREATE INDEX invocations_parent ON invocations (parent, seq) WHERE parent IS NOT NULL;
+CREATE INDEX invocations_reason ON invocations (reason, seq) WHERE reason IS NOT NULL;
 
 -- Inputs are written once and stay apart, so that a change of state rewrites a short row.
 CREATE TABLE inputs (
@@ -51,11 +55,10 @@ CREATE TABLE inputs (
 
 CREATE TABLE idempotency (
     key TEXT PRIMARY KEY,             -- function and Idempotency-Key
-    digest BLOB NOT NULL,             -- of the body
+    digest BLOB NOT NULL,             -- of the body and the trajectory
     seq INTEGER NOT NULL,
     expires_s REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
-
 CREATE INDEX idempotency_expires ON idempotency (expires_s);
 
 CREATE TABLE log_records (
@@ -67,35 +70,12 @@ CREATE TABLE log_records (
     PRIMARY KEY (seq, position)
 ) STRICT, WITHOUT ROWID;
 
-CREATE TABLE documents (
-    name TEXT PRIMARY KEY,            -- learned history, the health probe
-    body TEXT NOT NULL
-) STRICT, WITHOUT ROWID;
-
--- version: 2
-
--- Trajectories that have an environment: what the next gateway adopts, or says that it is lost. Files of version 1 were
--- written with and without it.
-CREATE TABLE IF NOT EXISTS trajectories (
-    name TEXT PRIMARY KEY,
-    task TEXT NOT NULL,
-    memory_bytes INTEGER NOT NULL,
-    ttl_s REAL NOT NULL
-) STRICT, WITHOUT ROWID;
-
 -- Logs that retention removed before their records: a reader is told.
 CREATE TABLE expired_logs (
     seq INTEGER PRIMARY KEY,
     records INTEGER NOT NULL,         -- how many there were
     expired_s REAL NOT NULL
 ) STRICT;
-
--- version: 3
-
--- From here on overhead_s of a running action tells that its own work has begun; of those of before nobody knows.
-UPDATE invocations SET overhead_s = 0 WHERE state = 'running' AND overhead_s IS NULL;
-
--- version: 4
 
 -- Callbacks that wait to be delivered: noted with the end, gone with the last try.
 CREATE TABLE deliveries (
@@ -105,24 +85,21 @@ CREATE TABLE deliveries (
     tries INTEGER NOT NULL            -- so far
 ) STRICT;
 CREATE INDEX deliveries_due ON deliveries (host, due_s);
-INSERT INTO deliveries
-SELECT seq, lower(substr(rest, 1, instr(rest, '/') - 1)), 0, 0 FROM (
-    SELECT seq, substr(url, instr(url, '://') + 3) || '/' AS rest FROM (
-        SELECT seq, coalesce(json_extract(options, '$.callback_url'), '') AS url FROM invocations
-        WHERE callback = 'pending' AND state NOT IN ('queued', 'running')
-    )
-);
-DROP INDEX invocations_callback;
 
--- version: 5
+CREATE TABLE documents (
+    name TEXT PRIMARY KEY,            -- learned history, the health probe
+    body TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
 
--- The sandbox that a trajectory has chosen, as JSON; empty if it is its function's own.
-ALTER TABLE trajectories ADD COLUMN sandbox TEXT NOT NULL DEFAULT '';
-
--- version: 6
-
--- The node that a trajectory's environment is on; empty for the gateway's own machine.
-ALTER TABLE trajectories ADD COLUMN node TEXT NOT NULL DEFAULT '';
+-- Trajectories that have an environment: what the next gateway adopts, or says that it is lost.
+CREATE TABLE trajectories (
+    name TEXT PRIMARY KEY,
+    task TEXT NOT NULL,
+    memory_bytes INTEGER NOT NULL,
+    ttl_s REAL NOT NULL,
+    sandbox TEXT NOT NULL,            -- what it has chosen, as JSON; empty if that is its function's own
+    node TEXT NOT NULL                -- empty for the gateway's own machine
+) STRICT, WITHOUT ROWID;
 
 -- Machines that have joined: what the next gateway waits for, and by which key it knows them again.
 CREATE TABLE nodes (
@@ -132,8 +109,6 @@ CREATE TABLE nodes (
     state TEXT NOT NULL,              -- ready, draining or lost: whoever is lost is not waited for
     joined_s REAL NOT NULL
 ) STRICT, WITHOUT ROWID;
-
--- version: 7
 
 -- Steps of tasks that a trainer told of, and the trajectories that live under them.
 CREATE TABLE steps (

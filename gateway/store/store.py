@@ -26,7 +26,7 @@ import structlog
 from gateway import wire
 from gateway.invocations.record import Record
 from gateway.store.checkpoint import Checkpoints
-from gateway.store.file import REMEDY, make_missing_index, make_ready, mended_by, queries
+from gateway.store.file import REMEDY, make_ready, mended_by, queries
 from gateway.store.listing import Filter, Page, read_page
 from gateway.store.rows import record_of, row_of
 from manager.errors import NotFound, StorageUnavailable
@@ -444,16 +444,6 @@ class Store:
             return await loop.run_in_executor(self._writer, self._alter, connection, work)
         except sqlite3.Error as error:
             raise StorageUnavailable(f"the record cannot be changed: {error}", component="store") from None
-
-    async def make_indexes(self) -> None:
-        """Make the indexes that a large file of an older gateway lacks, one at a time: writes wait for each."""
-        begun_s = time.monotonic()
-        try:
-            while await self.alter(make_missing_index):
-                self._log.info("an index was made for listings", took_s=round(time.monotonic() - begun_s, 3))
-                begun_s = time.monotonic()
-        except StorageUnavailable as error:
-            self._log.warning("listings stay slow until the next start", reason=error.message)
 
     def _between(self, work: Callable[[sqlite3.Connection], object]) -> None:
         """Run ``work`` in the writer's thread, between two transactions; nobody waits for it."""

@@ -8,20 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from gateway.store import file
 from gateway.store.file import schema
-from gateway.store.store import OpenTrajectory, Store, StoreSpec
+from gateway.store.store import LogRow, OpenTrajectory, Store, StoreSpec
 from manager.errors import StorageUnavailable
 from manager.outcome import State
-from tests.gateway.conftest import GatewayBench, serving
-
-VERSION_1 = Path(__file__).parent / "version_1.sql"
-#: Later gateways of version 1 made this table without saying so.
-UNTOLD = """
-CREATE TABLE trajectories (
-    name TEXT PRIMARY KEY, task TEXT NOT NULL, memory_bytes INTEGER NOT NULL, ttl_s REAL NOT NULL
-) STRICT, WITHOUT ROWID;
-INSERT INTO trajectories VALUES ('t-1', 'rl', 7, 60.0);
-"""
+from tests.gateway.records import accepted
 
 
 def write(path: Path, *scripts: str) -> None:
@@ -42,47 +34,57 @@ def shape(path: Path) -> dict[str, list[tuple[object, ...]]]:
         return found | {"version": connection.execute("PRAGMA user_version").fetchall()}
 
 
-@pytest.mark.parametrize("scripts", [(), (UNTOLD,)])
-async def test_a_file_of_version_1_is_upgraded_in_place_and_loses_nothing(
-    tmp_path: Path, scripts: tuple[str, ...]
+def add_step(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Give the schema one step more; return its version."""
+    later = max(schema()) + 1
+    more = {
+        **schema(),
+        later: "CREATE TABLE more (x INTEGER) STRICT; ALTER TABLE nodes ADD COLUMN rack TEXT NOT NULL DEFAULT '';",
+    }
+    monkeypatch.setattr(file, "schema", lambda: more)
+    return later
+
+
+async def fill(path: Path) -> None:
+    """Write a record, a key, a log and a trajectory."""
+    store = Store(StoreSpec(path=path))
+    await store.open()
+    record = accepted(store, function="echo")
+    store.save_key("echo\nk", b"\x00", record.seq, 2e9)
+    store.save_log(LogRow(seq=record.seq, position=0, time_s=1.0, stream="stdout", data="hello"))
+    store.save_trajectory("t-1", OpenTrajectory("rl", 7, 60.0))
+    await store.close()
+
+
+async def test_a_file_of_an_older_version_gets_the_steps_that_it_lacks_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, fresh = tmp_path / "old.sqlite", tmp_path / "fresh.sqlite"
-    write(old, VERSION_1.read_text(encoding="utf-8"), *scripts)
+    await fill(old)
+    version = add_step(monkeypatch)
     for path in (old, fresh):
         store = Store(StoreSpec(path=path))
         await store.open()
         if path == old:
-            ended, queued = await store.get(1), await store.get(2)
-            assert ended is not None
-            assert queued is not None
-            assert (ended.state, ended.result, ended.execution_s) == (State.SUCCEEDED, b'{"n":1}', 0.75)
-            assert (queued.state, queued.input, queued.options) == (State.QUEUED, b'{"n":2}', {"timeout_s": 5.0})
-            assert await store.key("echo\nk") == (b"\x00", 2)
+            record = await store.get(1)
+            assert record is not None
+            assert (record.state, record.function) == (State.QUEUED, "echo")
+            assert await store.key("echo\nk") == (b"\x00", 1)
             assert [row.data for row in await store.logs(1, 0, 10)] == ["hello"]
-            expected = {"t-1": OpenTrajectory("rl", 7, 60.0)} if scripts else {}
-            assert await store.trajectories() == expected
-            assert store.next_seq() == 3
+            assert await store.trajectories() == {"t-1": OpenTrajectory("rl", 7, 60.0)}
+            assert store.next_seq() == 2
         await store.close()
     assert shape(old) == shape(fresh)
+    assert shape(old)["version"] == [(version,)]
 
 
-async def test_a_gateway_serves_from_an_old_file_and_runs_what_waited_in_it(tmp_path: Path) -> None:
-    write(tmp_path / "state" / "tangram.sqlite", VERSION_1.read_text(encoding="utf-8"))
-    kept = {"retention": {"records_age": "100000d", "logs_age": "100000d"}}
-    async with serving(GatewayBench(tmp_path, server=kept)) as gateway:
-        # Its max_age is long over: it ends typed, and is not lost.
-        waited = (await gateway.http.get("/v1/invocations/00000000002-0123456789ab?wait=5s")).json()
-        assert (waited["state"], waited["reason"], waited["dead"]) == ("timed_out", "queue_timeout", True)
-        log = (await gateway.http.get("/v1/invocations/00000000001-0123456789ab/logs")).text
-        assert '"data":"hello"' in log
-        assert (await gateway.invoke({"n": 3})).status_code == 200
-
-
-async def test_an_upgrade_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+async def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "db.sqlite"
-    write(path, VERSION_1.read_text(encoding="utf-8"), "CREATE TABLE expired_logs (in_the_way)")
+    await fill(path)
+    write(path, "ALTER TABLE nodes ADD COLUMN rack TEXT")
     before = shape(path)
-    with pytest.raises(StorageUnavailable, match=r"expired_logs.*db\.sqlite|db\.sqlite.*expired_logs"):
+    add_step(monkeypatch)
+    with pytest.raises(StorageUnavailable, match=r"rack.*db\.sqlite|db\.sqlite.*rack"):
         await Store(StoreSpec(path=path)).open()
     assert shape(path) == before
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gateway.invocations.record import Record
-from gateway.store import file, listing
+from gateway.store import listing
 from gateway.store.listing import Filter
 from gateway.store.store import Store, StoreSpec
 from manager.errors import Reason
@@ -54,9 +54,8 @@ async def walked(store: Store, **given: object) -> list[int]:
             return found
 
 
-@pytest.mark.parametrize("indexed", [True, False])
 async def test_the_pages_of_every_filter_hold_what_passes_it_newest_first_and_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "LOOKED_AT", 10)
     path = tmp_path / "db.sqlite"
@@ -64,10 +63,6 @@ async def test_the_pages_of_every_filter_hold_what_passes_it_newest_first_and_on
     await store.open()
     made = some(store, 120)
     await store.commit()
-    if not indexed:
-        with closing(sqlite3.connect(path, isolation_level=None)) as database:
-            for name in ("state", "task", "parent"):
-                database.execute(f"DROP INDEX invocations_{name}")
     for values in itertools.product(*CHOICES.values()):
         given = {name: value for name, value in zip(CHOICES, values, strict=True) if value is not None}
         passing = [each.seq for each in made if all(getattr(each, name) == value for name, value in given.items())]
@@ -158,30 +153,4 @@ async def test_a_time_is_found_across_the_holes_that_retention_leaves(tmp_path: 
     kept = [each for each in made if each.seq % 7 == 0]
     for second in (0.0, 50.0, 50.5, 199.0, 300.0):
         assert await walked(store, since_s=second) == [each.seq for each in kept if each.accepted_s >= second][::-1]
-    await store.close()
-
-
-async def test_a_large_file_of_before_gets_its_indexes_while_it_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "db.sqlite"
-    store = Store(StoreSpec(path=path))
-    await store.open()
-    some(store, 20)
-    await store.close()
-
-    def present() -> set[str]:
-        with closing(sqlite3.connect(path)) as database:
-            return {row[1] for row in database.execute("PRAGMA index_list(invocations)")}
-
-    complete = present()
-    with closing(sqlite3.connect(path, isolation_level=None)) as database:
-        for name in ("state", "task", "parent", "reason"):
-            database.execute(f"DROP INDEX invocations_{name}")
-    monkeypatch.setattr(file, "ROWS_AT_ONCE", 10)
-    store = Store(StoreSpec(path=path))
-    await store.open()
-    assert len(present()) == len(complete) - 4, "opening does not wait for them"
-    await store.make_indexes()
-    assert present() == complete
     await store.close()

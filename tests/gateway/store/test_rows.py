@@ -1,4 +1,4 @@
-"""The row of an invocation: derived from its record, and what every migration comes to."""
+"""The row of an invocation: derived from its record, as the schema has it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from gateway.store.file import make_ready, queries, schema
 from gateway.store.rows import COLUMNS, record_of, row_of
 from manager.errors import Reason
 from manager.outcome import Outcome, State
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -70,10 +68,7 @@ def columns(connection: sqlite3.Connection) -> set[tuple[str, str, bool]]:
     return {(row["name"], row["type"], not row["notnull"] and not row["pk"]) for row in found}
 
 
-@pytest.mark.parametrize("version", [0, 1])
-def test_the_steps_of_the_schema_come_to_the_columns_of_a_record(connection: sqlite3.Connection, version: int) -> None:
-    if version:
-        connection.executescript((HERE / f"version_{version}.sql").read_text())
+def test_the_steps_of_the_schema_come_to_the_columns_of_a_record(connection: sqlite3.Connection) -> None:
     make_ready(connection, Path("record.db"), synchronous="OFF")
     assert connection.execute("PRAGMA user_version").fetchone()[0] == max(schema())
     assert columns(connection) == {(column.name, column.sql_type, column.nullable) for column in COLUMNS}
