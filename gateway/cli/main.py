@@ -20,7 +20,6 @@ VERBS: Mapping[str, Verb] = {
     "node": Verb("gateway.cli.node:node", "This machine as a node, and its daemon that joins a gateway."),
     "cluster": Verb("gateway.cli.cluster:cluster", "Look at the Ray cluster whose machines may serve."),
     "clean": Verb("gateway.cli.clean:clean", "Show and remove what gateways left behind."),
-    "plan": Verb("gateway.cli.simulate:plan", "Decide once on a written snapshot and explain each action."),
     "simulate": Verb("gateway.cli.simulate:simulate", "Play a workload on the same scheduler under a virtual clock."),
     "report": Verb("gateway.cli.report.verb:report", "One page of a real run, and of what it would have cost."),
     "trace": Verb("gateway.cli.simulate:trace", "Traces of what trajectories did."),

@@ -1,11 +1,10 @@
-"""The verbs ``plan``, ``simulate`` and ``trace`` of the command line: click commands round `manager`'s functions."""
+"""The verbs ``simulate`` and ``trace`` of the command line: click commands round `manager`'s functions."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +12,6 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from gateway.cli.snapshot import snapshot_of
 from gateway.cli.trace_export import recorded
 from gateway.config import load
 from gateway.machine import describe
@@ -21,7 +19,6 @@ from manager.config import ManagerSpec
 from manager.errors import CodedError
 from manager.simulation.baselines import BASELINES
 from manager.simulation.faults import Scenario, read_fault
-from manager.simulation.plan import plan as plan_snapshot
 from manager.simulation.results import SimulationResult
 from manager.simulation.simulate import FINDABLE, Size, preset, run
 from manager.simulation.simulator import Physics
@@ -35,51 +32,6 @@ from tangram.cli.printing.progress import progress
 PICTURES = (".png", ".svg", ".pdf")
 #: What `--policy` is when it is not given: ours beside the paper's.
 DEFAULT_POLICIES = ("adaptive", "price", "paper")
-
-
-@click.command()
-@click.argument("snapshot", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
-@click.option("--policy", help="paper, price, adaptive or fixed:DOP; by default adaptive on cpu and price elsewhere")
-@click.option(
-    "--export", type=click.Path(dir_okay=False, path_type=Path), help="write what the gateway would decide on now"
-)
-@json_option
-@connected
-def plan(client: Client, snapshot: Path | None, policy: str | None, export: Path | None, as_json: bool) -> None:
-    """Decide once on a written SNAPSHOT.json and explain each action; or write one of a running gateway."""
-    if (snapshot is None) == (export is None):
-        raise click.UsageError("name a SNAPSHOT to decide on, or --export FILE to write one")
-    if export is not None:
-        value = snapshot_of(client)
-        export.write_text(f"{json.dumps(value, indent=1)}\n", encoding="utf-8")
-        click.echo(f"{export}: tangram plan {export}", err=True)
-        return
-    assert snapshot is not None
-    try:
-        value = json.loads(snapshot.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise click.ClickException(f"{snapshot}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise click.ClickException(f"{snapshot}: an object is needed")
-    try:
-        answer = plan_snapshot(value, policy)
-    except CodedError as error:
-        _fail(error)
-    click.echo(json.dumps(answer) if as_json else "\n".join(_explained(answer)))
-
-
-def _explained(answer: Mapping[str, object]) -> Iterable[str]:
-    started, waiting = answer["started"], answer["waiting"]
-    assert isinstance(started, list) and isinstance(waiting, list)
-    for start in started:
-        units = ", ".join(f"{count} of {start['on'][kind]}" for kind, count in start["units"].items())
-        chunk = f" on devices {start['chunk'][0]}..{sum(start['chunk']) - 1}" if "chunk" in start else ""
-        expected = f", about {start['expected_s']:g} s" if "expected_s" in start else ""
-        yield f"start  {start['id']}: {units}{chunk}{expected}"
-    for wait in waiting:
-        until = "" if wait["until_s"] is None else f", until about {wait['until_s']:g} s"
-        yield f"wait   {wait['id']}: for {wait['for']}{until}"
-    yield f"decided in {answer['decision_ms']:g} ms"
 
 
 @click.command()

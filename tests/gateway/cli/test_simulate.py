@@ -1,4 +1,4 @@
-"""The verbs plan, simulate and trace, as typed."""
+"""The verbs simulate and trace, as typed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gateway.cli.simulate import plan, simulate, trace
+from gateway.cli.simulate import simulate, trace
 
 SMALL = ["--batch", "12", "--seed", "3", "--nodes", "1", "--cores", "32", "--gpus", "8"]
 
@@ -89,21 +89,10 @@ def test_a_picture_that_could_not_be_written_is_refused_before_anything_is_playe
         assert done.exit_code == 2 and told in done.output
 
 
-def test_plan_explains_each_action(tmp_path: Path) -> None:
-    snapshot = tmp_path / "snapshot.json"
-    queue = [{"id": f"a{index}", "cost": {"cpu": 1}, "t_ori_s": 1} for index in range(3)]
-    snapshot.write_text(json.dumps({"resources": {"cpu:n": {"total": 2, "free": 2}}, "queue": queue}))
-    people = CliRunner().invoke(plan, [str(snapshot)])
-    assert people.exit_code == 0 and "start  a0" in people.output and "wait   a2" in people.output
-    machine = CliRunner().invoke(plan, [str(snapshot), "--json", "--policy", "paper"])
-    assert {start["id"] for start in json.loads(machine.output)["started"]} == {"a0", "a1"}
-
-
 def test_mistakes_are_told_and_not_traced(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     for command, arguments in [
-        (plan, [str(broken)]),
         (simulate, ["--workload", "coding"]),
         (simulate, [*SMALL, "--policy", "best"]),
         (simulate, [*SMALL, "--find", "cores"]),
