@@ -75,7 +75,6 @@ DEFAULT_POLICIES = ("adaptive", "price", "paper")
     metavar="KIND:NODES@START[+FOR]",
     help="repeatable: play each policy again with nodes that fail: lose, wave, upgrade or cut (docs/guide/sizing.md)",
 )
-@click.option("--cells", default=1, show_default=True, help="play each policy again with so many gateways")
 @click.option(
     "--bound/--no-bound",
     default=True,
@@ -106,7 +105,6 @@ def simulate(
     replicate: bool,
     batch_marginal: float,
     faults: tuple[str, ...],
-    cells: int,
     bound: bool,
     best_fixed: bool,
     find: str | None,
@@ -122,7 +120,7 @@ def simulate(
     try:
         chosen = load_workload(workload, batch, seed)
         base = _configured(configs, size, chosen) if configs else None
-        scenario = Scenario(faults=tuple(read_fault(text) for text in faults), cells=cells, seed=seed)
+        scenario = Scenario(faults=tuple(read_fault(text) for text in faults), seed=seed)
         wanted = [name for text in names or DEFAULT_POLICIES for name in text.split("+")]
         with progress(len(wanted) + best_fixed) as begun:
             result = run(

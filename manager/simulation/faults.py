@@ -64,15 +64,6 @@ class FaultTally:
     #: Unit-seconds by kind of what was lost while it ran.
     wasted: dict[str, float] = field(default_factory=dict)
 
-    def add(self, other: FaultTally) -> None:
-        """Add what another part of the cluster has lost."""
-        self.nodes_lost += other.nodes_lost
-        self.trajectories += other.trajectories
-        self.actions += other.actions
-        self.again += other.again
-        for kind, spent in other.wasted.items():
-            self.wasted[kind] = self.wasted.get(kind, 0.0) + spent
-
     def as_json(self) -> dict[str, object]:
         return {
             "nodes_lost": self.nodes_lost,
@@ -93,18 +84,11 @@ class FaultTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What befalls a cluster, and how many gateways share it out."""
+    """What befalls a cluster."""
 
     faults: tuple[NodeFault, ...] = ()
-    cells: int = 1
     #: Draws the nodes that faults meet.
     seed: int = 0
-
-    @property
-    def label(self) -> str:
-        """What a policy's row is called under it."""
-        parts = [f"{self.cells} cells"] if self.cells > 1 else []
-        return ", ".join([*parts, *(["faults"] if self.faults else [])])
 
 
 def read_fault(text: str) -> NodeFault:

@@ -13,13 +13,11 @@ from manager.errors import InvalidInput
 from manager.resources.quota import QuotaSpec
 from manager.simulation.baselines import is_baseline, run_baseline
 from manager.simulation.bound import LowerBound, lower_bound
-from manager.simulation.cells import play_cells
 from manager.simulation.cluster import cluster, policies
 from manager.simulation.duration_model import DurationModel, Learning
 from manager.simulation.faults import Scenario, fault_events
 from manager.simulation.results import Row, SimulationResult
 from manager.simulation.simulator import Physics, Simulation, SimulationRun
-from manager.simulation.trace import TracedTrajectory
 from manager.simulation.workloads import PRESETS, Workload, service
 
 #: Kinds that ``find`` can look for.
@@ -86,7 +84,7 @@ def simulate(
 ) -> SimulationRun:
     """One policy or baseline; ``base`` (a gateway's own configuration) replaces the cluster that ``size`` describes.
 
-    In a ``scenario`` nodes fail, or several gateways share the cluster out: for policies, not for baselines.
+    In a ``scenario`` nodes fail: for policies, not for baselines.
     """
     spec = size.spec(workload, "fixed" if is_baseline(policy) else policy, strict=strict)
     if base is not None:
@@ -97,15 +95,7 @@ def simulate(
         return run_baseline(policy, workload, spec, (physics or Physics()).batch_marginal)
     chosen = scenario or Scenario()
     events = fault_events(chosen.faults, spec.nodes, chosen.seed)
-
-    def play(part: ManagerSpec, trajectories: Sequence[TracedTrajectory]) -> SimulationRun:
-        names = {node.name for node in part.nodes}
-        mine = [event for event in events if event.node in names]
-        return Simulation(part, trajectories, physics=physics, knowledge=knowledge, faults=mine).run()
-
-    if chosen.cells > 1:
-        return play_cells(spec, workload.trajectories, chosen.cells, play)
-    return play(spec, workload.trajectories)
+    return Simulation(spec, workload.trajectories, physics=physics, knowledge=knowledge, faults=events).run()
 
 
 def adopted(base: ManagerSpec, spec: ManagerSpec) -> ManagerSpec:
@@ -159,9 +149,9 @@ def run(
         knowledge = Learning() if learned else None
         begun(name)
         runs[name] = simulate(workload, name, size, base=base, physics=physics, knowledge=knowledge)
-        if scenario is not None and scenario.label and not is_baseline(name):
+        if scenario is not None and scenario.faults and not is_baseline(name):
             knowledge = Learning() if learned else None
-            runs[f"{name}, {scenario.label}"] = simulate(
+            runs[f"{name}, faults"] = simulate(
                 workload, name, size, base=base, physics=physics, knowledge=knowledge, scenario=scenario
             )
     best_fixed: Row | None = None
