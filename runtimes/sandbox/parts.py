@@ -34,8 +34,8 @@ class RunnerClient(Protocol):
     def started(self) -> frozenset[str] | None: ...
 
     @property
-    def abilities(self) -> frozenset[str]:
-        """What its runner can do beyond the first runners (`runtimes.sandbox.runner.runner.CAN`)."""
+    def hides(self) -> bool:
+        """Whether commands may `Command.hide` variables from what starts them."""
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult: ...
 

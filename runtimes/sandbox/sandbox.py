@@ -116,7 +116,7 @@ class Sandbox:
     @property
     def hides(self) -> bool:
         """Whether commands may `Command.hide` variables from what starts them."""
-        return "hide" in self._client.abilities
+        return self._client.hides
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end; cancelling kills the process tree, setsid children included.

@@ -42,6 +42,8 @@ class AttachClient:
     Every command can be claimed over the next connection, so that a cut costs time and nothing else.
     """
 
+    hides = True
+
     def __init__(
         self,
         attach: Callable[[int], Awaitable[StreamClient]],
@@ -68,10 +70,6 @@ class AttachClient:
     @property
     def resumable(self) -> Mapping[str, ResumableCommand]:
         return {} if self._client is None else self._client.resumable
-
-    @property
-    def abilities(self) -> frozenset[str]:
-        return frozenset() if self._client is None else self._client.abilities
 
     @property
     def started(self) -> frozenset[str] | None:

@@ -66,6 +66,8 @@ SCRIPT_S = 10.0
 class ExecClient:
     """`runtimes.sandbox.sandbox.RunnerClient` over the engine."""
 
+    hides = False
+
     def __init__(self, engine: DockerEngine, container: str, record: SandboxRecord) -> None:
         self._engine = engine
         self._container = container
@@ -75,7 +77,6 @@ class ExecClient:
         #: Nothing can be claimed: only whoever started a ``docker exec`` gets its output.
         self.resumable: Mapping[str, ResumableCommand] = {}
         self.started: frozenset[str] | None = None
-        self.abilities: frozenset[str] = frozenset()
 
     async def end_left(self) -> None:
         """End the commands of an earlier gateway, whose output nobody gets any more."""

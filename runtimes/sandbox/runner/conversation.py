@@ -122,18 +122,16 @@ class Exchange:
 
 
 class FileDownload(Exchange):
-    """`runtimes.sandbox.command.FileStream` from a runner, which sends no further ahead than the reader has room for.
+    """`runtimes.sandbox.command.FileStream` from a runner, which sends no further ahead than its reader has room."""
 
-    A runner of an earlier version sends all at once, and no size.
-    """
-
-    def __init__(self, carrier: Carrier, limit_bytes: int, patience_s: float) -> None:
+    def __init__(self, carrier: Carrier, patience_s: float) -> None:
         super().__init__()
         self.number = 0
-        self.size_bytes: int | None = None
+        #: Known once it has begun.
+        self.size_bytes = 0
         self._carrier = carrier
         self._patience_s = patience_s
-        self._room = limit_bytes
+        self._room = 0
         self._unread: deque[bytes] = deque()
         self._arrived = asyncio.Event()
 
@@ -164,7 +162,7 @@ class FileDownload(Exchange):
             while self._unread:
                 data = self._unread.popleft()
                 yield data
-                if self.size_bytes is not None and not self.end.done():
+                if not self.end.done():
                     self._room += len(data)
                     await self._carrier.send(wire.encode(wire.STDIN, self.number, str(len(data)).encode()))
             if self.end.done():

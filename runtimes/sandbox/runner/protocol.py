@@ -75,8 +75,6 @@ class RunnerReady(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a greeting; its fields bear the names of protocol 1."""
 
     protocol: int = 0
-    #: What it can do beyond the first runners.
-    can: frozenset[str] = frozenset()
     #: Whether the runner knew the token already (it is no new one).
     known: bool = False
     #: Commands of an earlier gateway that can be claimed.

@@ -46,8 +46,6 @@ else:
         import socket
 
 PROTOCOL = 1
-#: What a runner of today can do beyond the first ones, which sandboxes of an earlier gateway still have.
-CAN = ("merge", "python", "file_user", "session", "hide")
 #: What the name begins with by which a command finds a variable that is hidden from what starts it.
 HIDDEN = "TANGRAM_HIDDEN_"
 HEADER = struct.Struct("!IBI")
@@ -453,9 +451,8 @@ class Files:
         except BaseException:
             os.close(fd)
             raise
-        if "window" in request:
-            self.send(SIZE, number, str(info.st_size).encode())
-        self.downloads[number] = Download(fd, path, info.st_size, request.get("window", info.st_size))
+        self.send(SIZE, number, str(info.st_size).encode())
+        self.downloads[number] = Download(fd, path, info.st_size, request["window"])
 
     @property
     def sending(self) -> bool:
@@ -1940,7 +1937,6 @@ class Runner:
         held = {job.claim: [job.ran_s, job.ended_s is None] for job in self.jobs.claimable()}
         ready = {
             "protocol": PROTOCOL,
-            "can": CAN,
             "known": known,
             "pid": os.getpid(),
             "held": held,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
-from manager.errors import ActionFailed, TooLarge, Unsupported
+from manager.errors import ActionFailed, TooLarge
 from runtimes.sandbox.command import (
     Command,
     CommandResult,
@@ -53,6 +53,9 @@ ANSWER_S = 30.0
 class StreamClient(asyncio.BufferedProtocol):
     """Requests to a runner, each with its own number; every one of them ends, if only with the connection."""
 
+    #: A runner hides variables (`Command.hide`).
+    hides = True
+
     def __init__(self, first: int | None = None) -> None:
         self._decoder = wire.FrameDecoder()
         self._buffer = memoryview(bytearray(wire.CHUNK_BYTES))
@@ -72,11 +75,6 @@ class StreamClient(asyncio.BufferedProtocol):
         self.resumable: dict[str, ResumableCommand] = {}
         #: Whether the runner broke the protocol.
         self.distrusted = False
-
-    @property
-    def abilities(self) -> frozenset[str]:
-        """What its runner can do beyond the first runners."""
-        return self.greeted.can
 
     @property
     def started(self) -> frozenset[str] | None:
@@ -111,9 +109,6 @@ class StreamClient(asyncio.BufferedProtocol):
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         """Execute to the end, or claim it if it is resumable. Cancelling kills its processes before it lets go."""
-        self._require("merge", needed=command.merge)
-        self._require("hide", needed=command.hide)
-        self._require("session", needed=command.session)
         session = command.session
         exchange = CommandExchange(self, command, on_output) if session is None else SessionExchange(self, session)
         claimed = self.resumable.pop(command.claim, None) is not None
@@ -142,7 +137,6 @@ class StreamClient(asyncio.BufferedProtocol):
 
     async def spawn(self, command: Command) -> SandboxProcess:
         """Start a long-lived process; its input and output flow under back-pressure."""
-        self._require("python", needed=command.python)
         process = SandboxProcess(self)
         request = run_request(command, marker=secrets.token_hex(8), interactive=True)
         process.number = self._begin(wire.RUN, request, process)
@@ -160,8 +154,7 @@ class StreamClient(asyncio.BufferedProtocol):
 
     async def open_file(self, path: str, *, limit_bytes: int, user: str = "") -> FileStream:
         """Raises NotFound, TooLarge, InvalidInput."""
-        self._require("file_user", needed=user)
-        download = FileDownload(self, limit_bytes, ANSWER_S)
+        download = FileDownload(self, ANSWER_S)
         request = {"path": path, "limit": limit_bytes, "window": WINDOW_BYTES, "user": user}
         download.number = self._begin(wire.READ, request, download)
         try:
@@ -178,9 +171,6 @@ class StreamClient(asyncio.BufferedProtocol):
         self, path: str, content: FileContent, *, mode: int | None, locked: bool = False, user: str = ""
     ) -> bool:
         """Raises NotFound, TooLarge, InvalidInput, and what the content raises: then nothing of it stays."""
-        self._require("file_user", needed=user)
-        if mode is None and "file_user" not in self.greeted.can:
-            mode = 0o644
         answer = RunnerAnswer()
         number = self._begin(wire.WRITE, {"path": path, "mode": mode, "locked": locked, "user": user}, answer)
         try:
@@ -196,14 +186,7 @@ class StreamClient(asyncio.BufferedProtocol):
 
     async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
         """Raises NotFound, InvalidInput."""
-        self._require("file_user", needed=user)
         return (await self._ask(wire.LIST, {"path": path, "user": user}, RunnerAnswer())).files(path)
-
-    def _require(self, ability: str, *, needed: object) -> None:
-        """Raise Unsupported if something is needed that the runner of a sandbox of an earlier gateway cannot do."""
-        if needed and ability not in self.greeted.can:
-            told = f"the sandbox was made by an earlier gateway and cannot do this yet ({ability}): begin another"
-            raise Unsupported(told, component="sandbox")
 
     def keep(self, claims: str, *, detached: bool) -> None:
         """Say whether commands whose claims begin so are kept for the next gateway; there is no answer."""
