@@ -45,7 +45,7 @@ class SandboxRecord:
     #: False while it is being made: then ``pid`` is what was started, and the next gateway removes it.
     ready: bool = True
     #: The kind of provider that made it (``container``, ``process``, ``plain``), and no other may take it over.
-    provider: str = ""
+    provider: str
     #: Where its own files lie on the host, if it has no root directory of its own.
     base: str = ""
     #: How its runner is spoken to (`runtimes.sandbox.docker.installer`).
@@ -53,7 +53,7 @@ class SandboxRecord:
 
     @property
     def in_container(self) -> bool:
-        return self.provider == "container" if self.provider else self.pid == 0  # written before there was a provider
+        return self.provider == "container"
 
     def write(self, directory: Path) -> None:
         """Write it so that it survives a crash of the gateway; only the owner can read it, for the token's sake."""

@@ -22,7 +22,6 @@ from runtimes.sandbox.snapshots.record import SNAPSHOTS
 RUN_DIRECTORY = re.compile(rf"^(/.*)/{SANDBOXES}/([^/]+)/run$")
 RUNNER_FILE = "runner.py"
 GROUP = "tangram-"
-EARLIER = "an earlier version made it: nobody knows whether its gateway lives"
 #: Times that the processes of a sandbox are killed until none is left.
 KILLS_MAX = 200
 #: An empty control group younger than this may be about to be entered.

@@ -104,7 +104,10 @@ class ContainerNetworks:
             await self._guard.enforce(egress, pid)
 
     async def require(self, found: Found, record: SandboxRecord, *, here: bool) -> None:
-        """Raise `lost` if a container's network lets it reach more than one made now: an older gateway's."""
+        """Raise `lost` if a container's network is not the one that its spec asks for.
+
+        One that was restarted from outside has a new network namespace, without rules.
+        """
         spec, task = record.spec, record.labels.get(TASK, record.name)
         if spec.network is Network.EGRESS and self._guards(here) and not await self._guard.holds(found.pid):
             raise lost("its network namespace has no rules")

@@ -13,7 +13,7 @@ import docker.errors
 from manager.errors import CodedError
 from runtimes.sandbox.docker.client import AWAY, EngineConnection
 from runtimes.sandbox.record import SANDBOXES
-from runtimes.sandbox.remains import EARLIER, Remnant, verdict
+from runtimes.sandbox.remains import Remnant, verdict
 from runtimes.sandbox.snapshots.record import LABEL, SNAPSHOTS
 
 #: Labels of all that is ours: the gateway, its sandbox, its state directory, and whose file system that is on.
@@ -60,10 +60,8 @@ class EngineRemains:
         if labels.get(MACHINE) == machine_id():
             self.state_dirs.add(state_dir)
             held, why = verdict(state_dir)
-        elif state_dir:
-            held, why = True, "its gateway is on another machine, or in a container: nobody here knows whether it lives"
         else:
-            held, why = True, EARLIER
+            held, why = True, "its gateway is on another machine, or in a container: nobody here knows whether it lives"
         return Remnant(kind=kind, name=name, state_dir=state_dir, held=held, why=why)
 
     def remove(self, remnant: Remnant) -> None:

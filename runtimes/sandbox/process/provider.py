@@ -38,7 +38,7 @@ from runtimes.sandbox.process.uplink import Uplink, missing_uplink
 from runtimes.sandbox.promises import PROMISES, ProviderInfo, require_user, require_workdir
 from runtimes.sandbox.record import SANDBOXES, SandboxRecord, hold
 from runtimes.sandbox.runner.byte_stream import SocketStream
-from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER, lost
+from runtimes.sandbox.runner.protocol import INSIDE, ISOLATED, RUNNER
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.runner.stream_client import StreamClient
 from runtimes.sandbox.sandbox import Sandbox
@@ -274,7 +274,6 @@ class ProcessProvider:
             if record is not None and record.ready and control.pid != 0 and record.provider == self.kind:
                 try:
                     await control.thaw()
-                    await self._require_network(record)
                     client = await self._connect(directory, record, record.pid)
                 except ActionFailed as failure:
                     logger.warning("not adopted", sandbox=record.name, why=failure.message)
@@ -284,11 +283,6 @@ class ProcessProvider:
                     continue
             await control.remove()
         return adopted
-
-    async def _require_network(self, record: SandboxRecord) -> None:
-        """Raise `lost` for egress without our rules: an older gateway's, on the host's own network."""
-        if record.spec.network is Network.EGRESS and not await self._guard.holds(record.pid):
-            raise lost("its network namespace has no rules")
 
     async def reap(self, living: Collection[str]) -> int:
         with self._gate.watching() as young:

@@ -33,7 +33,7 @@ async def started(python: str, packed: Path, directory: Path) -> AsyncIterator[S
     (directory / "run").mkdir()
     runner = await asyncio.create_subprocess_exec(python, *ISOLATED, str(packed), str(directory / "run"))
     spec = SandboxSpec(workdir=str(directory), user=pwd.getpwuid(os.getuid()).pw_name)
-    record = SandboxRecord(name="one", token="t" * 32, spec=spec, labels={})
+    record = SandboxRecord(name="one", token="t" * 32, spec=spec, labels={}, provider="process")
     try:
         stream = SocketStream(directory / "run", peer_pid=runner.pid)
         client = await StreamClient.open(stream, record.greeting(own_cgroup=False, root=True), within_s=START_S)
