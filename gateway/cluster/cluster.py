@@ -38,7 +38,6 @@ from manager.executor import Executor
 from manager.function import FunctionSpec
 from runtimes.fleet import FleetExecutor
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
-from runtimes.node.fitness.messages import FITNESS
 from runtimes.node.fitness.remote import told
 from runtimes.node.handlers.archive import HandlerArchives
 from runtimes.node.link import NodeLink
@@ -275,13 +274,10 @@ class Cluster(ClusterState):
             beat_s=beat_s,
             silent_s=silent_s,
             fence=fence,
-            hears=(FITNESS,),
         )
         link.send(welcome)
         within_s, largest_bytes = config.times.lost_after_s, config.link.frame_max_bytes
         inventory = await link.receive(Inventory, within_s, frame_max_bytes=largest_bytes)
-        machine.remote.serves(hello.serves)
-        machine.remote.snapshots.serves(hello.able)
         machine.remote.attach(link, inventory, recovering=name in self._awaited)
         serving = asyncio.create_task(machine.remote.serve(link))
         reconciling = asyncio.create_task(self._reconcile(machine, hello, inventory))

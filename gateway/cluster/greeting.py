@@ -23,8 +23,6 @@ def described(hello: NodeHello) -> NodeSpec:
         raise _refused(spec, f"it has 0 to {DEVICES_MAX} devices, not {spec.devices}")
     if min(spec.memory_bytes, spec.device_bytes) < 0:
         raise _refused(spec, "its memory, and that of its devices, is not negative")
-    if "model" not in hello.serves:  # it has them, and runs nothing on them
-        spec = replace(spec, devices=0, device_bytes=0, device_kind="")
     return spec
 
 

@@ -262,7 +262,7 @@ class NodeSnapshots:
     def _drop(self, node: str, id: str) -> asyncio.Future[bool] | None:
         """Have a node remove one; an absent one does when it is back, as it is on no record."""
         remote = self.member(node)
-        if remote is None or not remote.attached or not remote.snapshots.served:
+        if remote is None or not remote.attached:
             return None
         return remote.snapshots.drop(id)
 

@@ -7,7 +7,7 @@ spools, and a gateway that comes back asks for what it has not heard.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,13 +26,13 @@ from runtimes.node import wire
 from runtimes.node.attempt import NodeAttempt, SettledAttempts, is_session, spool_name
 from runtimes.node.errors import as_failure, error_of, failed, mislaid, oversized
 from runtimes.node.files.served import ServedTransfers
-from runtimes.node.fitness.messages import FITNESS, FitnessChanged
+from runtimes.node.fitness.messages import FitnessChanged
 from runtimes.node.fitness.served import FitnessSettings, NodeFitness
 from runtimes.node.handlers.store import HandlerStore, HandlerStoreSettings
 from runtimes.node.journal import AttemptJournal, JournalSettings, epoch
 from runtimes.node.link import NodeLink
 from runtimes.node.message import Message
-from runtimes.node.requests import SERVED, DefinedFunctions, NodeRequests, NodeWork, unserved
+from runtimes.node.requests import DefinedFunctions, NodeRequests, NodeWork
 from runtimes.node.sessions.served import ServedSessions
 from runtimes.node.spool import Spool
 from runtimes.node.telling import Telling, TellingSettings
@@ -66,7 +66,6 @@ class Agent:
         settings: AgentSettings | None = None,
         *,
         clock: Clock | None = None,
-        served: Collection[str] = SERVED,
     ) -> None:
         self.settings = settings or AgentSettings()
         spools = directory / SPOOLS
@@ -79,8 +78,6 @@ class Agent:
         self._work = work
         self._clock = clock or MonotonicClock()
         self._loop = asyncio.get_running_loop()
-        #: The kinds of functions that it executes.
-        self.served = frozenset(served)
         self._attempts: dict[str, NodeAttempt] = {}
         #: Ends that were told, and are written down in the same turn of the loop.
         self._ends: list[wire.AttemptEnd] = []
@@ -88,9 +85,7 @@ class Agent:
         self._link: NodeLink | None = None
         self._handlers = HandlerStore(directory / HANDLERS, self.settings.handlers, work.handlers_in_use)
         self._functions = DefinedFunctions(self.settings.functions_max, self._handlers)
-        self._requests = NodeRequests(work, self.served, self._functions, self.say, self._handlers)
-        #: What it knows to do beside executing functions.
-        self.able = self._requests.able
+        self._requests = NodeRequests(work, self._functions, self.say, self._handlers)
         self._transfers = ServedTransfers(work.sandboxes.files, self._handlers.take)
         self._sessions = ServedSessions(work.sandboxes.sessions, self._session_told)
         self._telling = Telling(self.settings.logs, self._sessions.owes)
@@ -99,6 +94,7 @@ class Agent:
         #: Called when the gateway asks the node to drain, with why.
         self.on_drain: Callable[[str], None] = lambda why: None
         work.sandboxes.on_change = self._tell_sandbox
+        self.fitness.on_change = self.say
         if work.models is not None:
             work.models.on_change = self.say
 
@@ -191,15 +187,10 @@ class Agent:
             trajectories=self._work.sandboxes.facts(),
         )
 
-    async def serve(self, link: NodeLink, hears: Collection[str] = ()) -> str:
-        """Say what is here, then do what the gateway asks until the link is gone; return why it is.
-
-        ``hears``: what the gateway understands beyond what every one does.
-        """
+    async def serve(self, link: NodeLink) -> str:
+        """Say what is here, then do what the gateway asks until the link is gone; return why it is."""
         link.send(self.inventory())
-        self.fitness.on_change = self.say if FITNESS in hears else lambda changed: None
-        if FITNESS in hears:
-            link.send(FitnessChanged(self.fitness.why, self.fitness.newcomers))
+        link.send(FitnessChanged(self.fitness.why, self.fitness.newcomers))
         if self._work.models is not None and (models := self._work.models.facts()).services:
             link.send(models)
         self._link = self._telling.link = link
@@ -302,8 +293,6 @@ class Agent:
             begun=partial(self._started, attempt),
         )
         try:
-            if function.runtime not in self.served:
-                raise unserved(function, self.served)
             kind = KINDS.get(function.runtime)
             async with nullcontext() if function.handler is None else self._handlers.held(function):
                 if not attempt.begun and (kind is None or not kind.works_in_sandbox):

@@ -223,7 +223,7 @@ class Daemon:
             logger.info("joined", gateway=link.peer, generation=welcome.generation)
             if self._draining:
                 link.send(wire.NodeDraining(self._draining))
-            why = await agent.serve(link, welcome.hears)
+            why = await agent.serve(link)
             logger.info("the link is gone", why=why)
         finally:
             if self._link is link:
@@ -259,8 +259,6 @@ class Daemon:
             isolation=settings.isolation,
             sandboxes=settings.sandboxes,
             draining=bool(self._draining),
-            serves=tuple(sorted(agent.served)),
-            able=agent.able,
             unfit=agent.fitness.why,
             newcomers=agent.fitness.newcomers,
         )

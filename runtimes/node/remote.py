@@ -94,10 +94,6 @@ class RemoteNode:
         """How many executions wait for their end."""
         return len(self._calls)
 
-    def serves(self, kinds: Collection[str]) -> None:
-        """The node has said which kinds of functions it executes."""
-        self._requests.serves = frozenset(kinds)
-
     def attach(self, link: NodeLink, inventory: wire.Inventory, *, recovering: bool = False) -> None:
         """Go on over this link: compare what both sides have, and say what the other has not heard.
 

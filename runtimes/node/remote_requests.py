@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import structlog
 
 from manager.chunk import Chunk
-from manager.errors import ActionFailed, CodedError, Reason
+from manager.errors import ActionFailed, CodedError, Reason, Unsupported
 from manager.function import FunctionSpec
 from runtimes.node import wire
 from runtimes.node.errors import error_of
 from runtimes.node.link import NodeLink
-from runtimes.node.requests import SERVED, unserved
+from runtimes.node.requests import SERVED
 from runtimes.node.wire import COMPONENT
 
 logger = structlog.get_logger("node.remote")
@@ -41,8 +40,6 @@ class RemoteRequests:
         self._node = node
         self._loop = asyncio.get_running_loop()
         self._link: NodeLink | None = None
-        #: The kinds of functions that the node executes, as it says.
-        self.serves: Collection[str] = SERVED
         #: Functions of this link, the youngest last; and how functions travel, by identity (never changed in place).
         self._defined: dict[str, None] = {}
         self._digests: dict[int, tuple[FunctionSpec, str, bytes]] = {}
@@ -80,9 +77,10 @@ class RemoteRequests:
     # --- functions
 
     def check(self, function: FunctionSpec) -> None:
-        """Raise Unsupported for a function of a kind that the node does not execute."""
-        if function.runtime not in self.serves:
-            raise unserved(function, self.serves)
+        """Raise Unsupported for a function of a kind that nodes do not execute."""
+        if function.runtime not in SERVED:
+            told = f"function {function.name!r}: {function.runtime} functions run on the gateway's own machine alone"
+            raise Unsupported(told, component=COMPONENT)
 
     def digest(self, function: FunctionSpec) -> str:
         """Return the name under which a function travels; raises Unsupported for one of a kind that cannot."""

@@ -21,7 +21,6 @@ from runtimes.node.handlers.store import HandlerStore
 from runtimes.node.message import Message
 from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import NodeSandboxes
-from runtimes.node.snapshots.messages import ABILITY
 from runtimes.node.snapshots.served import ServedSnapshots
 from runtimes.node.wire import COMPONENT
 
@@ -106,24 +105,17 @@ class NodeRequests:
     def __init__(
         self,
         work: NodeWork,
-        served: Collection[str],
         functions: DefinedFunctions,
         say: Callable[[Message], None],
         handlers: HandlerStore,
     ) -> None:
         self._work = work
-        self._served = served
         self._functions = functions
         self._say = say
         self._handlers = handlers
         self._under_way: dict[int, asyncio.Task[None]] = {}
         if work.snapshots is not None:
             work.snapshots.on_change = say
-
-    @property
-    def able(self) -> tuple[str, ...]:
-        """Return what a gateway may ask beyond what every node answers."""
-        return () if self._work.snapshots is None else (ABILITY,)
 
     def detach(self) -> None:
         """There is no link."""
@@ -167,7 +159,7 @@ class NodeRequests:
             of_snapshots = {"snapshot": self._snapshot, "snapshots": self._snapshots, "drop_snapshot": self._drop}
             verbs = {**verbs, **of_snapshots}
         if asked.verb not in verbs:
-            raise Unsupported(f"this node knows no request {asked.verb!r}; upgrade it", component=COMPONENT)
+            raise Unsupported(f"this node knows no request {asked.verb!r}", component=COMPONENT)
         return await verbs[asked.verb](asked)
 
     async def _open(self, asked: wire.NodeRequest) -> bool:
@@ -182,8 +174,6 @@ class NodeRequests:
 
     async def _prepare(self, asked: wire.NodeRequest) -> bool:
         function = self._function(asked)
-        if function.runtime not in self._served:
-            raise unserved(function, self._served)
         if self._work.models is not None:
             self._work.models.check(function)
         async with self._handlers.held(function):
@@ -225,14 +215,3 @@ class NodeRequests:
     async def _choose(self, asked: wire.NodeRequest) -> bool:
         self._work.sandboxes.choose(asked.name, msgspec.json.decode(asked.body, type=SandboxSpec))
         return True
-
-
-def unserved(function: FunctionSpec, served: Collection[str]) -> Unsupported:
-    """Return why a node that has joined and executes the kinds ``served`` does not execute a function."""
-    newer = function.runtime in SERVED
-    remedy = "its daemon is older than the gateway: upgrade it" if newer else "the gateway's own machine executes it"
-    return Unsupported(
-        f"function {function.name!r}: {function.runtime} functions do not run on this node, only "
-        f"{' and '.join(sorted(served))} functions do; {remedy}",
-        component=COMPONENT,
-    )

@@ -74,10 +74,6 @@ class NodeHello(Message, kw_only=True):
     sandboxes: str
     #: Whether it takes no new work.
     draining: bool = False
-    #: The kinds of functions that it executes. Daemons of before it was said know these two.
-    serves: tuple[str, ...] = ("exec", "pytest")
-    #: What else it knows to do, beyond what the first daemons did.
-    able: tuple[str, ...] = ()
     #: Why nothing can begin there now; empty if anything can.
     unfit: str = ""
     #: Why no sandbox can be made there, though what lives there goes on; empty if one can.
@@ -96,8 +92,6 @@ class NodeWelcome(Message, kw_only=True):
     silent_s: float
     #: Whether the node was given up: it ends and removes all that it has before it says what that is.
     fence: bool = False
-    #: What else it understands, beyond what the first gateways did: a node says nothing that would end its link.
-    hears: tuple[str, ...] = ()
 
 
 class NodeRefused(Message, kw_only=True):

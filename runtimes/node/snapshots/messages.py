@@ -1,4 +1,8 @@
-"""What travels of the snapshots that a node keeps; their files stay there."""
+"""What travels of the snapshots that a node keeps; their files stay there.
+
+Its requests: ``snapshot`` takes one, ``snapshots`` has all told that there are, now and whenever that changes on this
+link, and ``drop_snapshot`` removes one as soon as nothing needs it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,6 @@ import msgspec
 
 from runtimes.node.message import Message
 from runtimes.sandbox.snapshots.record import SnapshotRecord
-
-#: What a node says of itself if it knows these requests: ``snapshot`` takes one, ``snapshots`` has all told that there
-#: are, now and whenever that changes on this link, and ``drop_snapshot`` removes one as soon as nothing needs it.
-ABILITY = "snapshots"
 
 
 class SnapshotsKept(Message):

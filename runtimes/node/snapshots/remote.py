@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
-from manager.errors import Conflict, Unsupported
+from manager.errors import Conflict
 from runtimes.node import wire
 from runtimes.node.message import Message
 from runtimes.node.remote_requests import RemoteRequests
-from runtimes.node.snapshots.messages import ABILITY, SnapshotOrder, SnapshotsKept
+from runtimes.node.snapshots.messages import SnapshotOrder, SnapshotsKept
 from runtimes.node.wire import COMPONENT
 from runtimes.sandbox.snapshots.record import SnapshotRecord
 
@@ -26,31 +26,21 @@ class RemoteSnapshots:
         self._node = node
         self._requests = requests
         self._known: Mapping[str, SnapshotRecord] = {}
-        #: Whether the daemon that has joined knows of snapshots.
-        self.served = False
         #: Called with all of them, by id, whenever the node has said which they are.
         self.on_change: Callable[[Mapping[str, SnapshotRecord]], None] = lambda known: None
-
-    def serves(self, abilities: Collection[str]) -> None:
-        """The node has said what it is able to do."""
-        self.served = ABILITY in abilities
 
     async def compare(self) -> None:
         """Have the node say which snapshots it keeps, and whenever that changes on this link.
 
-        Raises ActionFailed(node_lost) if it is given up. A node that knows of none is not asked.
+        Raises ActionFailed(node_lost) if it is given up.
         """
-        if self.served:
-            await self._requests.answered("snapshots", "")
+        await self._requests.answered("snapshots", "")
 
     async def order(self, trajectory: str, id: str, spared: Collection[str]) -> SnapshotRecord:
         """Have a snapshot taken of a trajectory that lives there, in spite of cuts.
 
-        Raises Unsupported if its daemon knows of none, ActionFailed(node_lost), and what the node says.
+        Raises ActionFailed(node_lost), and what the node says.
         """
-        if not self.served:
-            told = f"node {self._node}: its daemon is older than snapshots on nodes; upgrade it"
-            raise Unsupported(told, component=COMPONENT)
         body = msgspec.json.encode(SnapshotOrder(id, tuple(spared)))
         await self._requests.answered("snapshot", trajectory, body=body)
         record = self._known.get(id)

@@ -46,7 +46,7 @@ class ServedSnapshots:
         self._changed()
 
     def detach(self) -> None:
-        """There is no link; that of the next gateway may not know of snapshots."""
+        """There is no link: the next gateway asks anew."""
         self._asked = False
 
     def _changed(self) -> None:

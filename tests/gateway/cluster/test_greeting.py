@@ -16,9 +16,9 @@ from runtimes.node.wire import NodeHello
 from tests.runtimes.node.session import hello
 
 
-def greeting(serves: tuple[str, ...] = ("exec", "model"), **fields: Any) -> NodeHello:
+def greeting(**fields: Any) -> NodeHello:
     spec = NodeSpec(name="it says so", numa=((0, 2), (1, 3)), memory_bytes=4, devices=2, device_bytes=8)
-    return msgspec.structs.replace(hello(), spec=replace(spec, **fields), labels={"pool": "a"}, serves=serves)
+    return msgspec.structs.replace(hello(), spec=replace(spec, **fields), labels={"pool": "a"})
 
 
 def test_a_node_has_the_name_and_labels_that_it_greets_with() -> None:
@@ -46,19 +46,14 @@ def test_a_machine_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
         described(greeting(**fields))
 
 
-def test_devices_count_only_where_models_are_served() -> None:
-    spec = described(greeting(serves=("exec", "pytest", "handler")))
-    assert (spec.devices, spec.device_bytes, spec.cores) == (0, 0, 4)
-
-
 @pytest.mark.parametrize(
     ("before", "awaited", "changed"),
     [
         ({}, False, False),
         ({"devices": 1}, False, True),
         ({"device_bytes": 7}, False, True),
-        ({"devices": 0, "device_bytes": 0}, False, False),  # an upgraded daemon
-        ({"devices": 0, "device_bytes": 0}, True, False),  # an upgraded gateway
+        ({"devices": 0, "device_bytes": 0}, False, False),
+        ({"devices": 0, "device_bytes": 0}, True, False),
         ({"devices": 1}, True, False),
         ({"memory_bytes": 5}, True, True),
         ({"numa": ((0, 1), (2, 3))}, True, True),

@@ -10,10 +10,10 @@ import pytest
 
 from gateway.cluster.snapshots import NodeSnapshots
 from gateway.store.store import Store, StoreSpec
-from manager.errors import CapacityExceeded, Conflict, NotFound, SnapshotLost, Unsupported
+from manager.errors import CapacityExceeded, Conflict, NotFound, SnapshotLost
 from manager.function import Network, SandboxSpec
 from runtimes.node.remote import RemoteNode
-from runtimes.node.snapshots.messages import ABILITY, SnapshotsKept
+from runtimes.node.snapshots.messages import SnapshotsKept
 from runtimes.node.snapshots.remote import RemoteSnapshots
 from runtimes.node.wire import ChannelError
 from runtimes.sandbox.snapshots.record import NodeSnapshotSettings, SnapshotRecord
@@ -150,18 +150,10 @@ async def test_a_lost_one_is_forgotten_when_it_is_old(store: Store) -> None:
     assert [each.record.id for each in snapshots.all()] == [FIRST]
 
 
-async def test_no_snapshot_is_asked_of_a_node_that_is_not_reached_or_knows_of_none(store: Store) -> None:
+async def test_no_snapshot_is_asked_of_a_node_that_is_not_reached(store: Store) -> None:
     snapshots, node = await on_record(store)
     with pytest.raises(CapacityExceeded, match="not reached"):
         await snapshots.take(node, "t")
-    with pytest.raises(Unsupported, match="n1: its daemon is older"):
-        await node.snapshots.order("t", FIRST, ())
-    async with asyncio.timeout(10):  # nobody would answer
-        await node.snapshots.compare()
-    node.snapshots.serves(("other",))
-    assert not node.snapshots.served
-    node.snapshots.serves((ABILITY,))
-    assert node.snapshots.served
 
 
 async def test_a_node_that_says_nonsense_is_cut(store: Store) -> None:

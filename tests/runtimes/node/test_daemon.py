@@ -266,7 +266,9 @@ async def test_a_drain_waits_for_what_runs_and_says_goodbye_with_nothing_left(
         end = asyncio.create_task(execute(door.node))
         await machine.runs("a.1/")
         door.node.drain("maintenance")
-        await door.changed.wait()
+        while not door.drains:
+            door.changed.clear()
+            await door.changed.wait()
         daemon.drain("SIGTERM")  # as its machine's shutdown has it, which ends nothing sooner
         await asyncio.sleep(0)
         assert not running.done()

@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused(data: bytes) -> None:
         list(wire.FrameReader(2**20).feed(data))
 
 
-def test_an_older_node_that_does_not_say_what_it_executes_executes_commands_and_suites() -> None:
+def test_fields_that_are_not_known_are_passed_over_and_those_with_defaults_may_be_missing() -> None:
     spec = NodeSpec(name="n1", numa=((0,),), memory_bytes=1)
     hello = wire.NodeHello(
         protocol=1,
@@ -127,13 +127,13 @@ def test_an_older_node_that_does_not_say_what_it_executes_executes_commands_and_
         labels={},
         isolation="",
         sandboxes="plain",
-        serves=("handler",),
+        unfit="full",
     )
     told = wire.encode(hello)
     size_bytes, kind = wire.HEADER.unpack_from(told)
     fields = msgspec.msgpack.decode(told[wire.HEADER.size :])
-    older = msgspec.msgpack.encode(fields[: fields.index(["handler"])])
-    newer = msgspec.msgpack.encode([*fields, "what a later version says"])
+    fewer = msgspec.msgpack.encode(fields[: fields.index("full")])
+    more = msgspec.msgpack.encode([*fields, "what a later version says"])
     assert size_bytes == len(told) - wire.HEADER.size
-    assert wire.decode(kind, older) == msgspec.structs.replace(hello, serves=("exec", "pytest"))
-    assert wire.decode(kind, newer) == hello
+    assert wire.decode(kind, fewer) == msgspec.structs.replace(hello, unfit="")
+    assert wire.decode(kind, more) == hello

@@ -11,7 +11,7 @@ import pytest
 
 from runtimes.node import wire
 from runtimes.node.agent import Agent, AgentSettings
-from runtimes.node.fitness.messages import FITNESS, FitnessChanged
+from runtimes.node.fitness.messages import FitnessChanged
 from runtimes.node.fitness.served import FitnessSettings, NodeFitness
 from tests.runtimes.node.machine import Machine, MachineWork
 from tests.runtimes.node.memory_stream import pair
@@ -65,39 +65,23 @@ def test_a_refusal_that_is_over_already_closes_nothing(tmp_path: Path) -> None:
     assert fitness.why == ""
 
 
-async def test_only_a_gateway_that_hears_of_it_is_told_at_the_join_and_whenever_it_turns(disk: Path) -> None:
+async def test_the_gateway_is_told_at_the_join_and_whenever_it_turns(disk: Path) -> None:
     settings = AgentSettings(fitness=FitnessSettings(free_min_bytes=2 * 2**20, look_s=0.001))
     agent = Agent(disk, MachineWork.on(Machine()), settings)
     await agent.start()
     try:
-        for hears in ((), (FITNESS,)):
-            kinds: list[int] = []
-            turned = asyncio.Event()
-
-            def arrives(kind: int, kinds: list[int] = kinds, turned: asyncio.Event = turned) -> bool:
-                kinds.append(kind)
-                turned.set()
-                return True
-
-            near, far = pair(arrives)
-            serving = asyncio.create_task(agent.serve(far, hears))
-            async with asyncio.timeout(STUCK_S):
-                await near.receive(wire.Inventory, STUCK_S)
-                if hears:
-                    assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("")
-                filler = disk / "filler"
-                filler.write_bytes(bytes(SIZE - 2**20))
-                if hears:
-                    assert "server.free_min" in (await near.receive(FitnessChanged, STUCK_S)).why
-                    filler.unlink()
-                    assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("")
-                else:
-                    await _unfit(agent)
-                    filler.unlink()
-                    await _fit(agent)
-                    assert len(kinds) == 1, "an older gateway would cut the link"
-            near.close("done")
-            await serving
+        near, far = pair()
+        serving = asyncio.create_task(agent.serve(far))
+        async with asyncio.timeout(STUCK_S):
+            await near.receive(wire.Inventory, STUCK_S)
+            assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("", "")
+            filler = disk / "filler"
+            filler.write_bytes(bytes(SIZE - 2**20))
+            assert "server.free_min" in (await near.receive(FitnessChanged, STUCK_S)).why
+            filler.unlink()
+            assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("", "")
+        near.close("done")
+        await serving
     finally:
         await agent.close()
 
@@ -138,13 +122,3 @@ async def test_an_engine_that_hangs_holds_up_no_look_at_the_disk(disk: Path) -> 
         assert "server.free_min" in (await told.get()).why
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
-
-
-async def _unfit(agent: Agent) -> None:
-    while not agent.fitness.why:  # noqa: ASYNC110  # the looks themselves are awaited
-        await asyncio.sleep(0)
-
-
-async def _fit(agent: Agent) -> None:
-    while agent.fitness.why:  # noqa: ASYNC110  # the looks themselves are awaited
-        await asyncio.sleep(0)

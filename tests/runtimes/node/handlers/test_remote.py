@@ -113,13 +113,13 @@ async def test_a_running_handler_outlives_a_cut_and_its_files_are_kept_for_it(
     assert session.machine.begun == {"a.1/": 1}
 
 
-async def test_an_older_node_is_told_nothing_of_handlers_and_refused_by_name(
+async def test_a_kind_that_nodes_do_not_execute_is_refused_by_name_and_nothing_is_sent(
     session: Session, judge: FunctionSpec
 ) -> None:
-    session.node.serves(("exec", "pytest"))
-    with pytest.raises(Unsupported, match=r"'judge'.*exec and pytest.*upgrade"):
-        await session.node.prepare(judge)
-    refused, kept = session.start("a", judge), session.start("b")
+    asked = replace(judge, name="search", runtime="api")
+    with pytest.raises(Unsupported, match=r"'search': api functions run on the gateway's own machine"):
+        await session.node.prepare(asked)
+    refused, kept = session.start("a", asked), session.start("b")
     await session.play(lambda: settled(session))
     assert (refused.ends[0].state, kept.ends[0].state) == (State.FAILED, State.SUCCEEDED)
     assert session.kinds[wire.DefineFunction] == 1, "that of the command"
