@@ -35,10 +35,6 @@ class Shape:
     #: The counts once more, as integers to answer with.
     units: tuple[int, ...]
 
-    def index_of(self, units: int) -> int:
-        """Position of the largest admissible count not above ``units``; -1 where there is none."""
-        return int(self.counts.searchsorted(units, side="right")) - 1
-
 
 @lru_cache(maxsize=8192)
 def shape_of(unit_set: UnitSet, elasticity: Elasticity | None) -> Shape:

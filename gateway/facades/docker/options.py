@@ -143,11 +143,6 @@ def image_names(asked: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def reads_as_idle(argv: tuple[str, ...]) -> bool:
-    """Return whether a main command only keeps its container alive."""
-    return _idle_s(argv, attached=False) is not None
-
-
 _KNOWN = frozenset(
     {"Image", "Cmd", "Entrypoint", "Env", "WorkingDir", "User", "Labels", "Tty", "OpenStdin", "AttachStdin",
      "AttachStdout", "AttachStderr", "HostConfig", "NetworkingConfig"}

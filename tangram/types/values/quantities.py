@@ -38,7 +38,6 @@ _DIGITS = "a number has at most {} digits before the point and 6 behind it"
 _SIZE_PART = re.compile(r"([\d.]+)(\w+)", re.ASCII)
 _NAME = re.compile(NAME_PATTERN, re.ASCII)
 _KEY = re.compile(KEY_PATTERN, re.ASCII)
-_IMAGE = re.compile(IMAGE_PATTERN, re.ASCII)
 
 
 def duration_s(text: object) -> float:
@@ -72,11 +71,6 @@ def size_bytes(text: object) -> int:
 def is_name(text: str) -> bool:
     """Return whether it may name a function, a task, a trajectory or an invocation."""
     return _NAME.fullmatch(text) is not None
-
-
-def is_image(text: str) -> bool:
-    """Return whether it may name a container image."""
-    return _IMAGE.fullmatch(text) is not None
 
 
 def is_key(text: str) -> bool:
