@@ -33,7 +33,7 @@ class NodeSpec:
     #: Model devices: their number (six make a chunk of four and one of two) and the bytes of each.
     devices: int = 0
     device_bytes: int = 0
-    #: What they are; empty where that is not known (a daemon of before).
+    #: What they are; empty without any.
     device_kind: Literal["", "cpu", "cuda"] = ""
     #: What functions may choose it by.
     labels: Mapping[str, str] = field(default_factory=dict)

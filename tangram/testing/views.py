@@ -15,7 +15,11 @@ from tangram.types import (
     SandboxesInfo,
     StepInfo,
     TrajectoryInfo,
+    WaitCause,
 )
+
+#: What a submitted invocation waits for.
+WAITS_FOR = "somebody who waits for it"
 
 
 def function_info(name: str) -> FunctionInfo:
@@ -90,7 +94,8 @@ def waiting_entry(record: Invocation) -> QueueEntry:
         trajectory=record.trajectory,
         age_s=0.0,
         cost={"cpu": (1, 1)},
-        waits_for="somebody who waits for it",
+        waits_for=WAITS_FOR,
+        cause=WaitCause(kind="units", text=WAITS_FOR),
     )
 
 

@@ -51,7 +51,7 @@ class QueueEntry(Struct, frozen=True, kw_only=True):
     age_s: Annotated[float, Meta(description="Seconds since it was submitted")]
     cost: Annotated[Mapping[str, tuple[int, int]], Meta(description="Least and most units by resource kind")]
     waits_for: Annotated[str, Meta(description="What it waits for, in plain words")]
-    cause: Annotated[WaitCause | None, Meta(description="The same as data; null from an older gateway")] = None
+    cause: Annotated[WaitCause, Meta(description="The same as data")]
     t_ori_s: Annotated[float | None, Meta(description="Expected seconds with one unit; null if nothing is known")] = (
         None
     )

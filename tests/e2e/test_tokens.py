@@ -22,7 +22,7 @@ from tests.faults.world import until
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     directory: Path = tmp_path_factory.mktemp("tokens")
     (directory / "state").mkdir()
-    (directory / "state").chmod(0o755)  # as an earlier version made it
+    (directory / "state").chmod(0o755)  # as it was made by hand
     process = GatewayProcess(directory, document("process", directory / "state"), fresh=True)
     process.start()
     yield process

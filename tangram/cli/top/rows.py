@@ -124,7 +124,7 @@ def _waiting(entry: QueueEntry) -> ListedRow:
     units = ", ".join(
         f"{least if least == most else f'{least}-{most}'} {kind}" for kind, (least, most) in entry.cost.items()
     )
-    why = entry.waits_for if entry.cause is None else entry.cause.text
+    why = entry.cause.text
     id = entry.id.partition(".")[0]
     times = (entry.age_s, entry.age_s, None)
     return _action("w", id, entry.function, entry.task, entry.trajectory, "", units, times, why)
