@@ -31,7 +31,7 @@ class ProviderInfo:
     limits: Mapping[str, bool] = field(default_factory=dict)
     #: In what it is weaker than it could be, each in plain words; told at the start, by ``/readyz`` and as a resource.
     weakenings: tuple[str, ...] = ()
-    #: How what it writes is bounded: ``quota``, ``image`` or ``walk``.
+    #: How what it writes is bounded: ``image`` or ``walk``.
     disk: str = "walk"
 
 

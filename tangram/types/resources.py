@@ -108,8 +108,8 @@ class SandboxesInfo(Struct, frozen=True, kw_only=True):
     limits: Annotated[Mapping[str, bool], Meta(description="Promise -> whether it is kept")]
     weakenings: Annotated[Sequence[str], Meta(description="In what they are weaker than they could be")]
     disk: Annotated[
-        Literal["quota", "image", "walk"],
-        Meta(description="What bounds the disk: the kernel's quota, an image for each, or walks that end a sandbox"),
+        Literal["image", "walk"],
+        Meta(description="What bounds the disk: an image for each, or walks that end a sandbox"),
     ] = "walk"
 
 

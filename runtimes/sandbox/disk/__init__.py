@@ -1,1 +1,1 @@
-"""The disk of a sandbox: how it is bounded, by a quota, an image of its own or a watch."""
+"""The disk of a sandbox: how it is bounded, by an image of its own or a watch."""

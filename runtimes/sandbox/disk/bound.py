@@ -1,9 +1,7 @@
-"""Which bound this machine has for a sandbox's disk: quota, image, or a walk by the watch alone."""
+"""Which bound this machine has for a sandbox's disk: an image, or a walk by the watch alone."""
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
@@ -13,7 +11,6 @@ import structlog
 from manager.errors import Unsupported
 from manager.setting import Setting
 from runtimes.sandbox.disk.image import ImageBound, probe, take_away
-from runtimes.sandbox.disk.quota import QuotaBound, quota_device
 
 logger = structlog.get_logger("sandbox.disk")
 
@@ -25,10 +22,10 @@ class DiskSettings:
     """How what a sandbox writes is bounded."""
 
     by: Annotated[
-        Literal["auto", "quota", "image", "walk"],
+        Literal["auto", "image", "walk"],
         Setting(
-            "by a project quota, by a file system image of its own, or by walks that end a sandbox above it; "
-            "auto takes the first that works here"
+            "by a file system image of its own, or by walks that end a sandbox above it; auto takes images where they "
+            "can be made"
         ),
     ] = "auto"
     images_max: Annotated[int, Setting("file system images, and so loop devices, in use at once", ge=1)] = 1024
@@ -83,18 +80,11 @@ class WalkBound:
         take_away(place)
 
 
-def choose_bound(settings: DiskSettings, place: Path, images: Path) -> DiskBound:
-    """Return the bound for directories below ``place``; images lie in ``images``. Blocks.
+def choose_bound(settings: DiskSettings, images: Path) -> DiskBound:
+    """Return the bound of sandboxes' directories; images lie in ``images``. Blocks.
 
     Raises Unsupported, with the reason, if the one that is asked for by name cannot be had.
     """
-    if settings.by in ("auto", "quota") and os.geteuid() == 0:
-        with suppress(OSError):
-            device = quota_device(place, Path("/proc/self/mountinfo").read_text(encoding="utf-8"))
-            if device:
-                return QuotaBound(device)
-    if settings.by == "quota":
-        raise Unsupported(f"{place} is on no xfs or ext4 that is mounted with prjquota", component=COMPONENT)
     if settings.by in ("auto", "image"):
         reason = probe(images)
         if not reason:

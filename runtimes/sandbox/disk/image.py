@@ -7,6 +7,7 @@ system is made once for each size; the others are copies of its few written bloc
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -19,9 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from manager.errors import CapacityExceeded
-from runtimes.sandbox.disk.kernel import MS_NODEV, MS_NOSUID, mount, unmount
 
 COMPONENT = "sandbox.disk"
+MS_NOSUID, MS_NODEV = 2, 4
+MNT_DETACH = 2
 #: One file for so many bytes of disk, and the fewest for any disk.
 BYTES_PER_FILE, FILES_MIN = 16384, 4096
 BLOCK_BYTES = 4096
@@ -34,6 +36,8 @@ LO_FLAGS_AUTOCLEAR = 4
 LOOP_TRIES = 64
 #: Ends a file system at once: what it has not written yet need not be written any more.
 FS_IOC_SHUTDOWN, SHUTDOWN_WITHOUT_WRITING = 0x8004587D, struct.pack("I", 2)
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def files_max(disk_bytes: int) -> int:
@@ -116,7 +120,7 @@ class ImageBound:
             self._fill(file.fileno(), disk_bytes)
             device, loop = _loop(file.fileno())
             try:
-                mount(device, place, "ext4", MS_NOSUID | MS_NODEV, "noinit_itable,discard")
+                _mount(device, place)
             finally:
                 os.close(loop)
 
@@ -133,10 +137,10 @@ class ImageBound:
 
 
 def take_away(place: Path) -> None:
-    """Take away what is mounted at a place, if anything is."""
+    """Take away what is mounted at a place, if anything is; a file system ends with its last user."""
     if os.path.ismount(place):
         with suppress(OSError):
-            unmount(place)
+            _checked(_libc.umount2(os.fsencode(place), MNT_DETACH), place)
 
 
 def probe(directory: Path) -> str:
@@ -157,6 +161,18 @@ def probe(directory: Path) -> str:
         bound.release(place)
         with suppress(OSError):
             place.rmdir()
+
+
+def _mount(device: str, place: Path) -> None:
+    """Mount an image's device; raises OSError."""
+    flags = ctypes.c_ulong(MS_NOSUID | MS_NODEV)
+    _checked(_libc.mount(device.encode(), os.fsencode(place), b"ext4", flags, b"noinit_itable,discard"), place)
+
+
+def _checked(status: int, place: Path) -> None:
+    if status != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(place))
 
 
 def _make_file_system(fd: int, files: int) -> None:

@@ -1,7 +1,7 @@
 """The walk: what lies below some directories, also where no path reaches, and what was deleted but is still open.
 
 It goes from descriptor to descriptor and never by a path, so that a tree deeper than the longest path hides nothing.
-What only a message under way in a socket holds open is not seen; a quota or an image bounds that too.
+What only a message under way in a socket holds open is not seen; an image bounds that too.
 """
 
 from __future__ import annotations

@@ -114,11 +114,6 @@ class DockerEngine:
         self.seccomp = any("seccomp" in option for option in info.get("SecurityOptions") or ())
         #: Whom the engine takes containers' root for, on its own machine; None if that is root (no userns-remap).
         self.remapped = _remapped(info)
-        filesystem = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or ()}
-        #: Whether a container's own layer can be bounded (overlay2 on xfs with project quotas).
-        self.bounds_disk = filesystem.get("Backing Filesystem") == "xfs"
-        #: Where it keeps containers and images, on its own machine.
-        self.root = Path(str(info.get("DockerRootDir") or "/var/lib/docker"))
         #: What it can run containers with, and what it does if not asked.
         self.runtimes = tuple(sorted(info.get("Runtimes") or ()))
         self.default_runtime = str(info.get("DefaultRuntime") or "runc")
@@ -228,15 +223,7 @@ class DockerEngine:
 
     async def create(self, blueprint: Blueprint) -> str:
         """Make a container (not started); returns its id."""
-        try:
-            made = await self.call(self._create, blueprint)
-        except CodedError as error:
-            if not self.bounds_disk or "storage-opt" not in error.message:
-                raise
-            logger.warning("the engine's xfs is not mounted with pquota: it cannot bound a layer", why=error.message)
-            self.bounds_disk = False
-            made = await self.call(self._create, blueprint)
-        return str(made["Id"])
+        return str((await self.call(self._create, blueprint))["Id"])
 
     def _create(self, blueprint: Blueprint) -> Mapping[str, Any]:
         host = self._api.create_host_config(
@@ -254,7 +241,6 @@ class DockerEngine:
             extra_hosts=dict(blueprint.hosts) or None,
             dns=list(blueprint.dns) or None,
             log_config=docker.types.LogConfig(type="none"),
-            storage_opt={"size": str(blueprint.disk_bytes)} if self.bounds_disk else None,
             ulimits=[
                 docker.types.Ulimit(name="core", soft=0, hard=0),
                 docker.types.Ulimit(name="nofile", soft=4096, hard=4096),

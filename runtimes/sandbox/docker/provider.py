@@ -153,7 +153,7 @@ class ContainerProvider:
                 "root_separate": engine.remapped is not None,
             },
             weakenings=(*unfiltered, *self._networks.weakenings),
-            disk="quota" if engine.bounds_disk else self._bound.name,
+            disk=self._bound.name,
         )
 
     @property
@@ -415,14 +415,12 @@ class ContainerProvider:
         disk_bytes, processes = sandbox.spec.disk_bytes, control.processes
         directory = self._root / sandbox.id
         shared = (directory / "run", directory / HOSTS, *map(Path, found.etc))
-        bounded = self._engine.bounds_disk
-        if found.pid and not isinstance(self._bound, WalkBound):
-            bounded = bounded or is_bounded(Path(f"/proc/{found.pid}/root"), disk_bytes)
-        if bounded and found.pid:
+        imaged = not isinstance(self._bound, WalkBound)
+        if found.pid and imaged and is_bounded(Path(f"/proc/{found.pid}/root"), disk_bytes):
             self._disk.add(sandbox, shared, RUN_BYTES, RUN_FILES, processes)
-        elif not bounded and found.pid and found.layer and os.access(found.layer, os.R_OK):
+        elif found.pid and found.layer and os.access(found.layer, os.R_OK):
             self._disk.add(sandbox, (Path(found.layer), *shared), disk_bytes, files_max(disk_bytes), processes)
-        elif not bounded:
+        else:
             self._disk.add_remote(sandbox, lambda: self._engine.layer_bytes(found.id), disk_bytes)
 
     async def _adopt(self, found: Found, record: SandboxRecord) -> Sandbox:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from manager.errors import ActionFailed, CapacityExceeded
+from manager.errors import ActionFailed, CapacityExceeded, Unsupported
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.disk.bound import DiskSettings
+from runtimes.sandbox.disk.bound import DiskSettings, choose_bound
 from runtimes.sandbox.disk.image import ImageBound, files_max, probe
 from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.process.provider import ProcessProvider
@@ -23,7 +23,7 @@ from tests.runtimes.sandbox.runner.test_takeover import until
 
 MIB = 2**20
 DISK_BYTES = 24 * MIB
-#: Each kind of sandbox, with each bound that can be shown on a machine without quotas.
+#: Each kind of sandbox, with each bound.
 KINDS = [
     "process-image",
     "process-walk",
@@ -212,3 +212,10 @@ async def test_images_have_a_bound_and_a_place_of_theirs_is_free_again(small: Sa
     assert int(inodes.stdout) <= files_max(DISK_BYTES) * 1.1
     await second.close()
     await provider.close()
+
+
+def test_images_that_are_asked_for_by_name_are_never_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(Unsupported, match=r"sandbox\.disk_bound\.by: image cannot be had"):
+        choose_bound(DiskSettings(by="image"), tmp_path)
+    assert choose_bound(DiskSettings(), tmp_path).name == "walk"
