@@ -155,11 +155,11 @@ async def one_command(rig: SandboxRig, report: BenchReport, rounds: int) -> None
     report.check("runner_over_spawn_p50", p50["runner"] / p50["spawn"], limit=1.5, better="lower")
 
 
-async def as_if_remote(rig: SandboxRig, report: BenchReport, rounds: int) -> None:
-    """What an engine on another machine costs, but for the network: attached, its cores and its freezing by request."""
+async def as_if_in_a_container(rig: SandboxRig, report: BenchReport, rounds: int) -> None:
+    """What a gateway in a container pays: attached, its cores and its freezing by request."""
     state_dir = Path(tempfile.mkdtemp(prefix="tangram-bench-"))
     provider = ContainerProvider(
-        DockerEngine.connect(state_dir=state_dir, timeout_s=60, workers=4),
+        DockerEngine.connect(timeout_s=60, workers=4),
         state_dir=state_dir,
         gateway_id="bench",
         gate=CreationGate(1),
@@ -383,7 +383,7 @@ def machine_cpu_s() -> float:
 async def measure(report: BenchReport, *, quick: bool) -> None:
     async with rig() as parts:
         await one_command(parts, report, rounds=100 if quick else 300)
-        await as_if_remote(parts, report, rounds=100 if quick else 300)
+        await as_if_in_a_container(parts, report, rounds=100 if quick else 300)
         await grip(parts, report, rounds=200 if quick else 1000)
         await at_once(parts, report, rounds=10 if quick else 30)
         await warm_claims(parts, report, rounds=5 if quick else 10)

@@ -1,4 +1,4 @@
-"""What the whole tree shares: Docker engines, real inputs where they are given, and tests in random order."""
+"""What the whole tree shares: a Docker engine, real inputs where they are given, and tests in random order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import structlog
 from _pytest.nodeid import NodeId
 
 from bench.inputs import VARIABLE, real_input
-from tests.remote_engine import RemoteEngine
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 BASE_IMAGE = "tangram-base:bookworm"
@@ -148,25 +147,6 @@ def docker() -> str:
                 pytest.fail(f"{script}: {complaint}")
             pytest.skip(f"no Docker engine with a base image: {complaint}")
     return BASE_IMAGE
-
-
-#: For parameters that stand for containers on the remote engine: one process of pytest-xdist has it.
-REMOTE = pytest.param("remote", marks=[pytest.mark.docker, pytest.mark.xdist_group("remote-engine")])
-
-
-@pytest.fixture(scope="session")
-def remote_engine(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    """A second engine, reached over TCP, that shares neither files nor process ids with us; skipped or failed alike."""
-    engine = RemoteEngine(tmp_path_factory.mktemp("remote-engine") / "log")
-    try:
-        engine.start(docker)
-    except (RuntimeError, subprocess.SubprocessError) as error:
-        engine.stop()
-        if os.environ.get("CI") == "true":
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-    yield engine
-    engine.stop()
 
 
 def _run(script: Path, seconds: float) -> str:

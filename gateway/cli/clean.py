@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import click
@@ -61,9 +60,7 @@ def _found(host: str, names: tuple[str, ...]) -> list[tuple[Remains, Remnant]]:
     from runtimes.sandbox.docker.remains import EngineRemains
 
     try:
-        engine = EngineRemains(
-            EngineConnection.open(host, state_dir=Path(tempfile.gettempdir()), timeout_s=60.0, workers=1)
-        )
+        engine = EngineRemains(EngineConnection.open(host, timeout_s=60.0, workers=1))
     except Unsupported as error:
         if host:
             raise

@@ -52,32 +52,23 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DockerSettings:
-    """The Docker engine that makes container sandboxes, on this machine or on another."""
+    """The Docker engine of this machine that makes container sandboxes."""
 
     host: Annotated[
         str,
         Setting(
-            "unix:///path, tcp://host:port or ssh://user@host; by default DOCKER_HOST or the usual socket",
-            pattern=r"^((unix|tcp|ssh)://.+)?$",
-            words="unix:///path, tcp://host:port or ssh://user@host",
+            "unix:///path; by default DOCKER_HOST or the usual socket", pattern=r"^(unix://.+)?$", words="unix:///path"
         ),
     ] = ""
-    transport: Annotated[
-        Literal["auto", "socket", "attach"],
-        Setting(
-            "how sandboxes are spoken to: over a socket in a directory that the engine mounts, or attached "
-            "through the engine; auto takes the socket where the engine is seen to share the state directory"
-        ),
-    ] = "auto"
     copy_limit_bytes: Annotated[
         int,
-        Setting("most bytes of a handler's directory, which is copied to an engine that cannot mount it"),
+        Setting("most bytes of a handler's directory, which is copied where it cannot be mounted"),
     ] = 256 * 2**20
     egress_network: Annotated[
         str,
         Setting(
             "a network of the engine whose own rules say what network: egress reaches, instead of the gateway's; "
-            "needed where those cannot be set, as on an engine elsewhere"
+            "needed where those cannot be set, as by a gateway in a container"
         ),
     ] = ""
     internal_networks: Annotated[int, Setting("most tasks that have an internal network at a time", ge=1)] = 16
@@ -242,15 +233,11 @@ def _containers(settings: ProviderSettings) -> Provider:
     chosen = settings.docker
     engine = DockerEngine.connect(
         chosen.host,
-        state_dir=settings.state_dir,
         timeout_s=settings.engine_timeout_s,
         workers=settings.max_starting + chosen.pulls + 4,
         silence_s=settings.engine_silence_s,
     )
     here = engine.shares(settings.state_dir)
-    transport = chosen.transport
-    if transport == "auto":
-        transport = "socket" if here else "attach"
     ended = end_left(settings.state_dir / "sandboxes")
     if ended:
         logger.warning("sandboxes of an earlier gateway were no containers and are ended", count=ended)
@@ -260,7 +247,7 @@ def _containers(settings: ProviderSettings) -> Provider:
         gateway_id=settings.gateway_id,
         gate=CreationGate(settings.max_starting),
         shared_cores=_shared_cores(settings),
-        transport=transport,
+        transport="socket" if here else "attach",
         copy_limit_bytes=chosen.copy_limit_bytes,
         uids=(settings.uids.first, settings.uids.count),
         seccomp=settings.seccomp,

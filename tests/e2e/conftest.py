@@ -1,4 +1,4 @@
-"""One gateway for a module of end-to-end tests, on local processes, on containers, and on a remote engine's."""
+"""One gateway for a module of end-to-end tests, on local processes and on containers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 
 from tangram import Client
-from tests.conftest import REMOTE
 from tests.e2e.gateway import GatewayProcess, document
 
 
-@pytest.fixture(scope="module", params=["process", "container", REMOTE])
+@pytest.fixture(scope="module", params=["process", "container"])
 def gateway(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """A serving gateway; the container ones need Docker (see the root conftest)."""
     kind = str(request.param)
     directory: Path = tmp_path_factory.mktemp(f"e2e-{kind}")
-    described = document("process" if kind == "process" else "container", directory / "state")
-    if kind == "remote":
-        described["sandbox"]["docker"] = {"host": request.getfixturevalue("remote_engine").host}
-    elif kind == "container":
+    described = document(kind, directory / "state")
+    if kind == "container":
         request.getfixturevalue("docker")
     process = GatewayProcess(directory, described, fresh=True)
     process.start()

@@ -12,11 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from runtimes.sandbox.environments import TRAJECTORY
 from tangram import Client
-from tests.conftest import REMOTE
 from tests.e2e.gateway import GatewayProcess, document
 from tests.faults.world import HTTP, at_rest, record, sandboxes, until
 
@@ -31,22 +29,20 @@ SLEEP = "echo begun; exec sleep 1000"
 GATED = "echo begun; echo run >> runs; until [ -e go ]; do sleep 0.02; done; cat runs"
 
 
-@pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker), REMOTE])
+@pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker)])
 def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[GatewayProcess]:
     """A gateway of each kind of sandbox, with commands that need no core each."""
     if request.param == "container":
         request.getfixturevalue("docker")
     seat = {"runtime": "exec", "cost": {"seats": 1}, "timeout": "60s", "log_limit": "4Mi"}
     described = document(
-        "process" if request.param == "process" else "container",
+        request.param,
         tmp_path / "state",
         long=seat,
         brief=seat | {"timeout": "2s"},
         forsaken=seat | {"sandbox": {"unattended": "0s"}},
         again=seat | {"idempotent": True},
     )
-    if request.param == "remote":
-        described["sandbox"]["docker"] = {"host": request.getfixturevalue("remote_engine").host}
     described["resources"] = {"seats": {"kind": "concurrency", "limit": 16}}
     described["server"]["drain_grace"] = "200ms"
     made = GatewayProcess(tmp_path, described)
@@ -84,18 +80,7 @@ def inside(gateway: GatewayProcess, trajectory: str, *argv: str) -> str:
     box = next(each for each in sandboxes(gateway) if each.labels[TRAJECTORY] == trajectory)
     work = Path(f"/proc/{box.pid}/root{box.spec.workdir}") if box.pid else None  # an image is mounted only there
     if work is None:
-        host = yaml.safe_load((gateway.directory / "tangram.yaml").read_text())["sandbox"].get("docker", {})
-        argv = (
-            "docker",
-            *(("--host", host["host"]) if host else ()),
-            "exec",
-            "-u",
-            box.user,
-            "-w",
-            "/workspace",
-            f"tangram-{box.name}",
-            *argv,
-        )
+        argv = ("docker", "exec", "-u", box.user, "-w", "/workspace", f"tangram-{box.name}", *argv)
     done = subprocess.run(argv, cwd=work, capture_output=True, text=True, check=False)
     return done.stdout
 

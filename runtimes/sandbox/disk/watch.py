@@ -37,7 +37,7 @@ class Place:
     limit_bytes: int
     #: Returns what there is, and what is wrong with it: empty while it is within its bounds.
     measure: Callable[[], Awaitable[str]]
-    #: Their place on this machine; None if they lie on another.
+    #: Their place; None if it is not to be seen from here.
     path: Path | None = None
 
 
@@ -73,7 +73,7 @@ class DiskWatch:
             )
         )
 
-    def add_remote(self, sandbox: Sandbox, used_bytes: Callable[[], Awaitable[int]], limit_bytes: int) -> None:
+    def add_unseen(self, sandbox: Sandbox, used_bytes: Callable[[], Awaitable[int]], limit_bytes: int) -> None:
         """Watch one whose bytes another knows alone: looked after every `MEASURE_S`, however fast it grows."""
 
         async def look() -> str:

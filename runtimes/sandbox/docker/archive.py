@@ -44,7 +44,7 @@ def pack_tree(source: Path, target: str, archive: BinaryIO, limit_bytes: int) ->
         nonlocal left_bytes
         left_bytes -= info.size
         if left_bytes < 0:
-            message = f"{source} holds more than {limit_bytes} bytes, too many to be copied to a remote engine"
+            message = f"{source} holds more than {limit_bytes} bytes, too many to be copied into a container"
             raise InvalidConfig(f"{message} (sandbox.docker.copy_limit)", component=COMPONENT)
         info.mode &= 0o555
         return info if info.isreg() or info.isdir() or info.issym() or info.islnk() else None

@@ -1,4 +1,4 @@
-"""The attach stream: the byte stream to the first process of a container, wherever its engine runs.
+"""The attach stream: the byte stream to the first process of a container, where no socket joins it to us.
 
 The engine carries the bytes: what is written goes to standard input as it is, what comes is cut into chunks that name
 their stream. It has no beginning that both sides see, so the two agree on one
@@ -13,7 +13,6 @@ import secrets
 import time
 from typing import Protocol, cast
 
-from runtimes.sandbox.docker.address import EngineAddress
 from runtimes.sandbox.docker.chunks import STDOUT, chunk_decoder
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.protocol import lost
@@ -28,7 +27,7 @@ class AttachEngine(Protocol):
     """What an engine must do for those who attach."""
 
     @property
-    def address(self) -> EngineAddress: ...
+    def socket(self) -> str: ...
 
     def attach_path(self, container: str) -> str:
         """Return the path of the HTTP request that attaches to a container's three streams."""
@@ -52,7 +51,10 @@ class AttachByteStream:
         stream: AttachStream | None = None
         try:
             async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
-                stream = await self._engine.address.connect(lambda: AttachStream(end, self._life_s))
+                loop = asyncio.get_running_loop()
+                _, stream = await loop.create_unix_connection(
+                    lambda: AttachStream(end, self._life_s), self._engine.socket
+                )
                 stream.request(self._engine.attach_path(self._container))
                 await stream.answered
                 if not await self._engine.running(self._container):  # it can be attached to, and says nothing

@@ -6,7 +6,6 @@ import io
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
@@ -113,14 +112,14 @@ class BaseImageBuilder:
 def build(name: str, *, source: str, host: str, again: bool, say: Callable[[str], None]) -> bool:
     """Build the image on the engine that ``host`` or the environment names; return whether it was not there yet.
 
-    Without ``source`` by debootstrap where this machine is a Debian whose root we are and has the engine, else from
+    Without ``source`` by debootstrap where this machine is a Debian whose root we are, else from
     `SOURCE`. ``again`` builds what is there already. Raises InvalidConfig, Unsupported.
     """
     with closing(_opened(host)) as engine:
         builder = BaseImageBuilder(api=engine.api, say=say)
         if builder.present(name) and not again:
             return False
-        if not source and engine.address.path and not engine.forward and _bootstraps():
+        if not source and _bootstraps():
             builder.debootstrap(name)
         else:
             builder.dockerfile(name, source or SOURCE)
@@ -142,7 +141,7 @@ def remedy(name: str) -> str:
 
 
 def _opened(host: str) -> EngineConnection:
-    return EngineConnection.open(host, state_dir=Path(tempfile.gettempdir()), timeout_s=60.0, workers=1)
+    return EngineConnection.open(host, timeout_s=60.0, workers=1)
 
 
 def _bootstraps() -> bool:

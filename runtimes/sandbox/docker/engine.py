@@ -18,7 +18,6 @@ import structlog
 
 from manager.errors import CapacityExceeded, CodedError, InvalidConfig, InvalidInput, NotFound, TooLarge
 from runtimes.sandbox.cgroup import PERIOD_US, CpuWeight
-from runtimes.sandbox.docker.address import EngineAddress
 from runtimes.sandbox.docker.archive import ARCHIVE_SLACK_BYTES, pack_file, pack_tree, unpacked_file
 from runtimes.sandbox.docker.chunks import STDERR, chunk_decoder
 from runtimes.sandbox.docker.client import AWAY, EngineConnection
@@ -88,7 +87,7 @@ class Found:
     id: str
     labels: Mapping[str, str]
     running: bool
-    #: Its first process as this machine knows it; 0 if it is not running, or runs on another machine.
+    #: Its first process as we know it; 0 if it is not running, or its process ids are not to be seen here.
     pid: int = 0
     paused: bool = False
     out_of_memory: bool = False
@@ -119,15 +118,12 @@ class DockerEngine:
         self.default_runtime = str(info.get("DefaultRuntime") or "runc")
 
     @classmethod
-    def connect(
-        cls, host: str = "", *, state_dir: Path, timeout_s: float, workers: int, silence_s: float = SILENCE_S
-    ) -> DockerEngine:
-        """Connect to the engine that ``host`` or else the environment names; Unsupported if none answers. Blocks.
+    def connect(cls, host: str = "", *, timeout_s: float, workers: int, silence_s: float = SILENCE_S) -> DockerEngine:
+        """Connect to the engine that ``host`` or else the environment names; as `EngineConnection.open`. Blocks.
 
         One request may take ``timeout_s``, but is given up after ``silence_s`` in which the engine answers no ping.
-        An engine behind ssh has a socket in ``state_dir``.
         """
-        connection = EngineConnection.open(host, state_dir=state_dir, timeout_s=silence_s, workers=workers)
+        connection = EngineConnection.open(host, timeout_s=silence_s, workers=workers)
         connection.api.timeout = int(timeout_s)
         return cls(connection, workers=workers, silence_s=silence_s)
 
@@ -137,8 +133,9 @@ class DockerEngine:
         return self._api
 
     @property
-    def address(self) -> EngineAddress:
-        return self._connection.address
+    def socket(self) -> str:
+        """The path at which it listens."""
+        return self._connection.socket
 
     def shares(self, directory: Path) -> bool:
         """Return whether a socket in this directory joins processes here and in the engine's containers. Blocks."""
@@ -152,7 +149,7 @@ class DockerEngine:
         """Return why no container can be made now, and what mends that; empty if the engine answers."""
         if await self._watchdog.look():
             return ""
-        told = f"its Docker engine does not answer ({self.address.url}), so no sandbox can be made: start the engine"
+        told = f"its Docker engine does not answer (unix://{self.socket}), so no sandbox can be made: start the engine"
         return f"{told} again (systemctl restart docker); the sandboxes that live there go on"
 
     async def close(self) -> None:
@@ -164,7 +161,6 @@ class DockerEngine:
 
         def guarded() -> T:
             try:
-                self._connection.ensure()
                 return function(*args, **kwargs)
             except docker.errors.NotFound as error:
                 raise NotFound(str(error.explanation), component=COMPONENT) from None
@@ -459,7 +455,7 @@ def _remapped(info: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def known_here(pid: int, container: str) -> int:
-    """Return ``pid`` if it is the container's on this machine: that of an engine elsewhere may be anybody's here."""
+    """Return ``pid`` if it is the container's here: in a container of our own that number may be anybody's."""
     try:
         membership = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
     except OSError:

@@ -96,13 +96,6 @@ class ExecClient:
         if command.session is not None:
             told = f"the image {self._spec.image!r} has no python3: there are no sessions in it"
             raise Unsupported(told, component=COMPONENT)
-        if command.stdin and self._engine.address.tls is not None:
-            # Its end cannot be told apart from the connection's: the command would wait for it until its timeout.
-            raise InvalidInput(
-                f"the image {self._spec.image!r} has no python3 and its engine is behind TLS: no standard input there; "
-                "write a file and redirect it",
-                component=COMPONENT,
-            )
         marker = secrets.token_hex(8)
         user = command.user or self._user
         loop, abandoned = asyncio.get_running_loop(), threading.Event()

@@ -27,7 +27,7 @@ START_S = 30.0
 PYTHON = ("python3", *ISOLATED)
 #: Signs of life that a gateway gives in the time after which a runner takes it for gone.
 LIFE_SIGNS = 3
-#: Seconds that commands go on at least when no gateway is heard of: it may be the network that is silent.
+#: Seconds that commands go on at least when no gateway is heard of: its engine may be starting again.
 UNSEEN_S = 60.0
 
 
@@ -51,7 +51,7 @@ class RunnerInstaller(Protocol):
 
 
 class SharedDirectoryInstaller:
-    """Mounts of this machine's directories, and a Unix socket in one of them: the engine is on this machine."""
+    """Mounts of our directories, and a Unix socket in one of them: the engine sees them, and so does the container."""
 
     name = "socket"
 
@@ -85,7 +85,7 @@ class SharedDirectoryInstaller:
 
 @dataclass(frozen=True, slots=True)
 class AttachInstaller:
-    """Needs nothing of this machine but a connection to the engine, wherever that is.
+    """Needs nothing but a connection to the engine, whatever files and kernel the container sees.
 
     The runner travels in the container's own command line, and speaks over its standard streams.
     """

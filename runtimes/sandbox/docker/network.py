@@ -66,8 +66,8 @@ class ContainerNetworks:
             await self._guard.check(spec)
         elif not self._egress_network:
             raise Unsupported(
-                "network: egress is held to the public world by rules that cannot be set on an engine elsewhere, nor "
-                "for a kernel of its own (sandbox.runtime); make a network there that has rules of its own, and name "
+                "network: egress is held to the public world by rules that cannot be set from a container, nor for a "
+                "kernel of its own (sandbox.runtime); make a network of the engine that has rules of its own, and name "
                 "it: sandbox.docker.egress_network",
                 component=COMPONENT,
             )

@@ -249,7 +249,7 @@ class ContainerProvider:
         return self._transport if sharing else ATTACHED
 
     def _is_here(self, runtime: str = "") -> bool:
-        """Return whether a sandbox is on this machine, and of its kernel."""
+        """Return whether a sandbox sees our files, and is of our kernel."""
         return self._transport_of(runtime) == SharedDirectoryInstaller.name
 
     # --- making
@@ -421,7 +421,7 @@ class ContainerProvider:
         elif found.pid and found.layer and os.access(found.layer, os.R_OK):
             self._disk.add(sandbox, (Path(found.layer), *shared), disk_bytes, files_max(disk_bytes), processes)
         else:
-            self._disk.add_remote(sandbox, lambda: self._engine.layer_bytes(found.id), disk_bytes)
+            self._disk.add_unseen(sandbox, lambda: self._engine.layer_bytes(found.id), disk_bytes)
 
     async def _adopt(self, found: Found, record: SandboxRecord) -> Sandbox:
         if not found.running:

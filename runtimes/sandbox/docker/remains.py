@@ -61,7 +61,7 @@ class EngineRemains:
             self.state_dirs.add(state_dir)
             held, why = verdict(state_dir)
         else:
-            held, why = True, "its gateway is on another machine, or in a container: nobody here knows whether it lives"
+            held, why = True, "its gateway is in a container: nobody here knows whether it lives"
         return Remnant(kind=kind, name=name, state_dir=state_dir, held=held, why=why)
 
     def remove(self, remnant: Remnant) -> None:

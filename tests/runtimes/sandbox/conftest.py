@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from manager.function import SandboxSpec
-from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
+from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.conftest import REMOTE
-from tests.remote_engine import RemoteEngine
 from tests.runtimes.sandbox.box import Box, running_box
 
 
@@ -21,24 +19,15 @@ def unique(name: str) -> str:
     return f"{name}-{secrets.token_hex(4)}"
 
 
-@pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker), REMOTE])
+@pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker)])
 async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Provider]:
     """A provider of each kind; whatever a test leaves behind is removed."""
-    state_dir = tmp_path / "state"
-    if request.param == "remote":
-        settings = remote_settings(request.getfixturevalue("remote_engine"), state_dir)
-    else:
-        if request.param == "container":
-            request.getfixturevalue("docker")
-        settings = ProviderSettings(kind=request.param, state_dir=state_dir)
-    provider = make_provider(settings)
+    if request.param == "container":
+        request.getfixturevalue("docker")
+    provider = make_provider(ProviderSettings(kind=request.param, state_dir=tmp_path / "state"))
     yield provider
     await provider.reap(())
     await provider.close()
-
-
-def remote_settings(engine: RemoteEngine, state_dir: Path) -> ProviderSettings:
-    return ProviderSettings(kind="container", state_dir=state_dir, docker=DockerSettings(host=engine.host))
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socketserver
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -68,9 +70,23 @@ def test_a_bubblewrap_that_goes_on_failing_is_told_with_its_reason(programs: Pat
 
 def test_docker_that_is_installed_but_does_not_answer_is_no_reason_for_less(programs: Path, tmp_path: Path) -> None:
     (programs / "bwrap").symlink_to("/usr/bin/bwrap")
-    nowhere = DockerSettings(host="tcp://127.0.0.1:1")
-    with pytest.raises(Unsupported, match=r"no Docker engine answers.*sandbox\.provider: process"):
-        make_provider(settings(tmp_path, docker=nowhere, start_wait_s=0.05))
+    mute = DockerSettings(host=f"unix://{tmp_path}/mute")
+    with socketserver.UnixStreamServer(f"{tmp_path}/mute", socketserver.BaseRequestHandler) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        with pytest.raises(Unsupported, match=r"no Docker engine answers.*sandbox\.provider: process"):
+            make_provider(settings(tmp_path, docker=mute, start_wait_s=0.05))
+        server.shutdown()
+        serving.join()
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:2375", "ssh://machine", "docker.sock", "unix://"])
+def test_an_engine_of_another_machine_is_refused_with_the_remedy_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", address)
+    with pytest.raises(InvalidConfig, match=r"joins as a node"):
+        make_provider(settings(tmp_path, start_wait_s=1000.0))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root needs the second word")

@@ -24,8 +24,7 @@ async def test_a_file_larger_than_the_sandbox_memory_comes_out_piece_by_piece(
     provider: Provider, spec: SandboxSpec
 ) -> None:
     """While a command runs, and while the reader takes its time: neither stops the other."""
-    # The files of the tests' remote engine lie in memory, and count as the sandbox's own.
-    size = 200 * MIB if "attach" not in provider.info.engine else 64 * MIB
+    size = 200 * MIB
     small = replace(spec, memory_bytes=128 * MIB, disk_bytes=300 * MIB)
     sandbox = await provider.create(small, name=unique("large"), labels={}, mounts={})
     await sh(sandbox, f"head -c {size - 4} /dev/zero > large; echo end >> large")

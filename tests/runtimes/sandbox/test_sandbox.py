@@ -379,14 +379,13 @@ class TestPromises:
         assert (after.stdout, after.out_of_memory) == (b"alive\n", False)
 
     async def test_processes_are_bounded_and_who_fails_for_it_is_told_so(
-        self, provider: Provider, sandbox: Sandbox, request: pytest.FixtureRequest
+        self, provider: Provider, sandbox: Sandbox
     ) -> None:
         if not provider.info.limits["pids"]:
             pytest.skip("this machine's process sandboxes cannot bound processes")
         result = await sandbox.run(Command(argv=("python3", "-c", FORKS)))
         assert (result.exit_code, result.stderr) == (3, b"Resource temporarily unavailable")
-        if "remote" not in request.node.callspec.id:  # of whose groups nothing is seen from here
-            assert result.forks_refused == 1
+        assert result.forks_refused == 1
         assert (await sh(sandbox, "exit 3")).forks_refused == 0, "it is told of the command that it befell"
 
     async def test_there_is_no_network_unless_granted(self, provider: Provider, sandbox: Sandbox) -> None:

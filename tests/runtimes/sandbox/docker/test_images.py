@@ -43,7 +43,7 @@ def registry(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 async def engine(docker: str, tmp_path: Path) -> AsyncIterator[DockerEngine]:
-    made = DockerEngine.connect(state_dir=tmp_path, timeout_s=60.0, workers=4)
+    made = DockerEngine.connect(timeout_s=60.0, workers=4)
     yield made
     await made.close()
 

@@ -67,12 +67,12 @@ async def test_a_missing_image_names_the_remedy(containers: Provider) -> None:
         await containers.check(SandboxSpec(image="localhost:1/nothing:here"))
 
 
-def test_many_addresses_of_an_engine_are_asked_over_few_connections(docker: str, tmp_path: Path) -> None:
+def test_many_addresses_of_an_engine_are_asked_over_few_connections(docker: str) -> None:
     def sockets() -> int:
         return sum(link.is_socket() for link in Path("/proc/self/fd").iterdir())
 
     before = sockets()
-    connection = EngineConnection.open("", state_dir=tmp_path, timeout_s=DEADLINE_S, workers=2)
+    connection = EngineConnection.open("", timeout_s=DEADLINE_S, workers=2)
     for number in range(20):
         with pytest.raises(errors.NotFound):
             connection.api.inspect_container(f"nobody-{number}")
@@ -134,7 +134,7 @@ async def test_where_the_cgroup_cannot_be_seen_the_engine_is_asked(
     docker: str, spec: SandboxSpec, tmp_path: Path
 ) -> None:
     provider = ContainerProvider(
-        DockerEngine.connect(state_dir=tmp_path, timeout_s=60, workers=2),
+        DockerEngine.connect(timeout_s=60, workers=2),
         state_dir=tmp_path,
         gateway_id="blind",
         gate=CreationGate(1),
@@ -295,7 +295,7 @@ async def test_an_internal_network_joins_the_sandboxes_of_a_task(containers: Pro
 
 
 async def test_internal_networks_are_bounded_and_those_of_nobody_removed(docker: str, spec: SandboxSpec) -> None:
-    engine_client = DockerEngine.connect(state_dir=Path(), timeout_s=60, workers=2)
+    engine_client = DockerEngine.connect(timeout_s=60, workers=2)
     networks = InternalNetworks(engine_client, {"tangram.gateway": unique("bounded")}, 1)
     async with networks.joined("a") as name:
         assert network_labels(name)["tangram.task"] == "a"

@@ -49,10 +49,8 @@ def engine(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pr
 
 @pytest.fixture
 async def provider(engine: PrivateDocker, tmp_path: Path) -> AsyncIterator[Provider]:
-    settings = ProviderSettings(
-        kind="container", state_dir=tmp_path / "state", docker=DockerSettings(host=engine.host, transport="socket")
-    )
-    made = make_provider(settings)
+    docker = DockerSettings(host=engine.host)
+    made = make_provider(ProviderSettings(kind="container", state_dir=tmp_path / "state", docker=docker))
     yield made
     await made.reap(())
     await made.close()
@@ -91,10 +89,8 @@ async def test_where_the_engine_remaps_users_root_inside_is_nobody_outside(
     docker: str, spec: SandboxSpec, tmp_path: Path
 ) -> None:
     with private_docker(docker, options=["--userns-remap=default"]) as engine:
-        settings = ProviderSettings(
-            kind="container", state_dir=tmp_path / "state", docker=DockerSettings(host=engine.host, transport="socket")
-        )
-        provider = make_provider(settings)
+        chosen = DockerSettings(host=engine.host)
+        provider = make_provider(ProviderSettings(kind="container", state_dir=tmp_path / "state", docker=chosen))
         assert provider.info.limits["root_separate"]
         sandbox = await provider.create(spec, name=unique("mapped"), labels={}, mounts={})
         shown = "id -u; read inside outside rest </proc/self/uid_map; echo $inside; [ $outside -gt 0 ] && echo apart"
