@@ -34,11 +34,12 @@ class OnePool(docker.transport.UnixHTTPAdapter):
     """
 
     @classmethod
-    def replace(cls, api: docker.APIClient, connections: int) -> None:
-        """Give ``api`` one pool."""
-        given = api.adapters[SCHEME]
-        api.mount(SCHEME, cls(given.socket_path, given.timeout, pool_connections=1, max_pool_size=connections))
-        given.close()
+    def replace(cls, api: docker.APIClient, socket: str, connections: int) -> OnePool:
+        """Give ``api`` one pool in place of its own."""
+        api.adapters[SCHEME].close()
+        pool = cls(socket, api.timeout, pool_connections=1, max_pool_size=connections)
+        api.mount(SCHEME, pool)
+        return pool
 
     def drop(self) -> None:
         """Close what is not in use: the engine is away, and will not know these connections when it comes back."""
@@ -53,6 +54,7 @@ class EngineConnection:
     """A client, and the socket that it speaks to. Its methods block."""
 
     api: docker.APIClient
+    pool: OnePool
     socket: str
     info: Mapping[str, Any]
 
@@ -65,8 +67,8 @@ class EngineConnection:
         socket = socket_of(host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST)
         try:
             api = docker.APIClient(f"unix://{socket}", "auto", timeout=math.ceil(timeout_s), num_pools=workers)
-            OnePool.replace(api, workers)
-            return cls(api=api, socket=socket, info=api.info())
+            pool = OnePool.replace(api, socket, workers)
+            return cls(api=api, pool=pool, socket=socket, info=api.info())
         except AWAY as error:
             remedy = (
                 f"is one at {host}?"
@@ -76,16 +78,12 @@ class EngineConnection:
             )
             raise Unsupported(f"no Docker engine answers ({error}); {remedy}", component=COMPONENT) from None
 
-    def drop(self) -> None:
-        """Let go of connections to an engine that did not answer."""
-        self.api.adapters[SCHEME].drop()
-
     def answers(self, within_s: float) -> bool:
         """Return whether it answers a ping now."""
         try:
             self.api.get(f"{self.api.base_url}/_ping", timeout=within_s)
         except AWAY:
-            self.drop()
+            self.pool.drop()
             return False
         return True
 

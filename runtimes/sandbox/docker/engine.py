@@ -167,7 +167,7 @@ class DockerEngine:
             except docker.errors.APIError as error:
                 raise _typed(error) from None
             except AWAY as error:
-                self._connection.drop()
+                self._connection.pool.drop()
                 raise CapacityExceeded(
                     f"the Docker engine does not answer: {error}", component=COMPONENT, retry_after_s=RETRY_S
                 ) from None
