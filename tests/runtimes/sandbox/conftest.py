@@ -19,6 +19,10 @@ def unique(name: str) -> str:
     return f"{name}-{secrets.token_hex(4)}"
 
 
+#: For what the runner alone decides, in the same way in every kind of sandbox.
+RUNNER_ALONE = pytest.mark.parametrize("provider", ["process"], indirect=True)
+
+
 @pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker)])
 async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Provider]:
     """A provider of each kind; whatever a test leaves behind is removed."""

@@ -15,7 +15,7 @@ from manager.function import Capabilities, SandboxSpec
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.files.archives import gathered, open_archive, put_archive
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import RUNNER_ALONE, unique
 
 LIMIT_BYTES = 2**20
 
@@ -118,12 +118,14 @@ class TestArchives:
         assert await file_error(put(sandbox, "tree", tar_of(*entries))) == "outside"
         assert await say(sandbox, "ls out /tmp/out tree/../out 2>/dev/null") == ""
 
+    @RUNNER_ALONE
     async def test_of_a_broken_archive_no_new_file_is_there_in_part(self, sandbox: Sandbox) -> None:
         whole = tar_of(("kept", b"before\n"), ("cut", b"x" * 200_000))
         with pytest.raises(InvalidInput):
             await put(sandbox, "tree", whole[:100_000])
         assert await say(sandbox, "cd tree; ls -A; cat kept") == "kept\nbefore\n"
 
+    @RUNNER_ALONE
     async def test_bounds_and_what_is_no_tar(self, sandbox: Sandbox) -> None:
         with pytest.raises(TooLarge):
             await put(sandbox, "tree", tar_of(("f", bytes(LIMIT_BYTES + 1))))
@@ -183,6 +185,7 @@ class TestFilesOfUsers:
 
 
 class TestWhatCommandsMay:
+    @RUNNER_ALONE
     async def test_merged_output_is_in_order(self, sandbox: Sandbox) -> None:
         shown: list[tuple[str, bytes]] = []
         text = "for i in 1 2 3; do echo o$i; echo e$i >&2; done"

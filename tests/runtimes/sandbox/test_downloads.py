@@ -10,7 +10,7 @@ from manager.errors import InvalidInput
 from manager.function import Background, SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import RUNNER_ALONE, unique
 
 MIB = 2**20
 
@@ -43,6 +43,7 @@ async def test_a_file_larger_than_the_sandbox_memory_comes_out_piece_by_piece(
     await sandbox.close()
 
 
+@RUNNER_ALONE
 async def test_a_download_that_nobody_ends_holds_nothing(sandbox: Sandbox) -> None:
     await sh(sandbox, f"head -c {8 * MIB} /dev/zero > file")
     for _ in range(70):  # more than may be on their way at once
@@ -51,6 +52,7 @@ async def test_a_download_that_nobody_ends_holds_nothing(sandbox: Sandbox) -> No
     assert len(await sandbox.read_file("file", limit_bytes=8 * MIB)) == 8 * MIB
 
 
+@RUNNER_ALONE
 async def test_a_file_that_becomes_shorter_while_it_is_read_is_no_shorter_file(sandbox: Sandbox) -> None:
     await sh(sandbox, f"head -c {8 * MIB} /dev/zero > file")
     async with sandbox.open_file("file", limit_bytes=8 * MIB) as file:

@@ -15,7 +15,7 @@ from manager.function import Isolation, SandboxSpec
 from runtimes.sandbox.command import ARGUMENT_MAX_BYTES, Command, CommandResult
 from runtimes.sandbox.runner.conversation import MARKER
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import RUNNER_ALONE, unique
 
 DEADLINE_S = 60.0
 
@@ -33,6 +33,7 @@ class TestCommands:
         result = await sandbox.run(Command(argv=("printf", "%s|", "a b", "$HOME", "*", "")))
         assert result.stdout == b"a b|$HOME|*||"
 
+    @RUNNER_ALONE
     async def test_a_script_of_any_length_runs_as_a_short_one_does(self, sandbox: Sandbox) -> None:
         text = "# 'odd' \\ $(false) `x` \"é€\n"
         script = f'{text * 9000}cat; env | grep -c TANGRAM_SCRIPT; echo "$0 $# $TANGRAM_SCRIPT" >&2; exit 7\n'
@@ -41,19 +42,23 @@ class TestCommands:
         brief = await sandbox.run(Command(shell=script.removeprefix(text * 9000), stdin=b"given\n"))
         assert (result.stdout, result.stderr, result.exit_code) == (b"given\n0\n", brief.stderr, 7)
 
+    @RUNNER_ALONE
     async def test_output_is_binary_safe(self, sandbox: Sandbox) -> None:
         result = await sh(sandbox, r"printf '\000\377\001\n\r'")
         assert result.stdout == b"\x00\xff\x01\n\r"
 
+    @RUNNER_ALONE
     async def test_standard_input_of_any_size_and_content_arrives(self, sandbox: Sandbox) -> None:
         data = os.urandom(1_500_000)
         result = await sandbox.run(Command(argv=("cat",), stdin=data, output_limit_bytes=2**21))
         assert result.stdout == data
 
+    @RUNNER_ALONE
     async def test_standard_input_that_nobody_reads_does_not_hang(self, sandbox: Sandbox) -> None:
         result = await sandbox.run(Command(argv=("true",), stdin=b"x" * 2**21))
         assert result.exit_code == 0
 
+    @RUNNER_ALONE
     async def test_without_standard_input_a_reader_sees_its_end(self, sandbox: Sandbox) -> None:
         assert (await sandbox.run(Command(argv=("cat",)))).stdout == b""
 
@@ -62,10 +67,12 @@ class TestCommands:
         result = await sh(sandbox, 'echo "$PWD $GREETING"', cwd="sub", env={"GREETING": "Hallo, 世界\t!"})
         assert result.stdout.decode() == "/workspace/sub Hallo, 世界\t!\n"
 
+    @RUNNER_ALONE
     async def test_a_missing_working_directory_is_invalid_input(self, sandbox: Sandbox) -> None:
         with pytest.raises(InvalidInput, match="working directory"):
             await sh(sandbox, "true", cwd="not/there")
 
+    @RUNNER_ALONE
     async def test_a_missing_program_is_a_shells_result(self, sandbox: Sandbox) -> None:
         result = await sandbox.run(Command(argv=("no-such-program",)))
         assert (result.exit_code, result.stderr) == (127, b"no-such-program: No such file or directory\n")
@@ -83,10 +90,12 @@ class TestCommands:
             Command(argv=("true",), env={"A=B": "c"}),
         ],
     )
+    @RUNNER_ALONE
     async def test_what_is_no_command_is_invalid_input(self, sandbox: Sandbox, command: Command) -> None:
         with pytest.raises(InvalidInput):
             await sandbox.run(command)
 
+    @RUNNER_ALONE
     async def test_a_signal_is_told_from_an_exit_code(self, sandbox: Sandbox) -> None:
         result = await sh(sandbox, "kill -SEGV $$")
         assert (result.exit_code, result.signal) == (None, 11)
@@ -109,6 +118,7 @@ class TestCommands:
             await running
         assert b"".join(data for _, data in seen) == b"first\nsecond\n"
 
+    @RUNNER_ALONE
     async def test_of_long_output_both_ends_are_kept_and_what_is_missing_is_counted(self, sandbox: Sandbox) -> None:
         script = "echo begin; head -c 3000000 /dev/zero; echo the end; echo x >&2; exit 5"
         seen: list[bytes] = []
@@ -120,6 +130,7 @@ class TestCommands:
         assert (result.stderr, result.stderr_truncated) == (b"x\n", False)
         assert (len(b"".join(seen)), result.unshown["stdout"]) == (5000, 3_000_014 - 5000)
 
+    @RUNNER_ALONE
     async def test_what_is_kept_of_text_is_text(self, sandbox: Sandbox) -> None:
         for limit_bytes in range(100, 104):
             result = await sh(sandbox, "for i in $(seq 99); do printf 'äöü€'; done", output_limit_bytes=limit_bytes)
@@ -128,6 +139,7 @@ class TestCommands:
             assert (missing < 99 * 9 - limit_bytes + 6, set(head + tail)) == (True, set("äöü€"))
             assert marker == f"[... {missing} bytes are missing here ...]"
 
+    @RUNNER_ALONE
     async def test_output_of_exactly_the_limit_is_whole(self, sandbox: Sandbox) -> None:
         result = await sh(sandbox, "printf 12345", output_limit_bytes=5)
         assert (result.stdout, result.stdout_truncated) == (b"12345", False)
@@ -151,12 +163,14 @@ class TestCommands:
         assert result.stdout.startswith(b"started\n") or b"started\n" in result.stdout
         assert (await sh(sandbox, "pgrep -c sleep || true")).exit_code == 0
 
+    @RUNNER_ALONE
     async def test_commands_may_overlap(self, sandbox: Sandbox) -> None:
         async with asyncio.timeout(DEADLINE_S):
             waiting = asyncio.create_task(sh(sandbox, "while [ ! -e done ]; do sleep 0.01; done; echo saw"))
             await sh(sandbox, "touch done")
             assert (await waiting).stdout == b"saw\n"
 
+    @RUNNER_ALONE
     async def test_a_closed_sandbox_says_so(self, sandbox: Sandbox) -> None:
         await sandbox.close()
         await sandbox.close()
@@ -165,6 +179,7 @@ class TestCommands:
 
 
 class TestTimeouts:
+    @RUNNER_ALONE
     async def test_a_timeout_is_told_with_what_was_printed(self, sandbox: Sandbox) -> None:
         result = await sh(sandbox, "echo before; sleep 1000", timeout_s=0.2, kill_grace_s=1)
         assert (result.timed_out, result.stdout, result.signal) == (True, b"before\n", 15)
@@ -212,6 +227,7 @@ class TestTimeouts:
 
 
 class TestProcesses:
+    @RUNNER_ALONE
     async def test_a_long_lived_process_converses(self, sandbox: Sandbox) -> None:
         script = "import sys\nfor line in sys.stdin: print(line.strip()[::-1], flush=True)"
         process = await sandbox.spawn(Command(argv=("python3", "-c", script), timeout_s=math.inf))
@@ -224,6 +240,7 @@ class TestProcesses:
             assert [chunk async for chunk in chunks] == []
             assert (await process.wait()).exit_code == 0
 
+    @RUNNER_ALONE
     async def test_a_slow_reader_holds_the_process_back_and_loses_nothing(self, sandbox: Sandbox) -> None:
         size = 20_000_000
         process = await sandbox.spawn(Command(shell=f"head -c {size} /dev/zero; touch finished", timeout_s=math.inf))
@@ -298,16 +315,19 @@ class TestFiles:
         assert await sandbox.read_file("file", limit_bytes=10) == b""
         assert [entry.path for entry in await sandbox.list_files(".")] == ["./file"]
 
+    @RUNNER_ALONE
     async def test_odd_names_are_names(self, sandbox: Sandbox) -> None:
         name = "a b\n*'\"\\ 世界"
         await sandbox.write_file(name, b"x")
         assert await sandbox.read_file(name, limit_bytes=1) == b"x"
 
+    @RUNNER_ALONE
     async def test_what_is_not_there_is_not_found(self, sandbox: Sandbox) -> None:
         for attempt in (sandbox.read_file("nothing", limit_bytes=1), sandbox.list_files("nothing")):
             with pytest.raises(NotFound):
                 await attempt
 
+    @RUNNER_ALONE
     async def test_too_much_is_too_large(self, sandbox: Sandbox) -> None:
         await sandbox.write_file("file", b"12345")
         assert await sandbox.read_file("file", limit_bytes=5) == b"12345"
@@ -317,6 +337,7 @@ class TestFiles:
             await sandbox.read_file("/dev/../proc/../workspace/file", limit_bytes=0)
 
     @pytest.mark.parametrize("path", ["../../etc/passwd", "../other", "a/../../x", "", "a\0b", "x" * 5000])
+    @RUNNER_ALONE
     async def test_a_path_that_leaves_the_sandbox_is_invalid_input(self, sandbox: Sandbox, path: str) -> None:
         with pytest.raises(InvalidInput):
             await sandbox.read_file(path, limit_bytes=100)

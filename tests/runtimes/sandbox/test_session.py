@@ -14,6 +14,7 @@ from manager.errors import Conflict, InvalidInput
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.session import InteractiveSession, SessionSettings, TerminalSize
+from tests.runtimes.sandbox.conftest import RUNNER_ALONE
 
 DEADLINE_S = 30.0
 SMALL = SessionSettings(output_bytes=64 * 2**10)
@@ -97,6 +98,7 @@ async def test_a_terminal_has_a_size_is_controlled_and_keeps_the_exit_status(san
 
 
 @pytest.mark.slow
+@RUNNER_ALONE
 async def test_pipes_keep_the_streams_apart_and_the_input_has_an_end(sandbox: Sandbox) -> None:
     async with session_of(sandbox, "cat; echo done >&2; exit 3") as watched, attended(watched):
         await watched.session.write(b"one\xff\n")
@@ -122,6 +124,7 @@ async def test_a_signal_reaches_the_foreground_of_a_session_without_a_terminal(s
 
 
 @pytest.mark.slow
+@RUNNER_ALONE
 async def test_a_slow_reader_holds_the_command_back_and_misses_nothing(sandbox: Sandbox) -> None:
     size = 2 * 2**20
     async with session_of(sandbox, f"head -c {size} /dev/zero", settings=SessionSettings()) as watched:
@@ -137,6 +140,7 @@ async def test_a_slow_reader_holds_the_command_back_and_misses_nothing(sandbox: 
 
 
 @pytest.mark.slow
+@RUNNER_ALONE
 async def test_while_nobody_is_attached_it_goes_on_and_the_oldest_output_is_forgotten(sandbox: Sandbox) -> None:
     size = 4 * SMALL.output_bytes
     async with session_of(sandbox, f"head -c {size} /dev/zero; echo end") as watched:
@@ -149,6 +153,7 @@ async def test_while_nobody_is_attached_it_goes_on_and_the_oldest_output_is_forg
 
 
 @pytest.mark.slow
+@RUNNER_ALONE
 async def test_what_was_typed_is_typed_once_and_nothing_may_be_left_out(sandbox: Sandbox) -> None:
     async with session_of(sandbox, "cat") as watched, attended(watched):
         assert await watched.session.write(b"hello ", 0) == 6
@@ -162,6 +167,7 @@ async def test_what_was_typed_is_typed_once_and_nothing_may_be_left_out(sandbox:
 
 
 @pytest.mark.slow
+@RUNNER_ALONE
 async def test_who_attaches_last_is_attached_and_one_that_nobody_attends_ends(sandbox: Sandbox) -> None:
     settings = SessionSettings(unattended_s=0.05)
     async with session_of(sandbox, "echo hello; exec sleep 1000", settings=settings) as watched:

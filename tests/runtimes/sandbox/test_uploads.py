@@ -12,9 +12,10 @@ from manager.function import SandboxSpec
 from runtimes.sandbox.command import PIECE_BYTES, Command, FileContent
 from runtimes.sandbox.docker.spool import repeatable
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import RUNNER_ALONE, unique
 
 
+@RUNNER_ALONE
 async def test_each_piece_is_written_before_the_next_is_asked_for(sandbox: Sandbox) -> None:
     await sandbox.run(Command(shell="mkdir in"))
     sizes: list[int] = []
@@ -30,6 +31,7 @@ async def test_each_piece_is_written_before_the_next_is_asked_for(sandbox: Sandb
     assert [(file.path, file.size_bytes) for file in await sandbox.list_files("in")] == [("in/file", 3 * PIECE_BYTES)]
 
 
+@RUNNER_ALONE
 async def test_of_one_that_breaks_off_nothing_stays(sandbox: Sandbox) -> None:
     await sandbox.run(Command(shell="mkdir in"))
 
