@@ -79,15 +79,16 @@ def is_key(text: str) -> bool:
 
 
 def show_duration(seconds: float) -> str:
-    """Return a duration for people, three figures at most: ``12.3ms``, ``4.5s``, ``2m05s``, ``3h20m``."""
-    if seconds < 1:
-        return f"{seconds * 1000:.3g}ms"
-    if seconds < 60:
+    """Return a duration for people, three figures at most: ``12.3ms``, ``4.5s``, ``2m05s``, ``3h20m``, ``2d04h``."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g}ms" if seconds > 0 else "0s"
+    if seconds < 59.95:
         return f"{seconds:.3g}s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
-    return f"{minutes // 60}h{minutes % 60:02d}m"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
 
 
 def write_duration(seconds: float) -> str:

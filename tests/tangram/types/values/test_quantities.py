@@ -58,7 +58,8 @@ def test_a_written_duration_reads_back_as_itself(number: int, unit: str) -> None
 
 
 def test_people_see_few_figures() -> None:
-    assert [show_duration(s) for s in (0.0123, 4.5, 125, 12000)] == ["12.3ms", "4.5s", "2m05s", "3h20m"]
+    assert [show_duration(s) for s in (0, 0.0123, 4.5, 125, 12000)] == ["0s", "12.3ms", "4.5s", "2m05s", "3h20m"]
+    assert [show_duration(s) for s in (0.99999, 59.97, 3599.7, 187_200)] == ["1s", "1m00s", "1h00m", "2d04h"]
     assert [show_size(n) for n in (7, 512 * 2**20, 1.5 * 2**30)] == ["7B", "512Mi", "1.5Gi"]
 
 
