@@ -7,9 +7,8 @@ from pathlib import Path
 
 import click
 
-from tangram.cli.config import paths_argument
-from tangram.cli.options import json_option
-from tangram.cli.printing.output import print_json
+from tangram.cli.options import json_option, paths_argument
+from tangram.cli.output import print_json
 from tangram.types.values.quantities import show_size
 
 

@@ -12,7 +12,7 @@ from gateway.config.load import GatewayConfig
 from manager.errors import Conflict
 from runtimes.sandbox.provider import docker_installed
 from tangram.cli.options import json_option
-from tangram.cli.printing.output import print_json
+from tangram.cli.output import print_json
 from tangram.types.config_files import files_of
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"

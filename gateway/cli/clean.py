@@ -12,7 +12,7 @@ from runtimes.sandbox.provider import SERVED
 from runtimes.sandbox.record import SANDBOXES
 from runtimes.sandbox.remains import LocalRemains, Remains, Remnant
 from tangram.cli.options import json_option
-from tangram.cli.printing.output import print_json, say, show, table
+from tangram.cli.output import TableColumn, print_json, say, show, table
 
 
 @click.command()
@@ -119,6 +119,6 @@ def _show(verdicts: list[tuple[Remains, Remnant, bool]], removed: list[Remnant],
         for _, one, wanted in verdicts
     ]
     if rows:
-        show(table(("KIND", "NAME", "STATE DIRECTORY", "WHY", "REMOVED" if yes else "WITH --yes"), rows))
+        show(table(("KIND", TableColumn("NAME"), "STATE DIRECTORY", "WHY", "REMOVED" if yes else "WITH --yes"), rows))
     elif not yes:
         click.echo("nothing was left behind")

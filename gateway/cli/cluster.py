@@ -15,7 +15,7 @@ from manager.errors import CodedError, InvalidInput
 from runtimes.node.ray.keeper import RayMembers, RayNode, Reservation
 from runtimes.node.ray.process import KEEPER
 from tangram.cli.options import Duration, json_option
-from tangram.cli.printing.output import print_json, show, table, visible
+from tangram.cli.output import print_json, show, table, visible
 
 
 class RayUnseen(CodedError):

@@ -14,9 +14,9 @@ import msgspec
 
 from gateway.cli import beginning
 from gateway.config.load import GatewayConfig
-from tangram.cli.config import paths_argument
-from tangram.cli.options import json_option
-from tangram.cli.printing.output import print_json, say, show, table
+from tangram.cli import exit_status
+from tangram.cli.options import json_option, paths_argument
+from tangram.cli.output import print_json, say, show, table
 from tangram.types.config_files import files_of
 from tangram.types.values.quantities import show_size
 
@@ -86,6 +86,7 @@ def validate(paths: tuple[Path, ...], no_look: bool, as_json: bool) -> None:
     except InvalidConfig as error:
         if as_json:
             print_json({"ok": False, **error.detail})
+            raise click.exceptions.Exit(exit_status.of_code(error.code)) from None
         raise
     warnings = [] if no_look else _warnings(loaded)
     if as_json:

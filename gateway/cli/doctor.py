@@ -15,9 +15,8 @@ from gateway.cli.foresight import Finding, foretold, silence
 from gateway.config.load import GatewayConfig, load
 from gateway.facades.docker.listener import require_place
 from manager.errors import CodedError
-from tangram.cli.config import paths_argument
-from tangram.cli.options import json_option
-from tangram.cli.printing.output import print_json, show, table
+from tangram.cli.options import json_option, paths_argument
+from tangram.cli.output import TableColumn, print_json, show, table
 from tangram.types.values.quantities import show_size
 
 
@@ -32,7 +31,7 @@ def doctor(paths: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         print_json({"ok": not missing, "findings": [finding._asdict() for finding in findings]})
     else:
-        show(table(("WHAT", "STATE", ""), findings))
+        show(table(("WHAT", "STATE", TableColumn("")), findings))
     raise SystemExit(1 if missing else 0)
 
 

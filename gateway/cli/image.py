@@ -7,7 +7,7 @@ import click
 from manager.function import BASE_IMAGE
 from runtimes.sandbox.docker import base_image
 from tangram.cli.options import json_option
-from tangram.cli.printing.output import print_json, say
+from tangram.cli.output import print_json, say
 
 
 @click.group()

@@ -10,9 +10,10 @@ from msgspec import UNSET
 from gateway.cluster.tickets import TICKET_VARIABLE
 from tangram import Client
 from tangram.cli.options import connected, json_option
-from tangram.cli.printing.output import print_json, say, show, show_seconds, table
+from tangram.cli.output import print_json, say, show, show_seconds, table
 from tangram.types.functions import FunctionInfo
 from tangram.types.nodes import NodeStatus
+from tangram.types.values.quantities import show_size
 
 
 @click.command("list")
@@ -31,7 +32,7 @@ def list_nodes(client: Client, as_json: bool) -> None:
             show_seconds(each.since_s),
             each.cores,
             each.devices,
-            f"{each.memory_bytes / 2**30:.1f} GiB",
+            show_size(each.memory_bytes),
             each.running,
             each.trajectories,
             ",".join(f"{key}={value}" for key, value in sorted(each.labels.items())),

@@ -26,7 +26,7 @@ from manager.simulation.trace import read_trace, write_trace
 from manager.simulation.workloads import PRESETS, Workload
 from tangram import Client
 from tangram.cli.options import connected, json_option
-from tangram.cli.printing.progress import progress
+from tangram.cli.output import progress
 
 #: Formats of a picture, by suffix.
 PICTURES = (".png", ".svg", ".pdf")

@@ -1,11 +1,10 @@
-"""Verbs on invocations: invoke, ps, get, logs, cancel."""
+"""Verbs on invocations and on dead letters: invoke, ps, get, logs, cancel, dlq."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -14,11 +13,33 @@ from rich.console import Console
 
 from tangram import Client, InvocationResult, LogLine, TangramError
 from tangram.cli import exit_status
-from tangram.cli.completion import function_names, invocation_ids
-from tangram.cli.ids import whole_id, whole_ids
-from tangram.cli.listing import show_list
-from tangram.cli.options import Duration, connected, json_option, limit_option
-from tangram.cli.printing.output import in_json, print_json, print_log, say, show, table
+from tangram.cli.options import (
+    Duration,
+    connected,
+    function_names,
+    invocation_ids,
+    json_option,
+    limit_option,
+    whole_id,
+    whole_ids,
+)
+from tangram.cli.output import (
+    TableColumn,
+    age_s,
+    in_json,
+    is_terminal,
+    print_json,
+    print_log,
+    record,
+    say,
+    short_id,
+    show,
+    show_seconds,
+    show_time,
+    table,
+    visible,
+)
+from tangram.types import Attempt
 
 #: Log lines shown of an invocation that failed.
 LAST_LINES = 20
@@ -118,15 +139,15 @@ def ps(
     if as_json:
         print_json(found)
         return
-    show_list(found, datetime.now(UTC))
+    show(table(INVOCATIONS, invocation_rows(found, short=is_terminal())))
 
 
-@click.command()
+@click.command("show")
 @click.argument("id", shell_complete=invocation_ids())
 @click.option("--wait", "wait_s", type=Duration(), help="Wait so long for its end first.")
 @json_option
 @connected
-def get(client: Client, id: str, wait_s: float | None, as_json: bool) -> int:
+def show_invocation(client: Client, id: str, wait_s: float | None, as_json: bool) -> int:
     """Show an invocation's record; once it has failed the exit status is that of its reason."""
     id = whole_id(client, id)
     try:
@@ -137,9 +158,8 @@ def get(client: Client, id: str, wait_s: float | None, as_json: bool) -> int:
     if as_json:
         print_json(result)
     else:
-        record = msgspec.to_builtins(result)
-        shown = [(name, value) for name, value in record.items() if value not in (None, "", {}, [])]
-        show(table((), [(name, each if isinstance(each, str) else in_json(each)) for name, each in shown]))
+        fields = msgspec.to_builtins(result)
+        show(record({name: each if isinstance(each, str) else in_json(each) for name, each in fields.items() if each}))
     return exit_status.of_reason(result.reason)
 
 
@@ -230,3 +250,115 @@ def show_end(client: Client, result: InvocationResult, as_json: bool, *, log_sho
 def waiting(what: str) -> AbstractContextManager[object]:
     """Show on a terminal's standard error that something is waited for."""
     return Console(stderr=True, markup=False).status(what) if sys.stderr.isatty() else nullcontext()
+
+
+#: The columns of invocations, in `ps` and in `top`.
+INVOCATIONS = (
+    TableColumn("ID"),
+    TableColumn("FUNCTION", 13),
+    TableColumn("TASK", 8, 4),
+    TableColumn("TRAJECTORY", 8, 3),
+    TableColumn("STATE", 7),
+    TableColumn("REASON", 7, 2),
+    TableColumn("AGE", 5, 1),
+    TableColumn("QUEUE", 5, 6),
+    TableColumn("OVERHEAD", 6, 8),
+    TableColumn("EXECUTION", 6, 5),
+    TableColumn("UNITS", 5, 7),
+)
+
+
+def invocation_rows(found: Iterable[InvocationResult], *, short: bool) -> list[tuple[object, ...]]:
+    """Return the cells of `INVOCATIONS`, with ids that are ``short`` for who looks and whole for who reads on."""
+    return [
+        (
+            short_id(each.id) if short else each.id,
+            each.function,
+            each.task,
+            each.trajectory,
+            each.state,
+            each.reason,
+            *map(show_seconds, (age_s(each.accepted_at), each.queue_s, each.overhead_s, each.execution_s)),
+            dict(sorted(each.units.items())),
+        )
+        for each in found
+    ]
+
+
+@click.group()
+def dlq() -> None:
+    """Dead letters: asynchronous work that has failed for good."""
+
+
+@dlq.command("list")
+@click.option("--function", help="Only those of this function.")
+@limit_option("dead letters")
+@json_option
+@connected
+def list_letters(client: Client, function: str | None, limit: int, as_json: bool) -> None:
+    """List dead letters, newest first."""
+    found = list(client.list(function=function, dead=True, limit=limit))
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            short_id(each.id) if is_terminal() else each.id,
+            each.function,
+            each.state,
+            each.reason,
+            each.attempt,
+            show_time(each.ended_at),
+            each.message,
+        )
+        for each in found
+    ]
+    show(table(("ID", "FUNCTION", "STATE", "REASON", "TRIES", "ENDED", "MESSAGE"), rows))
+
+
+@dlq.command("show")
+@click.argument("id")
+@json_option
+@connected
+def show_letter(client: Client, id: str, as_json: bool) -> None:
+    """Show why an invocation is dead: each of its tries, and its input."""
+    letter = client.get(whole_id(client, id))
+    if as_json:
+        print_json(letter)
+        return
+    tries: tuple[Attempt | InvocationResult, ...] = (*letter.attempts, letter)
+    for tried in tries:
+        click.echo(visible(f"try {tried.attempt}: {tried.state} ({tried.reason}) {tried.message}"))
+    click.echo(f"dead: {'yes' if letter.dead else 'no'}")
+    click.echo(f"input: {in_json(letter.input)}")
+
+
+@dlq.command()
+@click.argument("ids", nargs=-1, required=True)
+@json_option
+@connected
+def redrive(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
+    """Send dead letters again, each as an invocation of its own; prints the new ids."""
+    sent = [client.redrive(id) for id in whole_ids(client, ids)]
+    if as_json:
+        print_json(sent)
+    else:
+        for each in sent:
+            click.echo(each.id)
+
+
+@dlq.command()
+@click.argument("ids", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="All of them, or all of --function.")
+@click.option("--function", help="With --all: only those of this function.")
+@json_option
+@connected
+def purge(client: Client, ids: tuple[str, ...], everything: bool, function: str | None, as_json: bool) -> None:
+    """Take dead letters off the list; their records stay."""
+    if bool(ids) == everything or (function is not None and not everything):
+        raise click.UsageError("name the IDS, or write --all (and --function)")
+    count = client.purge_all(function) if everything else sum(client.purge(id) for id in whole_ids(client, ids))
+    if as_json:
+        print_json({"purged": count})
+    else:
+        click.echo(f"{count} purged")

@@ -1,15 +1,20 @@
-"""What the verbs share: their options, and the client that those of a gateway are given."""
+"""What the verbs share: options, ids as people write them, completion, and the client they are given."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import click
+from click.shell_completion import BashComplete, CompletionItem, FishComplete, ShellComplete, ZshComplete
 
-from tangram import Client, ConnectionFailed, Retries
-from tangram.cli.global_options import inherit
+from tangram import Client, ConnectionFailed, InvalidInputError, InvocationResult, NotFoundError, Retries, TangramError
+from tangram.cli.main import inherit
+from tangram.cli.output import short_id
 from tangram.client.address import DEFAULT, SERVER, TOKEN
 from tangram.types.values.quantities import duration_s
 
@@ -36,7 +41,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic in click 8
 
 def json_option(command: _Command) -> _Command:
     """``--json``: one JSON value on standard output instead of text for people."""
-    return click.option("--json", "as_json", is_flag=True, callback=inherit, help="Print JSON.")(command)
+    return click.option("--json", "as_json", is_flag=True, is_eager=True, callback=inherit, help="Print JSON.")(command)
 
 
 def connected(command: Callable[Concatenate[Client, _P], _R]) -> Callable[_P, _R]:
@@ -66,3 +71,146 @@ def limit_option(what: str) -> Callable[[_Command], _Command]:
     return click.option(
         "-n", "--limit", default=20, show_default=True, type=click.IntRange(min=1), help=f"Most {what}."
     )
+
+
+_PATHS_HELP = (
+    "PATHS are YAML files or directories (tangram.yaml, functions/*/function.yaml); the current one by default."
+)
+
+
+def paths_argument(command: _Command) -> _Command:
+    """PATHS of configuration files; the command's help ends with what they are."""
+    command.__doc__ = f"{(command.__doc__ or '').rstrip()} {_PATHS_HELP}"
+    return click.argument("paths", nargs=-1, type=click.Path(path_type=Path))(command)
+
+
+#: Digits of the number that an id begins with, and candidates that are told.
+DIGITS, CANDIDATES = 11, 5
+_WHOLE = re.compile(r"[0-9a-f]{11}-[0-9a-f]{12}")
+_PART = re.compile(r"[0-9a-f]{1,11}|[0-9a-f]{11}-[0-9a-f]{0,11}")
+
+
+def whole_id(client: Client, text: str) -> str:
+    """Return the id that ``text`` stands for.
+
+    Zeros before the number may be left out, as ``tangram ps`` does on a narrow terminal; a number that is an
+    invocation's own stands for it, also where others begin alike. What looks like no id is left to the gateway.
+    Raises NotFoundError, and InvalidInputError with the candidates where there are several.
+    """
+    given = text.lower()
+    if _WHOLE.fullmatch(given) or not _PART.fullmatch(given):
+        return text
+    number, dash, _ = given.partition("-")
+    if dash or len(number) == DIGITS:
+        found = _in_range(client, int(number, 16), int(number, 16) + 1)
+        matching = [each for each in found if each.id.startswith(given)]
+    else:
+        matching = _beginning(client, number)
+    if not matching:
+        raise NotFoundError(f"no invocation's id begins with {text}", component="client")
+    if len(matching) > 1:
+        told = ", ".join(f"{short_id(each.id)} ({each.function}, {each.state})" for each in matching[:CANDIDATES])
+        more = ", ..." if len(matching) > CANDIDATES else ""
+        raise InvalidInputError(f"{text} begins several ids: {told}{more}; write more of it", component="client")
+    return matching[0].id
+
+
+def whole_ids(client: Client, texts: Iterable[str]) -> list[str]:
+    """Return each id in full, before anything is done with one of them."""
+    return [whole_id(client, text) for text in texts]
+
+
+def _beginning(client: Client, digits: str) -> list[InvocationResult]:
+    """Return invocations whose number, without zeros before it, is ``digits``; else those that it begins."""
+    number = int(digits, 16)
+    if digits.startswith("0"):
+        rest = 4 * (DIGITS - len(digits))
+        return _in_range(client, number << rest, (number + 1) << rest)
+    if exact := _in_range(client, number, number + 1):
+        return exact
+    found: list[InvocationResult] = []
+    for more in range(1, DIGITS - len(digits) + 1):
+        wider = number << (4 * more)
+        found += _in_range(client, wider, wider + (1 << (4 * more)))
+        if len(found) > CANDIDATES:
+            break
+    return found
+
+
+def _in_range(client: Client, low: int, high: int) -> list[InvocationResult]:
+    """Return the newest few invocations with a number from ``low`` to before ``high``."""
+    cursor = f"{high:011x}-{0:012x}" if high < 16**DIGITS else None
+    listed = client.list(before=cursor, limit=CANDIDATES + 1)
+    return [each for each in listed if low <= int(each.id.partition("-")[0], 16) < high]
+
+
+#: How many ids are offered.
+OFFERED = 30
+VARIABLE = "_TANGRAM_COMPLETE"
+SHELLS: dict[str, type[ShellComplete]] = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
+Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(sorted(SHELLS)))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print what makes SHELL complete verbs, options, functions and ids.
+
+    bash: eval "$(tangram completion bash)" in ~/.bashrc; zsh: the same in ~/.zshrc;
+    fish: tangram completion fish > ~/.config/fish/completions/tangram.fish
+    """
+    click.echo(SHELLS[shell](ctx.find_root().command, {}, "tangram", VARIABLE).source())
+
+
+@click.command("help")
+@click.argument("words", nargs=-1, metavar="[VERB]...")
+@click.pass_context
+def help_(ctx: click.Context, words: tuple[str, ...]) -> None:
+    """Show what a verb does, as VERB --help.
+
+    \b
+    tangram help ps
+    tangram help trajectories fork
+    """
+    shown = ctx.find_root()
+    for word in words:
+        group = shown.command
+        if not isinstance(group, click.Group):
+            raise click.UsageError(f"{group.name} has no verbs of its own", ctx)
+        name, command, _ = group.resolve_command(shown, [word])
+        assert command is not None
+        shown = click.Context(command, info_name=name, parent=shown)
+    click.echo(shown.get_help())
+
+
+def function_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer the registered functions."""
+    return _offered(
+        ctx, incomplete, lambda client: [(each.name, each.description or each.runtime) for each in client.functions()]
+    )
+
+
+def invocation_ids(state: str | None = None) -> Completer:
+    """Offer the newest invocations, or those in one state, by their short ids."""
+
+    def offer(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        def found(client: Client) -> Iterable[tuple[str, str]]:
+            listed = client.list(state=state, limit=OFFERED)
+            return [(short_id(each.id), f"{each.function} {each.state}") for each in listed]
+
+        return _offered(ctx, incomplete, found)
+
+    return offer
+
+
+def _offered(
+    ctx: click.Context, incomplete: str, ask: Callable[[Client], Iterable[tuple[str, str]]]
+) -> list[CompletionItem]:
+    """Return what begins like ``incomplete``; nothing where no gateway answers at once."""
+    with (
+        suppress(TangramError),
+        Client(ctx.params.get("server"), token=ctx.params.get("token"), retries=Retries(max_attempts=1)) as client,
+    ):
+        return [CompletionItem(value, help=told) for value, told in ask(client) if value.startswith(incomplete)]
+    return []

@@ -1,15 +1,41 @@
-"""Verbs that show the gateway's state: functions, trajectories, tasks."""
+"""Verbs on the gateway's state: functions, trajectories, images, tasks, steps, diff, apply, token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
+import httpx
 import msgspec
+from msgspec import UNSET
 
-from tangram import Client
-from tangram.cli.options import connected, json_option
-from tangram.cli.printing.output import print_json, rows_table, show, show_seconds, table, tree
+from tangram import Client, InvalidConfigError, UnauthorizedError
+from tangram.cli.main import inherit
+from tangram.cli.options import connected, json_option, paths_argument
+from tangram.cli.output import (
+    TableColumn,
+    print_json,
+    record,
+    say,
+    short_id,
+    show,
+    show_seconds,
+    show_time,
+    table,
+    transfers,
+    visible,
+)
+from tangram.client.address import DEFAULT, SERVER, server_of
+from tangram.client.credentials import find_token_of, why_without
+from tangram.types import ConfigDiff, ImageInfo, TaskInfo
+from tangram.types.config_files import files_of, nothing_there
+from tangram.types.local_tokens import ADMIN, INVOKE, is_loopback
 from tangram.types.values.quantities import show_size
 
 
@@ -54,7 +80,7 @@ def show_function(client: Client, name: str, as_json: bool) -> None:
         return
     fields = msgspec.to_builtins(found)
     fields.pop("learned", None)
-    show(tree(fields))
+    show(record(fields))
     if found.learned:
         rows = [
             (
@@ -97,7 +123,27 @@ def trajectories() -> None:
 @connected
 def list_trajectories(client: Client, as_json: bool) -> None:
     """List the living trajectories."""
-    _show_all(client.trajectories(), as_json)
+    found = client.trajectories()
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            each.trajectory,
+            each.task,
+            each.state,
+            show_seconds(each.idle_s),
+            each.queued,
+            each.node or None,
+            show_size(each.memory_bytes),
+            None if each.active is None else short_id(each.active),
+            show_seconds(each.ttl_s),
+            show_seconds(each.lease_left_s),
+        )
+        for each in found
+    ]
+    names = ("TRAJECTORY", "TASK", "STATE", "IDLE", "QUEUED", "NODE", "MEMORY", "ACTIVE", "TTL", "LEASE")
+    show(table(names, rows))
 
 
 @trajectories.command("open")
@@ -200,7 +246,7 @@ def list_snapshots(client: Client, as_json: bool) -> None:
             each.task,
             f"{each.node} (lost)" if each.lost else each.node,
             show_size(each.size_bytes),
-            f"{each.made_at:%Y-%m-%d %H:%M:%S}",
+            show_time(each.made_at),
             "yes" if each.in_use else "",
         )
         for each in found
@@ -237,11 +283,252 @@ def end_trajectories(client: Client, ids: tuple[str, ...]) -> None:
 @connected
 def tasks(client: Client, as_json: bool) -> None:
     """RL tasks: their weights, bounds, and use in core-seconds, gpu-seconds, units of quotas and seconds of slots."""
-    _show_all(client.tasks(), as_json)
+    found = client.tasks()
+    print_json(found) if as_json else show(table(TASKS, task_rows(found)))
 
 
-def _show_all(found: Sequence[msgspec.Struct], as_json: bool) -> None:
+TASKS = (
+    TableColumn("TASK"),
+    TableColumn("WAITING", 7),
+    TableColumn("RUNNING", 7),
+    TableColumn("ENDED", 6),
+    TableColumn("FAILED", 6),
+    TableColumn("STEP", 10, 2),
+    TableColumn("ENDS IN", 7, 3),
+    TableColumn("ACT", 6, 4),
+    TableColumn("CORE TIME", 9, 5),
+    TableColumn("GPU TIME", 8, 6),
+    TableColumn("QUOTAS", 6, 7),
+    TableColumn("SLOT TIME", 9, 8),
+    TableColumn("WEIGHT", 6, 9),
+    TableColumn("BOUNDS", 6, 10),
+)
+
+
+def task_rows(found: Iterable[TaskInfo]) -> list[tuple[object, ...]]:
+    """Return the cells of `TASKS`; STEP tells the one that opened last, with its ended and expected rollouts."""
+    rows: list[tuple[object, ...]] = []
+    for each in found:
+        settled = {} if each.settled is UNSET else each.settled
+        ended, completed = sum(settled.values()), each.completed or 0
+        step = each.steps[0] if each.steps else None
+        bounds = {**each.caps, **({} if each.max_queued is None else {"queued": each.max_queued})}
+        rows.append(
+            (
+                each.task,
+                each.queued,
+                each.running,
+                ended,
+                ended - settled.get("succeeded", 0) - settled.get("cancelled", 0),
+                None if step is None else f"{step.step}: {step.ended}/{step.expected or '?'}",
+                show_seconds(None if step is None else step.ends_in_s),
+                show_seconds((each.act_s or 0.0) / completed if completed else None),
+                show_seconds(each.core_s),
+                show_seconds(each.gpu_s),
+                each.quota_units,
+                {kind: show_seconds(used) for kind, used in each.slot_s.items()},
+                each.weight,
+                bounds,
+            )
+        )
+    return rows
+
+
+@click.group()
+def images() -> None:
+    """The container images of the gateway's sandboxes."""
+
+
+@images.command("list")
+@json_option
+@connected
+def list_images(client: Client, as_json: bool) -> None:
+    """List the images, and how far pulls are."""
+    _show_images(client.images(), as_json)
+
+
+@images.command("pull")
+@click.argument("names", nargs=-1, required=True)
+@click.option("--no-wait", is_flag=True, help="Do not wait for the pulls to end.")
+@json_option
+@connected
+def pull_images(client: Client, names: tuple[str, ...], no_wait: bool, as_json: bool) -> int:
+    """Pull images ahead of a run; the status is 1 if one could not be."""
+    found = client.pull_images(names)
+    with transfers() as (look_s, tell):
+        while not no_wait and any(each.state == "pulling" for each in found):
+            wanted = [each.image for each in found if each.state != "failed"]
+            found = client.pull_images(wanted, wait_s=look_s) or found
+            for each in found if not as_json else ():
+                if each.state == "pulling":
+                    tell(each.image, each.done_bytes, each.total_bytes)
+    _show_images(
+        client.images() if no_wait else [each for each in client.images() if _named(each.image, names)], as_json
+    )
+    return int(any(each.state == "failed" and _named(each.image, names) for each in client.images()))
+
+
+def _named(image: str, names: Sequence[str]) -> bool:
+    return image in names or image.removesuffix(":latest") in names
+
+
+def _show_images(found: Sequence[ImageInfo], as_json: bool) -> None:
     if as_json:
         print_json(found)
-    elif found:
-        show(rows_table(msgspec.to_builtins(found)))
+        return
+    rows = [
+        (
+            each.image,
+            each.state,
+            show_size(each.size_bytes),
+            "yes" if each.pulled else "",
+            "yes" if each.kept else "",
+            each.problem,
+        )
+        for each in found
+    ]
+    show(table(("IMAGE", "STATE", "SIZE", "PULLED", "KEPT", "PROBLEM"), rows))
+
+
+@click.command()
+@click.argument("task")
+@click.argument("step", type=click.IntRange(min=0), required=False)
+@click.option("--expected", type=click.IntRange(min=1), help="Tell that STEP is to have so many rollouts.")
+@json_option
+@connected
+def steps(client: Client, task: str, step: int | None, expected: int | None, as_json: bool) -> None:
+    """Steps of TASK that the gateway keeps, that opened last first; or of STEP alone.
+
+    Rollouts are trajectories that were opened under a step, and calls of none that name it.
+    """
+    if expected is not None:
+        if step is None:
+            raise click.UsageError("--expected tells of a step: name it, tangram steps TASK STEP --expected N")
+        found = [client.tell_step(task, step, expected=expected)]
+    else:
+        found = [each for each in client.steps(task) if step in (None, each.step)]
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            each.step,
+            each.expected,
+            each.living,
+            each.ended,
+            show_time(each.opened_at),
+            show_seconds(None if each.ended_at is None else (each.ended_at - each.opened_at).total_seconds()),
+            show_seconds(each.ends_in_s),
+        )
+        for each in found
+    ]
+    show(table(("STEP", "EXPECTED", "LIVING", "ENDED", "OPENED", "TOOK", "ENDS IN"), rows))
+
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-[^}]*)?\}")
+_prune = click.option("--prune", is_flag=True, help="Remove what PATHS do not name; without it that stays.")
+_own = click.option("--own", is_flag=True, help="The gateway reads its own files again, instead of PATHS.")
+
+
+@click.command()
+@paths_argument
+@_own
+@_prune
+@json_option
+@connected
+def diff(client: Client, paths: tuple[Path, ...], own: bool, prune: bool, as_json: bool) -> None:
+    """What `apply` would change in a running gateway."""
+    texts = _texts(paths, own, client.server)
+    _show_diff(client.apply(texts, dry_run=True, prune=prune, variables=_variables(texts)), as_json)
+
+
+@click.command()
+@paths_argument
+@_own
+@_prune
+@json_option
+@connected
+def apply(client: Client, paths: tuple[Path, ...], own: bool, prune: bool, as_json: bool) -> None:
+    """Add and change functions, tasks and resources of a running gateway; --prune also removes what is not named.
+
+    All or nothing; nothing in flight is dropped, a changed function serves new invocations only. Handlers and models
+    stay where they are: on the gateway's disk. ${NAME} in PATHS is taken from the environment of this command. What
+    --prune removes is shown first, and on a terminal asked about.
+    """
+    texts = _texts(paths, own, client.server)
+    variables = _variables(texts)
+    if prune:
+        planned = client.apply(texts, dry_run=True, prune=True, variables=variables)
+        removed = [f"- {name}" for name in planned.removed]
+        if removed:
+            say("\n".join(removed))
+            if sys.stdin.isatty():
+                click.confirm(f"remove {len(removed)} functions?", abort=True, err=True)
+    _show_diff(client.apply(texts, dry_run=False, prune=prune, variables=variables), as_json)
+
+
+def _variables(texts: Mapping[str, str] | None) -> dict[str, str]:
+    """Return what the texts name of the environment."""
+    named = {match[1] for text in (texts or {}).values() for match in _VARIABLE.finditer(text)}
+    return {name: os.environ[name] for name in sorted(named) if name in os.environ}
+
+
+def _texts(paths: Sequence[Path], own: bool, server: str) -> dict[str, str] | None:
+    """Return the files' texts, each once, by absolute path; None for the gateway's own. Raises InvalidConfigError.
+
+    Paths mean nothing on another machine: for a gateway there they are relative to the current directory.
+    """
+    here = is_loopback(urlsplit(server).hostname or "")
+    if own:
+        if paths:
+            raise click.UsageError("--own takes no PATHS: the gateway knows its files")
+        return None
+    texts: dict[Path, tuple[str, str]] = {}
+    problems = []
+    for path in paths or (Path(),):
+        found = files_of(path)
+        if not found:
+            problems.append(f"{path}: {nothing_there(path)}")
+        for file in found:
+            try:
+                path = file.absolute() if here else Path(os.path.relpath(file))
+                texts.setdefault(file.resolve(), (str(path), file.read_text(encoding="utf-8")))
+            except (OSError, UnicodeError) as error:
+                problems.append(f"{file}: cannot be read: {error}")
+    if problems:
+        raise InvalidConfigError("\n".join(problems))
+    return dict(texts.values())
+
+
+def _show_diff(diff: ConfigDiff, as_json: bool) -> None:
+    if as_json:
+        print_json(diff)
+        return
+    lines = [f"+ {name}" for name in diff.added]
+    for name, keys in diff.changed.items():
+        lines.append(f"~ {name} ({', '.join(keys)})")
+        lines += [f"    {key}: {each.was} -> {each.now}" for key, each in diff.values.get(name, {}).items()]
+    lines += [f"- {name}" for name in diff.removed]
+    lines += [f"~ task {name}" for name in diff.tasks]
+    lines += [f"~ resource {name}" for name in diff.resources]
+    lines += [f"! {key} needs a restart" for key in diff.needs_restart]
+    click.echo(visible("\n".join(lines)) or "no change")
+
+
+@click.command()
+@click.option("--admin", is_flag=True, help="The one that may also change the gateway for everybody.")
+@click.option("--server", callback=inherit, help=f"The gateway [{SERVER}, or {DEFAULT}].")
+@json_option
+def token(admin: bool, server: str | None, as_json: bool) -> None:
+    """Print a token of the gateway that you serve on this machine: curl -H "Authorization: Bearer $(tangram token)"."""
+    address = server_of(server)
+    found = find_token_of(httpx.URL(address), (ADMIN,) if admin else (INVOKE,))
+    if found is None:
+        if why := why_without(httpx.URL(address)):
+            raise UnauthorizedError(why, component="client")
+        raise UnauthorizedError(
+            f"no gateway of this user serves at {address} on this machine, or its token is one that was configured: "
+            "ask whoever started it, and set TANGRAM_TOKEN",
+            component="client",
+        )
+    click.echo(json.dumps({"token": found}) if as_json else found)

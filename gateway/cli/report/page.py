@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from gateway.cli.report.run import PlayedRun, ReportedRun, RunAction
-from tangram.cli.printing import brief
+from tangram.cli.output import show_seconds
 
 #: Colours as on the page of the gateway.
 HUES = ("#2F6FD0", "#CC8800", "#0A7F66", "#9A5B9E", "#45A0DC", "#2E374C")
@@ -32,7 +32,7 @@ def page(run: ReportedRun) -> str:
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(run.title)}</title><style>{STYLE}</style>",
         f"<main><h1>{escape(run.title)}</h1><p class=dim>{escape(run.server)}, "
-        f"{len(run.actions)} actions over {brief.seconds(run.span_s)}</p>",
+        f"{len(run.actions)} actions over {show_seconds(run.span_s)}</p>",
         *_numbers(run),
         *_comparison(run),
         *_timeline(run, colours),
@@ -56,10 +56,10 @@ def _numbers(run: ReportedRun) -> Iterator[str]:
         ("trajectories", str(lanes)),
         ("actions", str(len(acts))),
         ("did not succeed", str(failed)),
-        ("ACT, mean", brief.seconds(sum(acts) / len(acts) if acts else None)),
-        ("ACT, p50", brief.seconds(acts[len(acts) // 2] if acts else None)),
-        ("ACT, p99", brief.seconds(acts[min(len(acts) - 1, int(0.99 * len(acts)))] if acts else None)),
-        ("whole run", brief.seconds(run.span_s)),
+        ("ACT, mean", show_seconds(sum(acts) / len(acts) if acts else None)),
+        ("ACT, p50", show_seconds(acts[len(acts) // 2] if acts else None)),
+        ("ACT, p99", show_seconds(acts[min(len(acts) - 1, int(0.99 * len(acts)))] if acts else None)),
+        ("whole run", show_seconds(run.span_s)),
     ]
     yield "<section>"
     yield from (
@@ -93,7 +93,7 @@ def _played(played: PlayedRun, first_s: float) -> str:
         )
     use = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in row.utilisation.items())
     times = (row.act_s, row.queue_s, row.execution_s, row.action_p99_s, row.makespan_s)
-    cells = "".join(f"<td class=n>{brief.seconds(each)}" for each in times)
+    cells = "".join(f"<td class=n>{show_seconds(each)}" for each in times)
     ratio = f"{row.act_s / first_s:.2f} x" if first_s > 0 else "-"
     return f"<tr><td>{escape(played.name)}{cells}<td class=n>{escape(use)}<td class=n>{ratio}</tr>"
 
@@ -114,7 +114,7 @@ def _timeline(run: ReportedRun, colours: Mapping[str, str]) -> Iterator[str]:
     yield f"<svg width={WIDTH} height={height} role=img aria-label='Timeline'>"
     for at in range(0, 11):
         x = LEFT + at * (WIDTH - LEFT - 34) / 10
-        told = brief.seconds(run.span_s * (x - LEFT) / (WIDTH - LEFT))
+        told = show_seconds(run.span_s * (x - LEFT) / (WIDTH - LEFT))
         yield f"<line x1={x:.0f} x2={x:.0f} y1=0 y2={height - 16} stroke='#EDF0F3'/>"
         yield f"<text x={x:.0f} y={height - 3}>{told}</text>"
     for lane, at in shown.items():
@@ -128,7 +128,7 @@ def _bar(action: RunAction, y: int, scale: float, colours: Mapping[str, str]) ->
     accepted, begin, end = (LEFT + each * scale for each in (action.accepted_s, action.begin_s, action.end_s))
     units = ", ".join(f"{count} {kind}" for kind, count in action.units.items())
     parts = zip(PARTS, (action.queue_s, action.overhead_s, action.execution_s), strict=True)
-    times = ", ".join(f"{name} {brief.seconds(part)}" for name, part in parts)
+    times = ", ".join(f"{name} {show_seconds(part)}" for name, part in parts)
     told = escape(f"{action.function} {action.state} {action.reason} {units}: {times} ({action.id})")
     failed = f" stroke='{FAIL}' stroke-width=2" if action.state != "succeeded" else ""
     wait = f"<rect x={accepted:.1f} y={y + 4} width={max(0.0, begin - accepted):.1f} height=4 fill='#DFE3E8'/>"
@@ -154,8 +154,8 @@ def _split(run: ReportedRun, colours: Mapping[str, str]) -> Iterator[str]:
             bars += f"<rect x={x:.1f} width={width:.1f} height=13 fill='{colour}'/>"
             x += width
         yield (
-            f"<tr><td>{escape(name)}<td class=n>{len(of_it)}<td class=n>{failed}<td class=n>{brief.seconds(sum(parts))}"
-            f"<td><svg width=560 height=13>{bars}</svg> {' / '.join(map(brief.seconds, parts))}</tr>"
+            f"<tr><td>{escape(name)}<td class=n>{len(of_it)}<td class=n>{failed}<td class=n>{show_seconds(sum(parts))}"
+            f"<td><svg width=560 height=13>{bars}</svg> {' / '.join(map(show_seconds, parts))}</tr>"
         )
     yield "</table></section>"
 
@@ -186,5 +186,5 @@ def _utilisation(run: ReportedRun) -> Iterator[str]:
         if total:
             y = 100 - 96 * total / top
             yield f"<line x1={LEFT} x2={WIDTH} y1={y:.1f} y2={y:.1f} stroke='{FAIL}' stroke-dasharray='4 3'/>"
-        yield f"<text x={LEFT} y=114>0</text><text x={WIDTH - 40} y=114>{brief.seconds(run.span_s)}</text>"
+        yield f"<text x={LEFT} y=114>0</text><text x={WIDTH - 40} y=114>{show_seconds(run.span_s)}</text>"
         yield "</svg></section>"

@@ -11,9 +11,8 @@ import msgspec
 from gateway.cli.report.page import page
 from gateway.cli.report.run import ReportedRun, actions_of, play, workload_of
 from tangram import Client, InvocationResult, NotFoundError
-from tangram.cli.ids import whole_id
-from tangram.cli.options import connected, json_option
-from tangram.cli.printing.output import print_json, say
+from tangram.cli.options import connected, json_option, whole_id
+from tangram.cli.output import print_json, say
 
 
 @click.command()

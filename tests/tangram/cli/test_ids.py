@@ -21,11 +21,11 @@ async def test_the_number_alone_or_the_beginning_of_an_id_stands_for_it(
     ids = await made(gateway, 17)
     short = ids[4].partition("-")[0].lstrip("0")
     for text in (ids[4], short, short.upper(), ids[4].partition("-")[0], ids[4][:16]):
-        status, out, err = await served("get", text, "--json")
+        status, out, err = await served("show", text, "--json")
         assert status == 0 and ids[4] in out, err
     number = f"{int(ids[-1].partition('-')[0], 16):x}"
     assert number.startswith("1") and len(number) == 2
-    status, out, _ = await served("get", number, "--json")
+    status, out, _ = await served("show", number, "--json")
     assert ids[-1] in out
 
 
@@ -49,7 +49,7 @@ async def test_what_begins_no_id_is_said_to(served: Served, gateway: RunningGate
 
 
 @pytest.mark.parametrize(
-    "verb", [("get",), ("logs",), ("cancel",), ("dlq", "show"), ("dlq", "redrive"), ("dlq", "purge")]
+    "verb", [("show",), ("logs",), ("cancel",), ("dlq", "show"), ("dlq", "redrive"), ("dlq", "purge")]
 )
 async def test_every_verb_that_takes_an_id_takes_a_short_one(
     served: Served, gateway: RunningGateway, verb: tuple[str, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ import pytest
 from gateway.cli import main as server
 from gateway.errors import FACES
 from tangram.cli import exit_status
-from tangram.cli.main import GROUP, VERBS, command_line
+from tangram.cli.main import GROUP, GROUPS, VERBS, command_line
 from tangram.errors import BY_CODE
 from tangram.types import Reason
 from tests.tangram.cli.conftest import Tangram
@@ -53,7 +54,7 @@ def commands_of(command: click.Command) -> list[click.Command]:
 @pytest.mark.parametrize("verb", ALL)
 def test_every_verb_speaks_json(verb: str) -> None:
     # Of `shell` and `exec`, standard output is what the command says; `join` serves, as `serve` does.
-    silent = {"serve", "config-schema", "end", "export", "completion", "shell", "exec", "join"}
+    silent = {"serve", "config-schema", "end", "export", "completion", "shell", "exec", "join", "help"}
     command = LINE.get_command(click.Context(LINE), verb)
     assert command is not None
     assert not [
@@ -136,8 +137,35 @@ def test_global_options_may_stand_before_the_verb_or_behind_it(tangram: Tangram)
 def test_a_global_option_that_a_verb_does_not_take_is_refused(tangram: Tangram) -> None:
     status, _, err = tangram("--server", "http://x", "validate")
     assert status == 2 and "validate takes no --server" in err
-    status, _, err = tangram("--json", "config-schema")
-    assert status == 2 and "takes no --json" in err
+    status, out, _ = tangram("--json", "config-schema")
+    assert status == 2 and "takes no --json" in json.loads(out)["error"]["message"]
+
+
+def test_errors_are_json_where_it_was_asked_for(tangram: Tangram) -> None:
+    for words, status, code in (
+        (("ps", "--json", "--server", "http://127.0.0.1:9"), 69, "connection_failed"),
+        (("--json", "ps", "--server", "http://127.0.0.1:9"), 69, "connection_failed"),
+        (("ps", "--json", "--limit", "x"), 2, "usage"),
+        (("show", "--json"), 2, "usage"),
+    ):
+        ended, out, err = tangram(*words)
+        error = json.loads(out)["error"]
+        assert (ended, error["code"], err) == (status, code, ""), words
+        assert error["component"] and error["message"]
+    assert tangram("exec", "t", "jq", "--json", "--server", "http://127.0.0.1:9")[1] == ""
+
+
+def test_help_of_a_verb_is_had_either_way(tangram: Tangram) -> None:
+    assert tangram("help", "ps")[1] == tangram("ps", "--help")[1]
+    assert tangram("help", "trajectories", "fork")[1].startswith("Usage: tangram trajectories fork ")
+    assert tangram("help")[1] == tangram("--help")[1]
+    status, _, err = tangram("help", "trajectorys")
+    assert status == 2 and "'trajectories'" in err
+    assert tangram("help", "ps", "x")[0] == 2
+
+
+def test_every_verb_has_its_group() -> None:
+    assert {verb.group for verb in ALL.values()} == set(GROUPS)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

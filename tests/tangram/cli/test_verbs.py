@@ -48,7 +48,7 @@ async def test_work_left_running_is_found_shown_and_cancelled(served: Served, ga
     _, out, _ = await served("ps")
     assert id in out and "running" in out
     assert (await served("cancel", id))[:2] == (0, f"{id} cancelled\n")
-    status, out, _ = await served("get", id, "--wait", "1s")
+    status, out, _ = await served("show", id, "--wait", "1s")
     assert status == 130 and "cancelled" in out
     status, _, err = await served("cancel", id)
     assert status == 73 and "conflict" in err
@@ -144,7 +144,7 @@ async def test_dead_letters_are_listed_shown_sent_again_and_purged(served: Serve
     status, out, _ = await served("dlq", "redrive", ids[0])
     again = out.strip()
     assert status == 0 and again not in ids
-    assert (await served("get", again, "--wait", "5s"))[0] == 1
+    assert (await served("show", again, "--wait", "5s"))[0] == 1
     assert (await served("dlq", "redrive", ids[0]))[0] == 73, "it has left the list"
     assert (await served("dlq", "purge", ids[1]))[1] == "1 purged\n"
     _, out, _ = await served("dlq", "purge", "--all", "--function", "retried", "--json")
@@ -166,7 +166,7 @@ def test_a_gateway_that_is_not_there_is_said_plainly_and_waited_for_only_if_aske
 
 
 @pytest.mark.parametrize(
-    "words", [("nonsense",), ("invoke",), ("invoke", "f", "[1]"), ("invoke", "f", "{"), ("get", "x", "--wait", "3")]
+    "words", [("nonsense",), ("invoke",), ("invoke", "f", "[1]"), ("invoke", "f", "{"), ("show", "x", "--wait", "3")]
 )
 def test_a_misused_verb_is_a_usage_error(tangram: Tangram, words: tuple[str, ...]) -> None:
     assert tangram(*words)[0] == 2
@@ -194,7 +194,7 @@ async def test_a_shell_is_offered_functions_and_ids(
 
     assert "echo" in await offered("tangram invoke ec")
     assert "shell" not in await offered("tangram invoke ec")
-    assert "plain,1" in await offered("tangram get ")
+    assert "plain,1" in await offered("tangram show ")
     assert "cancel" in await offered("tangram can")
     assert not (await offered("tangram --server http://127.0.0.1:9 invoke ec")).strip(), "no gateway answers there"
 

@@ -1,19 +1,20 @@
-"""Files go into a trajectory's sandbox and come out of it as they were."""
+"""Files go into a trajectory's sandbox and come out of it as they were, and nothing lands beside its place."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
+import tarfile
 from pathlib import Path
 
 import click
 import pytest
 
 from tangram import FileEntry
-from tangram.cli import files
-from tangram.cli.copying.packing import walk
-from tangram.cli.files import Remote, SandboxPlace, remote
+from tangram.cli import cp as module
+from tangram.cli.cp import Remote, SandboxPlace, Unpacking, batches, pack, remote, walk, write_below
 from tangram.client.sync.trajectory import Trajectory
 from tangram.errors import ConflictError, UnsupportedError
 from tests.tangram.cli.conftest import Served, Tangram
@@ -165,14 +166,14 @@ def test_copying_needs_exactly_one_sandbox(tangram: Tangram, tmp_path: Path) -> 
 def test_what_a_sandbox_lists_leads_nowhere_else(tmp_path: Path, name: str) -> None:
     listed = {"tree": [FileEntry(path=f"tree/{name}", size_bytes=1, directory=False, mode="644")]}
     with pytest.raises(click.ClickException, match="nothing was copied"):
-        list(files._downloads(lambda path: listed[path], "tree", tmp_path))
+        list(module._downloads(lambda path: listed[path], "tree", tmp_path))
 
 
 def test_a_sandbox_that_lists_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "ENTRIES_MAX", 1000)
+    monkeypatch.setattr(module, "ENTRIES_MAX", 1000)
     deeper = [FileEntry(path="d", size_bytes=0, directory=True, mode="755")]
     with pytest.raises(click.ClickException, match="more than 1000"):
-        list(files._downloads(lambda path: deeper, "tree", tmp_path))
+        list(module._downloads(lambda path: deeper, "tree", tmp_path))
 
 
 def test_where_no_archive_is_taken_files_go_one_by_one_and_the_rest_is_named(tmp_path: Path) -> None:
@@ -185,11 +186,126 @@ def test_where_no_archive_is_taken_files_go_one_by_one_and_the_rest_is_named(tmp
     (tree / "link").symlink_to("d")
     sandbox = WithoutPython()
     entries, _ = walk(tree)
-    done = files._tree_in(entries, SandboxPlace(sandbox, "there", None))
+    done = module._tree_in(entries, SandboxPlace(sandbox, "there", None))
     assert sandbox.files == {"there/d/run": (b"r", 0o750)}
     assert [each.path for each in done.left_out] == [f"{tree}/bad\\xff", f"{tree}/link", f"{tree}/empty"]
     sandbox.upload("there/closed", b"c", mode=0)
     sandbox.broken.add("there/closed")
-    done = files._copy_out(SandboxPlace(sandbox, "there", None), tmp_path / "back")
+    done = module._copy_out(SandboxPlace(sandbox, "there", None), tmp_path / "back")
     assert [each.path for each in done.left_out] == ["there/closed"]
     assert stat.S_IMODE((tmp_path / "back/d/run").stat().st_mode) == 0o750
+
+
+def test_directories_come_after_all_that_goes_into_them_and_pipes_are_named(tmp_path: Path) -> None:
+    (tmp_path / "d" / "e").mkdir(parents=True)
+    (tmp_path / "d" / "e" / "file").touch()
+    (tmp_path / "d" / "loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    entries, left_out = walk(tmp_path)
+    assert [each.name for each in entries] == ["d/e/file", "d/loop", "d", "d/e"]
+    assert [each.path for each in left_out] == [f"{tmp_path}/pipe"]
+
+
+def test_a_tree_is_cut_into_batches_by_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(b"x" * 3000)
+    entries, _ = walk(tmp_path)
+    assert [[each.name for each in batch] for batch in batches(entries, 9000)] == [["a", "b"], ["c"]]
+    assert [[each.name for each in batch] for batch in batches(entries, 10)] == [["a"], ["b"], ["c"]]
+
+
+def test_a_file_that_a_link_has_taken_the_place_of_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "other").write_text("other")
+    entries, _ = walk(tmp_path)
+    (tmp_path / "file").unlink()
+    (tmp_path / "file").symlink_to("/etc/passwd")
+    batch = pack(entries)
+    assert [each.path for each in batch.left_out] == [f"{tmp_path}/file"]
+    with tarfile.open(fileobj=io.BytesIO(batch.data)) as tar:
+        assert tar.getnames() == ["other"]
+
+
+def test_a_tree_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ENTRIES_MAX", 2)
+    for name in ("a", "b", "c"):
+        (tmp_path / name).touch()
+    with pytest.raises(click.ClickException, match="more than 2"):
+        walk(tmp_path)
+
+
+def archive(*entries: tarfile.TarInfo, tree: bool = True) -> bytes:
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for entry in ([entry_of(".", tarfile.DIRTYPE)] if tree else []) + list(entries):
+            tar.addfile(entry, io.BytesIO(b"x" * entry.size))
+    return written.getvalue()
+
+
+def entry_of(name: str, type: bytes = tarfile.REGTYPE, linkname: str = "", size: int = 0) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname, entry.size, entry.mode = type, linkname, size, 0o755
+    return entry
+
+
+@pytest.mark.parametrize("name", ["../out", "/out", "a/../../out"])
+def test_an_entry_that_leaves_the_tree_stops_the_copy_before_it_begins(tmp_path: Path, name: str) -> None:
+    with pytest.raises(click.ClickException, match="nothing was copied"):
+        Unpacking(tmp_path / "back", "tree").all(archive(entry_of("first", size=1), entry_of(name, size=1)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_that_lead_out_by_way_of_one_another_are_left_out(tmp_path: Path) -> None:
+    unpacking = Unpacking(tmp_path / "back", "tree")
+    unpacking.all(
+        archive(
+            entry_of("d/x", tarfile.SYMTYPE, ".."),
+            entry_of("y", tarfile.SYMTYPE, "d/x/.."),
+            entry_of("root", tarfile.SYMTYPE, "/"),
+            entry_of("near", tarfile.SYMTYPE, "d"),
+            entry_of("y/file", size=1),
+        )
+    )
+    back = tmp_path / "back"
+    assert [each.path for each in unpacking.left_out] == ["tree/y", "tree/root"]
+    assert sorted(str(each.relative_to(back)) for each in back.rglob("*")) == ["d", "d/x", "near", "y", "y/file"]
+    assert list(tmp_path.iterdir()) == [back]
+
+
+def test_a_second_name_is_one_of_a_file_that_was_copied(tmp_path: Path) -> None:
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "mine").write_text("mine")
+    unpacking = Unpacking(tmp_path / "back", "tree")
+    unpacking.all(
+        archive(
+            entry_of("a", size=2),
+            entry_of("b", tarfile.LNKTYPE, "a"),
+            entry_of("c", tarfile.LNKTYPE, "mine"),
+            entry_of("d", tarfile.LNKTYPE, "../out"),
+            entry_of("pipe", tarfile.FIFOTYPE),
+        )
+    )
+    assert (tmp_path / "back" / "b").read_text() == "xx"
+    assert [each.path for each in unpacking.left_out] == ["tree/c", "tree/d", "tree/pipe"]
+
+
+def test_what_is_no_tree_and_no_file_is_refused(tmp_path: Path) -> None:
+    for data in (b"no archive at all", archive(tree=False), archive(entry_of("a"), entry_of("b"), tree=False)):
+        with pytest.raises(click.ClickException):
+            Unpacking(tmp_path / "back", "tree").all(data)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_that_lies_in_the_target_is_not_followed(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "here"
+    (outside / "deep").mkdir(parents=True)
+    (outside / "file").write_text("kept")
+    root.mkdir()
+    (root / "file").symlink_to(outside / "file")
+    (root / "deep").symlink_to(outside / "deep")
+    for path in ("file", "deep/file"):
+        with pytest.raises(click.ClickException, match="is a link"):
+            write_below(root, root / path, b"written", 0o644)
+    assert ((outside / "file").read_text(), list((outside / "deep").iterdir())) == ("kept", [])
+    write_below(root, root / "a" / "b", b"written", 0o644)
+    assert (root / "a" / "b").read_bytes() == b"written"

@@ -1,1 +1,0 @@
-"""What ``tangram cp`` copies: a tree of this machine as archives, and an archive as a tree."""

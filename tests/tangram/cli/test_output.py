@@ -1,0 +1,302 @@
+"""What people see: plain text in a pipe, tables that fit a terminal, and never a stray escape."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import click
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tangram import InvocationResult
+from tangram.cli.invocations import INVOCATIONS, invocation_rows
+from tangram.cli.output import (
+    LOOK_S,
+    WORD_S,
+    TableColumn,
+    cells_of,
+    copying,
+    cut,
+    in_json,
+    padded,
+    print_json,
+    print_log,
+    record,
+    say,
+    short_id,
+    show,
+    show_seconds,
+    show_time,
+    table,
+    transfers,
+)
+from tangram.types import LogLine
+
+Look = Callable[..., str]
+
+
+class Screen(io.TextIOWrapper):
+    """A terminal."""
+
+    def __init__(self) -> None:
+        self.written = io.BytesIO()
+        super().__init__(self.written, encoding="utf-8", write_through=True)
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def look(monkeypatch: pytest.MonkeyPatch) -> Look:
+    """Show something on a terminal of 40 columns; what was written to it."""
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "40"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def shown(*things: Callable[[], Iterable[str]]) -> str:
+        screen = Screen()
+        with redirect_stdout(screen):
+            show(*(each() for each in things))
+        return screen.written.getvalue().decode()
+
+    return shown
+
+
+def test_a_table_is_as_wide_as_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    show(table(("NAME", "N"), [("a", 1), ("longer", 23), (None, None)]))
+    assert capsys.readouterr().out == "NAME     N\na        1\nlonger  23\n-        -\n"
+
+
+def test_what_is_piped_is_neither_coloured_nor_folded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "20")
+    show(table(("NAME", "STORY"), [("a", "b" * 500)]), record({"story": "c" * 500}))
+    assert capsys.readouterr().out.splitlines() == ["NAME  STORY", "a     " + "b" * 500, "story: " + "c" * 500]
+
+
+def test_a_terminal_gets_a_head_that_stands_out_colours_by_state_and_what_fits_it(look: Look) -> None:
+    shown = look(lambda: table(("NAME", "STATE", "STORY"), [("a", "failed", "b" * 60)]))
+    assert "\x1b[1mNAME" in shown and "\x1b[31mfailed" in shown
+    assert max(len(click.unstyle(line)) for line in shown.splitlines()) == 40
+
+
+def test_no_color_is_obeyed(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in look(lambda: table(("NAME", "STATE"), [("a", "failed")]))
+
+
+def test_control_characters_are_written_out(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = "\x1b]0;gotcha\x07\x1b[2Jred[bold]:smile:"
+    shown = look(lambda: table(("ID",), [(odd,)]), lambda: record({"id": odd, odd: {"id": 1}}))
+    assert "\x1b]" not in shown and "\x07" not in shown and "\x1b[2J" not in shown
+    assert shown.count("[bold]:smile:") == 3, "it is shown as it is"
+    say(odd)
+    assert capsys.readouterr().err == "\\x1b]0;gotcha\\x07\\x1b[2Jred[bold]:smile:\n"
+
+
+def test_amounts_are_written_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    show(table(("COST",), [({"cpu": {"min": 1, "max": 8}, "gpu": {"choices": [1, 2]}},), ({"cpu": (2, 2)},)]))
+    assert capsys.readouterr().out.splitlines()[1:] == ["cpu=1-8 gpu=1,2", "cpu=2"]
+
+
+def test_times_are_read_by_since_and_durations_have_three_figures() -> None:
+    assert show_time(datetime(2026, 11, 27, 4, 20, tzinfo=timezone(timedelta(hours=1)))) == "2026-11-27T03:20:00Z"
+    assert [show_time(None), show_seconds(None), show_seconds(-1.0), show_seconds(0.047)] == ["-", "-", "0s", "47ms"]
+
+
+def test_nested_fields_stand_beneath_their_names_and_empty_ones_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show(record({"name": "f", "cost": {"cpu": {"min": 1, "max": 8}}, "args": ["-q", "-x"], "key": None, "env": {}}))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["name: f", "cost:", "  cpu:", "    min: 1", "    max: 8", "args: -q, -x"]
+
+
+def test_json_is_one_value_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"text": "\x1b[2Jé", "keys": {1: None}, "list": []})
+    assert capsys.readouterr().out == (
+        '{\n  "text": "\\u001b[2Jé",\n  "keys": {\n    "1": null\n  },\n  "list": []\n}\n'
+    )
+
+
+ODD = "\x1b]0;gotcha\x07\x1b[2J\x9b31m\x7f"
+
+
+def test_a_log_reaches_a_terminal_as_it_was_written_only_where_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = LogLine(offset=0, time=datetime(2026, 1, 1, tzinfo=UTC), stream="stdout", data=f"{ODD}\tend\n")
+    print_log(line, err=False)
+    assert capsys.readouterr().out == "\\x1b]0;gotcha\\x07\\x1b[2J\\x9b31m\\x7f\tend\n"
+    print_log(line, err=False, raw=True)
+    assert capsys.readouterr().out == f"{ODD}\tend\n"
+
+
+def test_json_holds_no_control_character_and_is_the_same_value(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"stdout": ODD})
+    for text in (capsys.readouterr().out, in_json({"stdout": ODD})):
+        assert not any((ord(each) < 32 and each != "\n") or 127 <= ord(each) < 160 for each in text)
+        assert json.loads(text) == {"stdout": ODD}
+
+
+COLUMNS = (TableColumn("ID", 4), TableColumn("NAME", 4), TableColumn("AGE", 3, 1), TableColumn("WHY", 4, 2))
+ROW = ("12ab", "a-rather-long-name", "3.2s", "because of something")
+
+
+@pytest.mark.parametrize(
+    ("width", "titles"),
+    [(200, "ID NAME AGE WHY"), (21, "ID NAME AGE WHY"), (16, "ID NAME AGE"), (11, "ID NAME"), (3, "ID NAME")],
+)
+def test_columns_go_by_their_rank_and_the_first_never_do(width: int, titles: str) -> None:
+    assert table(COLUMNS, [ROW], width=width)[0].split() == titles.split()
+
+
+def test_the_first_of_plain_columns_is_whole_and_the_last_is_left_out_first() -> None:
+    names, row = ("IMAGE", "STATE", "SIZE", "PROBLEM"), ("a-name-to-copy", "failed", "1Gi", "no route to the registry")
+    assert table(names, [row], width=46) == [
+        "IMAGE           STATE   SIZE  PROBLEM",
+        "a-name-to-copy  failed   1Gi  no route to the~",
+    ]
+    assert table(names, [row], width=27) == ["IMAGE           STATE", "a-name-to-copy  failed"]
+
+
+@given(st.integers(16, 120), st.lists(st.text(min_size=4, max_size=4), max_size=3))
+def test_no_row_is_wider_than_asked(width: int, rows: list[str]) -> None:
+    assert all(cells_of(line) <= width for line in table(COLUMNS, [tuple(row) for row in rows], width=width))
+
+
+@given(st.text(max_size=30), st.integers(1, 40))
+def test_padding_fills_and_cuts_to_the_sign(text: str, width: int) -> None:
+    assert cells_of(cut(text, width)) <= max(width, 0)
+    assert cells_of(padded("名前" + text, width)) == width
+
+
+def test_a_short_id_is_the_number_alone() -> None:
+    assert short_id("0000000025a-964ec9f8f6c4") == "25a"
+    assert short_id("00000000000-964ec9f8f6c4") == "0"
+    assert short_id("no id") == "no id"
+
+
+PULLS = """
+from tangram.cli.output import transfers
+with transfers() as (look_s, tell):
+    tell("one[x]", 0, 0)
+    tell("two", 1024, 4096)
+    tell("one[x]", 2048, 2048)
+print(look_s)
+"""
+
+
+COPY = """
+from tangram.cli.output import copying
+with copying("tree[x]", 2, 4096) as copied:
+    copied(1, 1024)
+    copied(1, 3072)
+print("done")
+"""
+
+
+def test_where_nobody_looks_it_says_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with transfers() as (look_s, tell):
+        tell("one", 1024, 4096)
+    assert capsys.readouterr() == ("", "one: 1Ki of 4Ki\n")
+    assert look_s == WORD_S
+
+
+def seen_of(program: str) -> tuple[str, str]:
+    """What a program says on standard output, and what somebody at its terminal sees."""
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=follower,
+        env=environment,
+        timeout=60,
+        check=True,
+    )
+    os.close(follower)
+    shown = os.read(leader, 100_000).decode()
+    os.close(leader)
+    return done.stdout.decode(), shown
+
+
+def test_on_a_terminal_each_transfer_has_a_bar_which_is_gone_at_the_end() -> None:
+    said, shown = seen_of(PULLS)
+    assert float(said) == LOOK_S
+    assert "one[x]" in shown and "2Ki of 2Ki" in shown and "1Ki of 4Ki" in shown
+    assert shown.rstrip("\r\n").endswith("\x1b[2K"), "its lines are taken back"
+
+
+def test_a_copy_shows_its_bytes_and_its_files() -> None:
+    said, shown = seen_of(COPY)
+    assert said == "done\n"
+    assert "tree[x]" in shown and "4Ki of 4Ki" in shown and "2 of 2 files" in shown
+
+
+def test_a_copy_that_nobody_looks_at_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with copying("tree", 1, 10) as copied:
+        copied(1, 10)
+    assert capsys.readouterr() == ("", "")
+
+
+NOW = datetime.now(UTC)
+ONE: dict[str, Any] = {
+    "id": "0000000025a-964ec9f8f6c4",
+    "function": "pytest_reward",
+    "revision": "r",
+    "task": "swe-coding",
+    "trajectory": "swe-1094",
+    "parent": None,
+    "mode": "sync",
+    "state": "failed",
+    "reason": "out_of_memory",
+    "message": "",
+    "component": "",
+    "detail": {},
+    "retry_after_s": None,
+    "accepted_at": NOW - timedelta(seconds=40),
+    "started_at": None,
+    "ended_at": None,
+    "queue_ms": 1200.0,
+    "overhead_ms": 44.0,
+    "execution_ms": 6700.0,
+    "act_ms": None,
+    "node": "node-a",
+    "units": {"cpu": 2},
+    "usage": {},
+    "attempt": 1,
+    "attempts": (),
+    "dead": False,
+    "callback": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("width", "there", "gone"), [(60, "AGE", "UNITS"), (80, "AGE", "OVERHEAD"), (200, "UNITS", "~")]
+)
+def test_a_terminal_is_never_overflowed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, there: str, gone: str
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    show(table(INVOCATIONS, invocation_rows([msgspec.convert(ONE, InvocationResult)], short=True)))
+    head, row = capsys.readouterr().out.splitlines()
+    assert len(row) <= width
+    assert there in head and gone not in head + row
+    assert row.split()[:2] == ["25a", "pytest_reward"] and ("s  " in row or row.endswith("s"))
