@@ -138,7 +138,7 @@ def cause_rows(found: Iterable[QueueEntry]) -> list[tuple[object, ...]]:
 
 
 def _why(entry: QueueEntry) -> str:
-    return entry.waits_for if entry.cause is None else entry.cause.text
+    return entry.cause.text
 
 
 def _invocation(entry: QueueEntry) -> str:
