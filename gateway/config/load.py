@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -33,6 +34,12 @@ from tangram.types.config_files import files_of, nothing_there
 
 #: Most files of one configuration.
 FILES_MAX = 4096
+
+#: Distributions of the extras that a section of the server needs.
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "mcp": ("mcp",),
+    "otel": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
+}
 
 _SectionT = TypeVar("_SectionT")
 
@@ -130,6 +137,13 @@ def build(
     if assembly.problems:
         raise refusal(assembly.problems)
     return config
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
 
 
 def refusal(problems: Sequence[ConfigProblem]) -> InvalidConfig:
@@ -311,6 +325,7 @@ class _Assembly:
             except InvalidConfig as error:
                 self._refuse(self.sections["server"], error.message)
         self._port_problems(server)
+        self._extra_problems(server)
         state_dir = self._absolute("server" if server.state_dir != ServerConfig().state_dir else "", server.state_dir)
         assert state_dir is not None
         return replace(
@@ -330,6 +345,19 @@ class _Assembly:
             if taken.setdefault(port, name) not in ("", name) and "server" in self.sections:
                 told = f"{port} is {taken[port]} already: choose another, or 0 for a free one"
                 self._refuse(self.sections["server"], told, tuple(name.split(".")))
+
+    def _extra_problems(self, server: ServerConfig) -> None:
+        """What is asked for needs its library on the machine that serves."""
+        if not self.look or self.base is not None or "server" not in self.sections:
+            return
+        asked = {
+            ("traces", "endpoint"): ("otel", bool(server.traces.endpoint)),
+            ("facades", "mcp"): ("mcp", server.facades.mcp is not None),
+        }
+        for key, (extra, wanted) in asked.items():
+            if wanted and not all(map(_installed, EXTRAS[extra])):
+                told = f"needs {' and '.join(EXTRAS[extra])}: pip install 'tangram-gateway[{extra}]'"
+                self._refuse(self.sections["server"], told, key)
 
     def _token(self, file: Path) -> str:
         """The token in a file, which must hold one."""

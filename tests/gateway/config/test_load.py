@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.load import GatewayConfig, load
+from gateway.config.load import EXTRAS, GatewayConfig, load
 from gateway.config.sections import ClusterConfig
 from manager.action import Amdahl, EfficiencyTable, UnitSet
 from manager.config import TaskSpec
@@ -204,6 +204,23 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
 )
 def test_what_is_wrong_is_told_with_its_place_and_the_remedy(tmp_path: Path, text: str, expected: str) -> None:
     assert any(expected in each for each in problems(tmp_path, text)), problems(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("server", "place", "extra"),
+    [
+        ("facades: {mcp: {functions: [f]}}", "server.facades.mcp", "mcp"),
+        ("traces: {endpoint: 'http://127.0.0.1:4318/v1/traces'}", "server.traces.endpoint", "otel"),
+    ],
+)
+def test_what_needs_an_extra_that_is_not_installed_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str, place: str, extra: str
+) -> None:
+    text = f"server: {{{server}}}\nfunctions: {{f: {{runtime: exec}}}}"
+    loaded(tmp_path, text)
+    monkeypatch.setitem(EXTRAS, extra, ("no-such-distribution",))
+    (told,) = problems(tmp_path, text)
+    assert f"{place}: needs no-such-distribution: pip install 'tangram-gateway[{extra}]'" in told
 
 
 def test_all_problems_are_told_at_once_over_all_files(tmp_path: Path) -> None:
