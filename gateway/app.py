@@ -55,8 +55,6 @@ from gateway.steps.steps import TaskSteps
 from gateway.store.retention import prune_for_ever
 from gateway.store.state_dir import StateDirectory
 from gateway.store.store import Durability, Store, StoreSpec
-from gateway.traces.executor import TracedExecutor
-from gateway.traces.exporter import TraceExporter
 from gateway.turns import TrajectoryTurns
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
@@ -207,7 +205,11 @@ class App:
         self.connections = {"http": self._door.connections, "grpc": grpc, **self.facades.connections}
         self.logs = Logs(self.store, server.logs, wall=self.wall)
         self.metrics, self.activity = Metrics(), Activity(self._clock.now, self.wall)
-        self.traces = TraceExporter(server.traces)
+        self.traces = None
+        if server.traces.endpoint:
+            from gateway.tracing import TraceExporter  # its SDK is in an extra
+
+            self.traces = TraceExporter(server.traces)
         self.admission = Admission(
             self._clock.now,
             total_max=config.scheduler.max_queued,
@@ -223,7 +225,7 @@ class App:
             logs=self.logs,
             admission=self.admission,
             held=self.held,
-            observer=Observers(self.metrics, self.activity, self.traces, self.steps),
+            observer=Observers(self.metrics, self.activity, self.steps, *([self.traces] if self.traces else [])),
             now=self._clock.now,
             wall=self.wall,
         )
@@ -262,7 +264,7 @@ class App:
     def _make_engine(self) -> Engine:
         spec = self.registry.config.manager_spec(self.machines.specs, self._models.services)
         everywhere = self.machines.executor(self.runtimes.executor, self._trajectories)
-        executor = TracedExecutor(everywhere, self.traces)
+        executor = everywhere if self.traces is None else self.traces.around(everywhere)
         durable = DurableStarts(
             executor, self.invocations, self.store, self._trajectories, self._quotas, self.steps.trajectory_ended
         )
@@ -341,11 +343,12 @@ class App:
         self.machines.open(self.registry.preparation.again)
         await self.grpc.open(self._grpc_socket)
         closers.push_async_callback(self.grpc.close)
+        if self.traces is not None:
+            closers.push_async_callback(self.traces.close)
         chores = (
             self._save_history_for_ever(),
             prune_for_ever(self.store, self.config.server.retention, self.wall),
             self.callbacks.deliver_for_ever(),
-            self.traces.export_for_ever(),
             self.leases.end_lapsed_for_ever(),
             self.machines.watch_for_ever(self.runtimes.provider.trouble),
             self._state_dir.watch_for_ever(),
@@ -459,7 +462,8 @@ class App:
         watch("tangram_input_bytes_held", "Bytes of inputs that arrive or live", lambda: self.held.bytes)
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
         self.watch.measured_by(self.metrics)
-        self.traces.measured_by(self.metrics)
+        if self.traces is not None:
+            self.traces.measured_by(self.metrics)
         self.metrics.watch_units(lambda: pool_units(self.engine.resources()))
         self.metrics.watch_nodes(self.machines.counts)
         self.metrics.watch_replicas(self.engine.replicas)

@@ -60,7 +60,7 @@ class CallbacksSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracesSection:
-    """Where spans of ended invocations are sent: OpenTelemetry, OTLP over HTTP in JSON."""
+    """Where spans of ended invocations are sent: OpenTelemetry, OTLP over HTTP; needs the extra ``otel``."""
 
     endpoint: Annotated[str, Setting("URL of a collector, such as http://127.0.0.1:4318/v1/traces; empty: none")] = ""
     headers: Annotated[Mapping[str, str], Setting("sent with each request, a collector's key for example")] = field(
@@ -69,11 +69,8 @@ class TracesSection:
     service: Annotated[str, Setting("service.name of the spans")] = "tangram"
     share: Annotated[float, Setting("of calls without a trace of their own, kept", ge=0.0, le=1.0)] = 1.0
     queue_max: Annotated[int, Setting("most spans that wait; beyond it they are dropped and counted", ge=1)] = 8192
-    batch_max: Annotated[int, Setting("most spans in one request", ge=1)] = 512
     interval_s: Annotated[float, Setting("longest wait of a span for its request")] = 2.0
-    timeout_s: Annotated[float, Setting("one request")] = 10.0
-    max_attempts: Annotated[int, Setting("requests tried for one batch", ge=1)] = 5
-    backoff_s: Annotated[float, Setting("first wait, doubled each time")] = 1.0
+    timeout_s: Annotated[float, Setting("one request, with the tries after it")] = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

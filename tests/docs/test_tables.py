@@ -21,7 +21,8 @@ def test_the_page_of_limits_holds_every_bound_of_the_configuration() -> None:
 
 
 async def test_the_page_of_metrics_holds_every_metric_of_a_gateway(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path)) as gateway:
+    traces = {"endpoint": "http://127.0.0.1:9/v1/traces", "share": 0}
+    async with serving(GatewayBench(tmp_path, server={"traces": traces})) as gateway:
         await gateway.invoke({})
         await gateway.invoke({}, function="nope")
         table = reference(gateway.app.metrics.registry)

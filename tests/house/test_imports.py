@@ -24,6 +24,7 @@ ROOMS = {
     "starlette": ("gateway/http/", "gateway/facades/"),
     "hypercorn": ("gateway/http/",),
     "grpclib": ("gateway/grpc/",),
+    "opentelemetry": ("gateway/tracing.py",),
     "sqlite3": ("gateway/store", "gateway/invocations/record.py", "gateway/store/retention.py"),
     # Inspect asks for a model of the configuration, and its files are YAML.
     "yaml": ("gateway/config/", "tangram/adapters/inspect.py"),

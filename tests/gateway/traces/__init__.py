@@ -1,1 +1,0 @@
-"""Traces: spans of invocations, and how they reach a collector."""
