@@ -61,7 +61,7 @@ class ModelsFacade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpFacade:
-    """MCP over streamable HTTP, ``/mcp``: functions as the tools of a model's client."""
+    """MCP over streamable HTTP, ``/mcp``: functions as the tools of a model's client; needs the extra ``mcp``."""
 
     functions: Annotated[
         tuple[Annotated[str, Setting(min_length=1)], ...],

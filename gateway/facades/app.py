@@ -17,7 +17,6 @@ from gateway.facades.calls import ForeignCalls
 from gateway.facades.credentials import split_path, with_bearer
 from gateway.facades.facade import Endpoint, Facade
 from gateway.facades.faults import fault_of
-from gateway.facades.mcp import Mcp
 from gateway.facades.models import Models
 from gateway.facades.rewards import Rewards
 from gateway.facades.sandboxfusion import SandboxFusion
@@ -27,8 +26,8 @@ from gateway.http.sending import BoundedSend
 from gateway.services import Services
 from manager.errors import CodedError, InvalidInput, NotFound, exhaustion
 
-#: Every door, by its name in ``server.facades``.
-FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, Models, Mcp, Swerex)}
+#: Every door but MCP's, whose library is in an extra, by its name in ``server.facades``.
+FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, Models, Swerex)}
 
 #: Characters of a foreign path or method that are told back.
 SHOWN = 200
@@ -36,7 +35,13 @@ SHOWN = 200
 
 def make_facades(services: Services, calls: ForeignCalls) -> dict[str, Facade]:
     """Return the doors that the configuration opens, by name."""
-    return {name: FACADES[name](services, calls, section) for name, section in services.bounds.facades.opened()}
+    opened = dict(services.bounds.facades.opened())
+    made = {name: FACADES[name](services, calls, section) for name, section in opened.items() if name in FACADES}
+    if "mcp" in opened:
+        from gateway.facades.mcp import Mcp
+
+        made["mcp"] = Mcp(services, calls, opened["mcp"])
+    return made
 
 
 class FacadeApp:

@@ -25,10 +25,12 @@ ROOMS = {
     "hypercorn": ("gateway/http/",),
     "grpclib": ("gateway/grpc/",),
     "opentelemetry": ("gateway/tracing.py",),
+    "mcp": ("gateway/facades/mcp.py",),
+    "mcp_types": ("gateway/facades/mcp.py",),
     "sqlite3": ("gateway/store", "gateway/invocations/record.py", "gateway/store/retention.py"),
     # Inspect asks for a model of the configuration, and its files are YAML.
     "yaml": ("gateway/config/", "tangram/adapters/inspect.py"),
-    "pydantic": ("gateway/config/", "tangram/adapters/inspect.py"),
+    "pydantic": ("gateway/config/", "gateway/facades/mcp.py", "tangram/adapters/inspect.py"),
     "click": ("gateway/cli/", "tangram/cli/"),
     "rich": ("tangram/cli/",),
     "matplotlib": ("gateway/", "bench/"),

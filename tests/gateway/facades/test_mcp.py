@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
 
 from tests.gateway.conftest import DEADLINE_S, RunningGateway, function, step_of, until
 from tests.gateway.facades.world import doors
@@ -185,7 +186,7 @@ async def test_arguments_that_do_not_fit_are_told_to_the_model_which_may_send_be
     ("method", "params", "code", "named"),
     [
         ("resources/list", {}, -32601, "resources/list"),
-        ("server/discover", {}, -32601, "initialize"),
+        ("server/discover", {}, -32601, "server/discover"),
         ("tools/call", {"name": "short"}, -32602, "no such tool: 'short'"),
         ("tools/call", {"name": "echo", "arguments": []}, -32602, "arguments"),
         ("tools/call", {}, -32602, "name"),
@@ -291,7 +292,7 @@ async def test_a_request_of_the_newer_era_stands_alone(door: RunningGateway) -> 
 
 async def test_discovery_leads_to_sessions_where_a_sandbox_would_be_lost(tmp_path: Path, door: RunningGateway) -> None:
     asked = (await single(door, "server/discover")).json()["result"]
-    assert asked["supportedVersions"] == ["2025-03-26", "2025-06-18", "2025-11-25"]
+    assert asked["supportedVersions"] == list(HANDSHAKE_PROTOCOL_VERSIONS)
     named = (await single(door, "server/discover", x_trajectory_id="mine")).json()["result"]
     assert named["supportedVersions"][-1] == "2026-07-28"
     async with doors(tmp_path / "b", {"mcp": {"functions": ["echo"]}}, step_of) as other:
