@@ -18,7 +18,7 @@ RUN set -eu; \
         $pip install -q --root-user-action ignore --no-index --find-links /wheels --target /opt/build setuptools packaging; \
     else pip="python3 -m pip"; offline=""; fi; \
     PYTHONPATH=/opt/build $pip install -q --root-user-action ignore --no-cache-dir $offline \
-        --constraint /src/constraints.txt --target /opt/tangram /src/client /src; \
+        --constraint /src/constraints.txt --target /opt/tangram /src/client '/src[mcp,otel]'; \
     rm -rf /wheels /src /opt/build
 
 ENV PYTHONPATH=/opt/tangram PATH=/opt/tangram/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
