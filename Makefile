@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What changes most, and needs neither Docker nor a network.
 QUICK := tests/house tests/manager tests/gateway
 
-.PHONY: demo cluster-demo test quick setup format lint types unit attacks cluster-faults sim bench ecosystem ecosystem-all serve clean site wheels ray
+.PHONY: demo cluster-demo test quick setup format lint types unit attacks cluster-faults sim bench bench-quick ecosystem ecosystem-all serve clean site wheels ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -37,7 +37,7 @@ types:
 	$(PYTHON) -m mypy
 
 unit:
-	scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED) --ignore tests/attacks --ignore tests/ecosystem --ignore tests/ray --ignore tests/cluster/faults
+	scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED) --ignore tests/attacks --ignore tests/bench --ignore tests/ecosystem --ignore tests/ray --ignore tests/cluster/faults
 
 # Rewards that somebody tries to forge, a few hundred ways: a step of its own in .ci/run, two to five minutes.
 attacks: setup
@@ -54,7 +54,11 @@ sim: setup
 
 # Every bench, one JSON object each on its last line (bench/report.py says its form).
 bench: setup
-	@for name in gateway sandbox isolation scheduler figures rollouts model durable attacks kills dashboard facades cluster; do $(PYTHON) -m bench.$$name --json; done
+	@for name in gateway sandbox scheduler figures rollouts model durable attacks kills dashboard facades cluster; do $(PYTHON) -m bench.$$name --json; done
+
+# One quick run of each bench, and what judges them: a step of its own in .ci/run.
+bench-quick: setup
+	scripts/run-tests -q -n 2 --dist loadgroup tests/bench
 
 # Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors.
 # A step of its own, with its own limit in .ci/run: what is left out is named at its end.

@@ -1,19 +1,30 @@
-"""The report of a bench: figures, checks, the machine, and the two forms in which it is printed."""
+"""The report of a bench: figures, checks, the machine, and how its parts are played.
+
+Each part says on standard error when it begins and how long it took. What is known after each lies in
+``.cache/bench/NAME.json``, and a bench that is ended by SIGTERM or SIGINT prints what it has.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import inspect
 import json
 import math
 import os
 import platform
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
 
 Better = Literal["lower", "higher"]
+#: Where the report of each bench lies after each of its parts.
+KEPT = Path(__file__).resolve().parents[1] / ".cache" / "bench"
 Figure = float | int | str | bool | None | list["Figure"] | dict[str, "Figure"]
 
 
@@ -38,12 +49,12 @@ class Check:
 
 @dataclass(slots=True)
 class BenchReport:
-    """What one bench has to say.
+    """What one bench measured.
 
     >>> report = BenchReport("gateway")
     >>> report.figure("echo_p50_ms", 0.4)
     >>> report.check("exec_overhead_p50_ms", 1.3, limit=2.0, better="lower")
-    >>> sys.exit(report.print(as_json=True))
+    >>> sys.exit(report.run(lambda: measure(report), as_json=True))
     """
 
     bench: str
@@ -51,6 +62,10 @@ class BenchReport:
     checks: list[Check] = field(default_factory=list)
     #: Sentences for people: what was left out on this machine, and how a figure is to be read.
     notes: list[str] = field(default_factory=list)
+    #: Parts to play; empty for all of them.
+    only: frozenset[str] = frozenset()
+    #: Instant of the monotonic clock after which no further part is begun.
+    ends_s: float = math.inf
 
     def figure(self, name: str, value: Figure) -> None:
         """Record a measured value that is not checked; dictionaries and lists nest."""
@@ -64,6 +79,61 @@ class BenchReport:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def progress(self, text: str) -> None:
+        """Say on standard error how far it is."""
+        print(f"{time.strftime('%H:%M:%S')} {self.bench}: {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Play one part: if it fails, that is a failed check ``NAME_ran``, and the bench goes on with the next."""
+        began_s = time.monotonic()
+        self.progress(f"{name} begins")
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # half of the figures are better than none
+            self.missing(name, f"{type(error).__name__}: {error}")
+        gc.collect()
+        self.progress(f"{name}: {time.monotonic() - began_s:.1f} s")
+        self.keep()
+
+    def play(self, parts: Mapping[str, Callable[[], object]]) -> None:
+        """Play the chosen parts in their order; one for which no time is left is a failed check ``NAME_ran``."""
+        for name, part in parts.items():
+            if self.only and name not in self.only:
+                continue
+            if time.monotonic() >= self.ends_s:
+                self.missing(name, "the time was up")
+                continue
+            with self.part(name):
+                done = part()
+                if inspect.iscoroutine(done):
+                    import uvloop  # the loop that gateways run on; the bench of models needs none
+
+                    uvloop.run(done)
+
+    def missing(self, name: str, why: str) -> None:
+        self.check(f"{name}_ran", 0, limit=1, better="higher")
+        self.note(f"{name} is missing: {why}")
+
+    def keep(self) -> None:
+        """Write what is known so far into ``.cache/bench``."""
+        KEPT.mkdir(parents=True, exist_ok=True)
+        part = KEPT / f"{self.bench}.json.{os.getpid()}"
+        part.write_text(json.dumps(self.as_json(), sort_keys=True), encoding="utf-8")
+        part.replace(KEPT / f"{self.bench}.json")
+
+    def run(self, work: Callable[[], object], *, as_json: bool) -> int:
+        """Do the work, print, and return the exit status; SIGTERM and SIGINT end the work and not the report."""
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            work()
+        except KeyboardInterrupt:
+            self.check("completed", 0, limit=1, better="higher")
+            self.note("cut before its end: this is what was known")
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return self.print(as_json=as_json)
 
     @property
     def ok(self) -> bool:
@@ -103,17 +173,22 @@ class BenchReport:
         return "\n\n".join(blocks)
 
 
-def arguments(bench: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The two flags that every bench takes: ``quick`` and ``json``."""
-    return parser(bench).parse_args(argv)
-
-
-def parser(bench: str) -> argparse.ArgumentParser:
-    """The command line of a bench, for those that add flags of their own."""
+def parser(bench: str, *, parts: bool = False) -> argparse.ArgumentParser:
+    """The command line of every bench: ``quick``, ``json``, and with ``parts`` which of them are played."""
     made = argparse.ArgumentParser(prog=f"python -m bench.{bench}")
     made.add_argument("--quick", action="store_true", help="smaller inputs and fewer rounds; the same figures")
     made.add_argument("--json", action="store_true", help="the report as one JSON object on the last line of stdout")
+    if parts:
+        made.add_argument("--only", default="", help="parts of the whole, joined by commas; a wrong one tells them")
     return made
+
+
+def play(report: BenchReport, options: argparse.Namespace, parts: Mapping[str, Callable[[], object]]) -> int:
+    """Play the parts that ``--only`` names, or all, and print; coroutines run on uvloop. Returns the exit status."""
+    report.only = frozenset(filter(None, options.only.replace("|", ",").split(",")))
+    if unknown := sorted(report.only - parts.keys()):
+        raise SystemExit(f"--only: no part is named {', '.join(unknown)}; known are {', '.join(parts)}")
+    return report.run(lambda: report.play(parts), as_json=options.json)
 
 
 def machine() -> dict[str, Figure]:

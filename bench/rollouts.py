@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.inputs import OWN_PATH, STEPS, real_input, told
-from bench.pytest_width import DiscardedLog, generated
-from bench.report import BenchReport, arguments, median, percentile
+from bench.report import BenchReport, median, parser, percentile, play
+from bench.sandbox import DiscardedOutput
 from manager.action import Action, Amdahl, UnitSet
 from manager.assembly import build_core
 from manager.clock import MonotonicClock
@@ -53,6 +53,12 @@ START_S = 0.3
 SHELL_MAX_S = 1.0
 THINK_MAX_S = 4.0
 SPEC = SandboxSpec(memory_bytes=512 * 2**20)
+#: Nothing but work.
+SUITE = """import pytest
+@pytest.mark.parametrize('n', range({tests}))
+def test_spin(n):
+    assert sum(i * i for i in range({spin})) > n
+"""
 
 
 def unplugged() -> Iterator[str]:
@@ -154,8 +160,8 @@ class RolloutStage:
     async def furnish(self, rollout: Rollout) -> None:
         """Its sandbox with its suite inside, before anything is timed."""
         sandbox = await self.environments.ensure(rollout.name, SPEC)
-        for path, data in generated(TESTS, int(rollout.reward_s / TESTS * SPIN_PER_S)):
-            await sandbox.write_file(path, data)
+        spin = int(rollout.reward_s / TESTS * SPIN_PER_S)
+        await sandbox.write_file("test_spin.py", SUITE.format(tests=TESTS, spin=spin).encode())
 
     async def _trajectory(self, rollout: Rollout, cores: asyncio.Semaphore | None) -> list[float]:
         asked_s = self.clock.now()
@@ -177,7 +183,7 @@ class RolloutStage:
     async def _act(self, action: Action, function: FunctionSpec, value: dict[str, object]) -> float:
         """Seconds from submission to settlement."""
         submitted_s = self.clock.now()
-        call = Call(function=function, input=value, log=DiscardedLog())
+        call = Call(function=function, input=value, log=DiscardedOutput())
         settlement = await self.engine.submit([Submission(action=replace(action, submitted_s=submitted_s), call=call)])[
             0
         ]
@@ -239,19 +245,16 @@ async def measure(report: BenchReport, *, quick: bool) -> None:
     chosen = rollouts(6, 3, 0.1, 1.0) if quick else rollouts(24, 5, 0.25, 3.0)
     node = replace(discover().node("local"), memory_bytes=2**50)
     played: dict[str, list[dict[str, float]]] = {name: [] for name in POLICIES}
-    for _ in range(1 if quick else 2):
+    for round_ in range(1 if quick else 2):
         for name, policy in POLICIES.items():
+            report.progress(f"round {round_ + 1}, {name}")
             with tempfile.TemporaryDirectory() as scratch:
                 async with stage(policy, node, Path(scratch)) as made:
                     for rollout in chosen:
                         await made.furnish(rollout)
                     cores = asyncio.Semaphore(node.cores) if name == "static" else None
                     played[name].append((await made.play(chosen, cores)).figures())
-    rows = {name: {key: median([run[key] for run in runs]) for key in runs[0]} for name, runs in played.items()}
-    report.figure("rollouts", {name: dict(row) for name, row in rows.items()})
-    ours = rows["adaptive"]
-    ratios = {name: {key: row[key] / ours[key] for key in row} for name, row in rows.items() if name != "adaptive"}
-    report.figure("over_adaptive", {name: dict(row) for name, row in ratios.items()})
+            compare(report, {name: runs for name, runs in played.items() if runs})
     report.note(
         f"{len(chosen)} trajectories on {node.cores} cores; think times: {told(STEPS)}."
         " With so few cores a suite can hardly be wider than one; elasticity shows little here, and what shows is"
@@ -259,11 +262,20 @@ async def measure(report: BenchReport, *, quick: bool) -> None:
     )
 
 
+def compare(report: BenchReport, played: dict[str, list[dict[str, float]]]) -> None:
+    """Record the median of each figure, and its ratio to that of ``adaptive``."""
+    rows = {name: {key: median([run[key] for run in runs]) for key in runs[0]} for name, runs in played.items()}
+    report.figure("rollouts", {name: dict(row) for name, row in rows.items()})
+    ours = rows["adaptive"]
+    ratios = {name: {key: row[key] / ours[key] for key in row} for name, row in rows.items() if name != "adaptive"}
+    report.figure("over_adaptive", {name: dict(row) for name, row in ratios.items()})
+    report.keep()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    options = arguments("rollouts", argv)
+    options = parser("rollouts", parts=True).parse_args(argv)
     report = BenchReport("rollouts")
-    asyncio.run(measure(report, quick=options.quick))
-    return report.print(as_json=options.json)
+    return play(report, options, {"rollouts": lambda: measure(report, quick=options.quick)})
 
 
 if __name__ == "__main__":

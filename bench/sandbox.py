@@ -9,21 +9,22 @@ import asyncio
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import uvloop
-
 from bench import inputs
 from bench.docker_exec import DockerExec
-from bench.report import BenchReport, arguments, median, percentile
+from bench.private_docker import PrivateDocker, private_docker
+from bench.report import BenchReport, median, parser, percentile, play
+from bench.serving import GATEWAY, IMAGE, TOKEN, process, process_cpu_s
 from manager.action import Action, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec
@@ -33,21 +34,44 @@ from manager.function import Background, FunctionSpec, SandboxSpec
 from manager.outcome import Settlement, State
 from runtimes.local import LocalExecutor
 from runtimes.node.topology import discover
-from runtimes.sandbox.cgroup import Hierarchy
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.docker.engine import DockerEngine as DockerEngine
-from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
+from tangram import AsyncClient
 
-IMAGE = "tangram-base:bookworm"
 NOOP = Command(argv=("true",))
 PARALLEL = 32
 #: How often runner and daemon take turns at it.
 TURNS = 3
+#: Where processor time is accounted, actions before those that are counted, and seconds until containers have settled.
+ACCOUNTS = Path("/sys/fs/cgroup/cpuacct")
+FIRST, SETTLED_S, SETTLE_S = 8, 1.5, 60.0
+#: Suites as of `examples/trl_grpo`, each in a sandbox of its own.
+FRESH = """
+version: 1
+server: {{state_dir: {directory}/state, port: 0, grpc_port: 0, token: bench-bench-bench}}
+sandbox: {{provider: container, image: "{image}", memory: 256Mi}}
+functions:
+  passes:
+    runtime: pytest
+    sandbox:
+      warm: {{min: 2, max: 4}}
+      env: {{PYTEST_DISABLE_PLUGIN_AUTOLOAD: "1"}}
+    pytest: {{args: ["-p", "no:cacheprovider"]}}
+    timeout: 60s
+    idempotent: true
+    max_queued: 4096
+"""
+SUITE = """from program import f
+
+CASES = [(2, 3, 5), (7, 4, 11), (-5, 1, -4), (0, 6, 6)]
+
+
+def test_it():
+    assert [f(a, b) for a, b, _ in CASES] == [wanted for _, _, wanted in CASES]
+"""
 
 
 class DiscardedOutput:
@@ -153,51 +177,6 @@ async def one_command(rig: SandboxRig, report: BenchReport, rounds: int) -> None
     report.check("docker_exec_over_runner_p50", p50["docker_exec"] / p50["runner"], limit=40, better="higher")
     report.check("docker_exec_over_action_p50", p50["docker_exec"] / p50["action"], limit=20, better="higher")
     report.check("runner_over_spawn_p50", p50["runner"] / p50["spawn"], limit=1.5, better="lower")
-
-
-async def as_if_in_a_container(rig: SandboxRig, report: BenchReport, rounds: int) -> None:
-    """What a gateway in a container pays: attached, its cores and its freezing by request."""
-    state_dir = Path(tempfile.mkdtemp(prefix="tangram-bench-"))
-    provider = ContainerProvider(
-        DockerEngine.connect(timeout_s=60, workers=4),
-        state_dir=state_dir,
-        gateway_id="bench",
-        gate=CreationGate(1),
-        shared_cores=(),
-        transport="attach",
-        hierarchy=Hierarchy(1, {}),
-    )
-    try:
-        attached = await provider.create(rig.function.sandbox or SandboxSpec(), name="attached", labels={}, mounts={})
-        joined = await rig.sandbox("one")
-        docker = DockerExec()
-        ways: dict[str, list[float]] = {
-            name: [] for name in ("docker_exec", "socket", "attach", "cores", "freeze_thaw")
-        }
-        every = sorted(os.sched_getaffinity(0))
-        await joined.thaw()
-        await joined.set_cores(every)
-        for round_ in range(rounds):
-            ways["socket"].append(await timed(lambda: joined.run(NOOP)))
-            ways["attach"].append(await timed(lambda: attached.run(NOOP)))
-            if round_ % 5 == 0:
-                started = time.perf_counter()
-                docker.run(container_of(attached), ["true"])
-                ways["docker_exec"].append((time.perf_counter() - started) * 1e3)
-                ways["cores"].append(await timed(lambda: attached.set_cores(every)))
-                started = time.perf_counter()
-                await attached.quiesce(Background.FREEZE)
-                await attached.thaw()
-                ways["freeze_thaw"].append((time.perf_counter() - started) * 1e3)
-        docker.close()
-        report.figure("attached", {name: dict(spread(values)) for name, values in ways.items()})
-        p50 = {name: median(values) for name, values in ways.items()}
-        report.figure("attach_over_socket_p50", round(p50["attach"] / p50["socket"], 3))
-        report.figure("docker_exec_over_attach_p50", round(p50["docker_exec"] / p50["attach"], 1))
-    finally:
-        await provider.reap(())
-        await provider.close()
-        shutil.rmtree(state_dir, ignore_errors=True)
 
 
 async def at_once(rig: SandboxRig, report: BenchReport, rounds: int) -> None:
@@ -380,23 +359,131 @@ def machine_cpu_s() -> float:
     return sum(float(field) for index, field in enumerate(fields[:8]) if index not in (3, 4)) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(report: BenchReport, *, quick: bool) -> None:
-    async with rig() as parts:
-        await one_command(parts, report, rounds=100 if quick else 300)
-        await as_if_in_a_container(parts, report, rounds=100 if quick else 300)
-        await grip(parts, report, rounds=200 if quick else 1000)
-        await at_once(parts, report, rounds=10 if quick else 30)
-        await warm_claims(parts, report, rounds=5 if quick else 10)
-        await idle_crowd(parts, report, rounds=150 if quick else 400, crowd=60 if quick else 300)
-        await humaneval(parts, report, limit=60 if quick else None)
-        await replay(parts, report, trajectories=4 if quick else 12, actions=20 if quick else 60)
+# An action in a sandbox that nobody has used
 
 
-def main() -> int:
-    options = arguments("sandbox")
-    report = BenchReport("sandbox")
-    uvloop.run(measure(report, quick=options.quick))  # the loop that gateways run on
-    return report.print(as_json=options.json)
+class ProcessorAccounts:
+    """Processor seconds by who spends them: an engine of its own, its containers, and a gateway in control groups."""
+
+    def __init__(self, docker: PrivateDocker) -> None:
+        self._containers = ACCOUNTS / docker.name
+        self._engine, self.gateway = (ACCOUNTS / f"{docker.name}-{name}" for name in ("engine", "gateway"))
+        for group in (self._engine, self.gateway):
+            group.mkdir(exist_ok=True)
+        file = docker.directory / "run/containerd/containerd.pid"
+        self._daemons = {"dockerd": docker.pid, "containerd": int(file.read_text(encoding="ascii"))}
+        for pid in self._daemons.values():
+            (self._engine / "cgroup.procs").write_text(str(pid))
+
+    def spent_s(self) -> dict[str, float]:
+        """Seconds since the start, by part."""
+        daemons = {name: process_cpu_s(pid) for name, pid in self._daemons.items()}
+        return {
+            "gateway": _group_s(self.gateway),
+            **daemons,
+            "shims and runc": _group_s(self._engine) - sum(daemons.values()),
+            "in the containers": _group_s(self._containers) if self._containers.exists() else 0.0,
+        }
+
+    def remove(self) -> None:
+        for group in (self._engine, self.gateway):
+            if group.exists():
+                group.rmdir()
+
+
+def _group_s(group: Path) -> float:
+    return int((group / "cpuacct.usage").read_text(encoding="ascii")) / 1e9
+
+
+@contextmanager
+def counted_docker() -> Iterator[tuple[PrivateDocker, ProcessorAccounts]]:
+    """An engine whose processor time is counted, whatever else runs on the machine; the kernel's threads are not."""
+    with ExitStack() as stack:
+        docker = stack.enter_context(private_docker(IMAGE))
+        accounts = ProcessorAccounts(docker)
+        yield docker, accounts
+    accounts.remove()
+
+
+async def settle(docker: PrivateDocker) -> int:
+    """Wait until no container has come or gone for a while; return how many there are."""
+    deadline_s, since_s, before = time.monotonic() + SETTLE_S, time.monotonic(), docker.containers()
+    while time.monotonic() < deadline_s and time.monotonic() - since_s < SETTLED_S:
+        await asyncio.sleep(0.25)
+        now = docker.containers()
+        if now != before:
+            since_s, before = time.monotonic(), now
+    return len(before)
+
+
+async def grade(client: AsyncClient, key: str, count: int) -> float:
+    """Grade so many different programs at once, each in a container of its own; return the seconds that they took."""
+    programs = [f"# {key}, {number}\ndef f(a, b):\n    return a + b\n" for number in range(count)]
+    suites = [{"tests": {"program.py": program, "test_program.py": SUITE}} for program in programs]
+    begun_s = time.monotonic()
+    ends = await client.map("passes", suites, key=key, concurrency=count)
+    wrong = [end.result for end in ends if not (isinstance(end.result, dict) and end.result.get("reward") == 1.0)]
+    if wrong:
+        raise RuntimeError(f"not passed: {wrong[0]}")
+    return time.monotonic() - begun_s
+
+
+async def fresh(report: BenchReport, count: int) -> None:
+    """Processor time of a pytest action in a container that nobody has used, by who spends it."""
+    if "cpuacct" not in os.listdir(ACCOUNTS.parent):  # noqa: PTH208
+        report.note(f"left out: processor time is read from control groups of version 1, and there is no {ACCOUNTS}")
+        return
+    with tempfile.TemporaryDirectory(prefix="tangram-fresh-") as directory, counted_docker() as (docker, accounts):
+        config = workplace(Path(directory))
+        code = f"open('{accounts.gateway}/cgroup.procs', 'w').write('0')\n{GATEWAY}"  # 0 is itself
+        async with (
+            process(code, config, ending=signal.SIGINT, **docker.environment) as gateway,
+            AsyncClient(f"http://127.0.0.1:{gateway.port}", token=TOKEN) as client,
+        ):
+            await grade(client, "first", FIRST)
+            before, earlier_s = await settle(docker), accounts.spent_s()
+            wall_s = await grade(client, "counted", count)
+            after, later_s = await settle(docker), accounts.spent_s()
+    if before != after:
+        raise RuntimeError(f"{before} containers before the actions, {after} after them")
+    spent_ms = {name: 1e3 * (later_s[name] - earlier_s[name]) / count for name in later_s}
+    report.figure("fresh_action_ms", {name: round(value, 1) for name, value in spent_ms.items()})
+    report.figure("fresh_action_wall_ms", round(1e3 * wall_s / count, 1))
+    report.check("fresh_action_cpu_ms", sum(spent_ms.values()), limit=750, better="lower")
+
+
+def workplace(directory: Path) -> str:
+    """Write the configuration of the gateway that grades, and return where."""
+    directory.chmod(0o755)
+    (directory / "tangram.yaml").write_text(FRESH.format(directory=directory, image=IMAGE))
+    return str(directory / "tangram.yaml")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser("sandbox", parts=True).parse_args(argv)
+    report, quick = BenchReport("sandbox"), options.quick
+
+    def on_rig(work: Callable[[SandboxRig], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+        async def part() -> None:
+            async with rig() as made:
+                await work(made)
+
+        return part
+
+    return play(
+        report,
+        options,
+        {
+            "one_command": on_rig(lambda made: one_command(made, report, 100 if quick else 300)),
+            "grip": on_rig(lambda made: grip(made, report, 200 if quick else 1000)),
+            "at_once": on_rig(lambda made: at_once(made, report, 10 if quick else 30)),
+            "warm_claims": on_rig(lambda made: warm_claims(made, report, 5 if quick else 10)),
+            "idle_crowd": on_rig(lambda made: idle_crowd(made, report, 150 if quick else 400, 60 if quick else 300)),
+            "humaneval": on_rig(lambda made: humaneval(made, report, 60 if quick else None)),
+            "replay": on_rig(lambda made: replay(made, report, 4 if quick else 12, 20 if quick else 60)),
+            "fresh": lambda: fresh(report, 20 if quick else 60),
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -6,23 +6,21 @@ The load is 10,000 invocations a minute of work that only waits, on 16 cores tha
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.report import BenchReport, arguments, median
+from bench.report import BenchReport, median, parser, play
+from bench.serving import process, process_cpu_s
 
-ROOT = Path(__file__).parents[2]
 RATE_S = 10_000 / 60
-START_S = 60.0
 WIDE: Any = {"width": 1440, "height": 900}
 GATEWAY = """
 import asyncio, json, sys
@@ -42,12 +40,6 @@ async def main():
         await asyncio.Event().wait()
 uvloop.run(main())
 """
-
-
-def cpu_s(pid: int) -> float:
-    """Return the processor seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def load(http: httpx.AsyncClient) -> None:
@@ -87,10 +79,10 @@ async def windows(pid: int, base: str, seconds: float, rounds: int) -> tuple[dic
             tasks = [asyncio.create_task(view(base, each)) for each in taken]
             await asyncio.sleep(1.5)
             sent = sum(len(data) for each in taken for data in each)
-            used_s, began_s = cpu_s(pid), time.monotonic()
+            used_s, began_s = process_cpu_s(pid), time.monotonic()
             await asyncio.sleep(seconds)
             passed_s = time.monotonic() - began_s
-            found.append((cpu_s(pid) - used_s) / passed_s)
+            found.append((process_cpu_s(pid) - used_s) / passed_s)
             if viewers:
                 rates.append((sum(len(data) for each in taken for data in each) - sent) / viewers / passed_s)
             for task in tasks:
@@ -189,45 +181,33 @@ async def frames(report: BenchReport, base: str, loading: asyncio.Task[None], ch
 async def measure(report: BenchReport, quick: bool) -> None:
     seconds, rounds = (4.0, 2) if quick else (10.0, 3)
     with tempfile.TemporaryDirectory() as directory:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", GATEWAY, directory, cwd=ROOT, stdout=asyncio.subprocess.PIPE
-        )
-        try:
-            assert child.stdout is not None
-            told = b""
-            async with asyncio.timeout(START_S):
-                while not told.startswith(b"{"):
-                    told = await child.stdout.readline()
-            base = f"http://127.0.0.1:{json.loads(told)['http']}"
+        async with process(GATEWAY, directory, ending=signal.SIGKILL) as server:
+            base = f"http://127.0.0.1:{server.port}"
             async with httpx.AsyncClient(base_url=base, timeout=60.0) as http:
                 loading = asyncio.create_task(load(http))
                 await asyncio.sleep(4.0)
-                shares, rate = await windows(child.pid, base, seconds, rounds)
+                shares, rate = await windows(server.pid, base, seconds, rounds)
                 none, two, ten = (median(found) for found in shares.values())
-                report.figure(
-                    "cores_used_by_viewers", {str(key): round(median(each), 3) for key, each in shares.items()}
-                )
+                cores = {str(viewers): round(median(each), 3) for viewers, each in shares.items()}
+                report.figure("cores_used_by_viewers", dict(cores))
                 report.check("gateway_cpu_share_added", two / none - 1, 0.05, "lower")
                 report.figure("cores_added_by_ten_over_two", round(ten - two, 4))
                 report.figure("bytes_per_s_per_viewer", round(rate))
                 report.figure("ended_per_min", (await http.get("/v1/activity")).json()["ended"])
+                report.keep()
                 chromium = shutil.which("chromium")
                 if chromium is None:
                     report.note("no chromium: frames and the first view were not measured")
                     loading.cancel()
                 else:
                     await frames(report, base, loading, chromium, seconds)
-        finally:
-            child.kill()
-            await child.wait()
 
 
-def main() -> None:
-    chosen = arguments("dashboard")
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser("dashboard", parts=True).parse_args(argv)
     report = BenchReport("dashboard")
-    asyncio.run(measure(report, chosen.quick))
-    sys.exit(report.print(as_json=chosen.json))
+    return play(report, options, {"page": lambda: measure(report, options.quick)})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.facades.client_environments import client_environment
-from bench.facades.overheads import TRUE, overhead
 from bench.facades.serving import SERVER, ServedDoors, served
-from bench.gateway import timed
-from bench.report import BenchReport, Figure, median
+from bench.report import BenchReport
 
 IMAGE = "tangram-base:bookworm"
 ENGINE = Path("/var/run/docker.sock")
@@ -78,37 +76,19 @@ def exec_p50_s(path: Path) -> float:
         asked(path, "DELETE", f"/v1.41/containers/{id}?force=1")
 
 
-async def docker_engine(report: BenchReport, directory: Path) -> dict[str, Figure]:
-    """Compare the door, over containers, with the real engine, and return what it adds to a native call.
-
-    Without an engine on this machine the report says so.
-    """
+async def docker_engine(report: BenchReport, directory: Path) -> None:
+    """Compare the door, over containers, with the real engine; without one on this machine the report says so."""
     if not HAS_ENGINE:
         report.note("the door that speaks Docker's API was not measured: this machine has no Docker engine")
-        return {}
+        return
     path = directory / "docker.sock"
     async with served(directory, CONFIG) as doors:
-        added = await commands(report, doors, path)
+        ours_s = await asyncio.to_thread(exec_p50_s, path)
+        engine_s = await asyncio.to_thread(exec_p50_s, ENGINE)
+        report.figure("docker_socket_exec_p50_ms", round(ours_s * 1000, 2))
+        report.figure("engine_exec_p50_ms", round(engine_s * 1000, 2))
+        report.check("engine_over_docker_socket_p50", round(engine_s / ours_s, 2), limit=8, better="higher")
         await agents(report, doors, path)
-    return {"docker": added}
-
-
-async def commands(report: BenchReport, doors: ServedDoors, path: Path) -> dict[str, Figure]:
-    """Measure a command over both sockets, one after the other, and without any door."""
-    connection = await doors.connection()
-
-    async def native() -> None:
-        await connection.post("/v1/functions/box/invocations", TRUE, "X-Trajectory-Id: native\r\n")
-
-    ours_s = await asyncio.to_thread(exec_p50_s, path)
-    native_ms = median((await timed(native, WARM + COMMANDS))[WARM:])
-    connection.close()
-    (await doors.http.delete("/v1/trajectories/native")).raise_for_status()
-    engine_s = await asyncio.to_thread(exec_p50_s, ENGINE)
-    report.figure("docker_socket_exec_p50_ms", round(ours_s * 1000, 2))
-    report.figure("engine_exec_p50_ms", round(engine_s * 1000, 2))
-    report.check("engine_over_docker_socket_p50", round(engine_s / ours_s, 2), limit=8, better="higher")
-    return overhead(ours_s * 1000, native_ms)
 
 
 async def agents(report: BenchReport, doors: ServedDoors, path: Path) -> None:

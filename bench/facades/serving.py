@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -12,9 +11,8 @@ from typing import Any
 
 import httpx
 
-from bench.gateway import GATEWAY, BenchConnection, process
+from bench.serving import GATEWAY, TOKEN, process
 
-TOKEN = "bench-bench-bench"
 #: What every configuration of doors begins with; ``facades`` comes next.
 SERVER = """
 version: 1
@@ -54,18 +52,14 @@ class ServedDoors:
         found: list[dict[str, Any]] = answer.json()["invocations"]
         return found
 
-    async def connection(self) -> BenchConnection:
-        """Return a connection that adds as little as can be to what is measured."""
-        return await BenchConnection.open(self.port)
-
 
 @asynccontextmanager
 async def served(directory: Path, config: str, **sources: str) -> AsyncIterator[ServedDoors]:
     """Serve a configuration, and ``sources`` as modules of Python beside it; ``{directory}`` in it is ``directory``."""
     file = _written(directory, config, sources)
     # SIGTERM would keep the sandboxes of trajectories for a next gateway.
-    async with process(GATEWAY, str(file), ending=signal.SIGINT) as told:
-        port = int(str(told["http"]))
+    async with process(GATEWAY, str(file), ending=signal.SIGINT) as gateway:
+        port = gateway.port
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=ANSWER_S) as http:
             yield ServedDoors(port, http)
@@ -80,8 +74,3 @@ def _written(directory: Path, config: str, sources: Mapping[str, str]) -> Path:
     file = directory / "tangram.yaml"
     file.write_text(config.format(directory=directory))
     return file
-
-
-def dumped(body: Mapping[str, object]) -> bytes:
-    """Return a body as it is sent by a `BenchConnection`."""
-    return json.dumps(body).encode()

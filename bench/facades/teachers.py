@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.facades.client_environments import ROOT
-from bench.facades.overheads import DoorPair, compared
-from bench.facades.serving import SERVER, ServedDoors, dumped, served
-from bench.report import BenchReport, Figure
+from bench.facades.serving import SERVER, ServedDoors, served
+from bench.report import BenchReport
 
 #: Sequences, in batches, of so many tokens each; the vocabulary of `scripts.make_checkpoint`.
 SEQUENCES, BATCH, LENGTHS, VOCABULARY = 50, 10, (2, 64), 1024
@@ -39,11 +38,11 @@ Rows = Sequence[Sequence[int]]
 Told = list[list[float]]
 
 
-async def teachers(report: BenchReport, directory: Path, rounds: int) -> dict[str, Figure]:
-    """Ask in every dialect, compare each number with transformers' own, and return what the door adds."""
+async def teachers(report: BenchReport, directory: Path) -> None:
+    """Ask in every dialect, and compare each number with transformers' own."""
     if find_spec("torch") is None or find_spec("transformers") is None:
         report.note("log-probabilities were not compared: this environment has no torch, or no transformers")
-        return {}
+        return
     await asyncio.to_thread(make_checkpoint, directory)
     draw = random.Random(0)
     rows = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(*LENGTHS))] for _ in range(SEQUENCES)]
@@ -58,28 +57,9 @@ async def teachers(report: BenchReport, directory: Path, rounds: int) -> dict[st
             for first in range(0, SEQUENCES, BATCH):
                 told += await dialect(rows[first : first + BATCH])
             worst[name] = largest_difference(told, actual)
-        added = await added_by_door(doors, rows[0], rounds)
     report.figure("logprob_max_abs_diff_by_dialect", {name: float(f"{value:.3g}") for name, value in worst.items()})
     report.figure("logprobs_compared", sum(len(row) - 1 for row in rows) * len(asked))
     report.check("logprob_max_abs_diff", max(worst.values()), limit=1e-4, better="lower")
-    return {"models": added}
-
-
-async def added_by_door(doors: ServedDoors, row: Sequence[int], rounds: int) -> Figure:
-    """Return what judging one sequence takes by the door and without it."""
-    asked = dumped({"prompt": [row], "max_tokens": 1, "prompt_logprobs": 1})
-    given = dumped({"token_ids": [row], "top_logprobs": 1})
-    connection = await doors.connection()
-    try:
-        return await compared(
-            DoorPair(
-                lambda: connection.post("/models/teacher/v1/completions", asked),
-                lambda: connection.post("/v1/functions/teacher/invocations", given),
-            ),
-            rounds,
-        )
-    finally:
-        connection.close()
 
 
 def make_checkpoint(directory: Path) -> None:

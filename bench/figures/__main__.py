@@ -25,7 +25,7 @@ from bench.figures.simulated import (
 )
 from bench.figures.traces import SAMPLE, trace_figures
 from bench.figures.weights import weight_figures
-from bench.report import BenchReport, parser
+from bench.report import BenchReport, parser, play
 from manager.simulation.baselines import POD_START_S, PODS_PER_NODE_S
 from manager.simulation.duration_model import Learning
 from manager.simulation.simulate import Size, run, simulate
@@ -173,12 +173,17 @@ PARTS: Mapping[str, Callable[[BenchReport, Sequence[int]], None]] = {
     "weights": weight_figures,
     "traces": trace_figures,
 }
+#: Those of ``--quick``.
+QUICK_PARTS: dict[str, Callable[[BenchReport, Sequence[int]], None]] = {
+    "coding": lambda report, seeds: coding_figures(report, seeds, (96,)),
+    "mopd": lambda report, seeds: mopd_figures(report, seeds, (128,)),
+    "mixed": lambda report, seeds: mixed_figures(report, seeds, 60),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags = parser("figures")
+    flags = parser("figures", parts=True)
     flags.add_argument("--seeds", default="", help="comma-separated, instead of the built-in ones")
-    flags.add_argument("--only", default="", help=f"parts of the whole, joined by , or |: {', '.join(PARTS)}")
     flags.add_argument("--sample", type=int, default=SAMPLE, help="calls of each recording that `traces` plays")
     flags.add_argument("--skip", type=int, default=0, help="requests to a model that `traces` passes over before")
     flags.add_argument("--row", default="", help="what the names of the rows begin with that `traces` plays")
@@ -189,28 +194,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.error(f"--skip: {options.skip} requests cannot be passed over")
     seeds = tuple(int(seed) for seed in options.seeds.split(",") if seed) or SEEDS
     report = BenchReport("figures")
-    if options.quick:
-        seeds = seeds[:1]
-        coding_figures(report, seeds, (96,))
-        mopd_figures(report, seeds, (128,))
-        mixed_figures(report, seeds, 60)
-        report.note("--quick: small batches, which are not under load; its checks say little")
-        report.print(as_json=options.json)
-        return 0
-    chosen = [name for name in options.only.replace("|", ",").split(",") if name] or list(PARTS)
-    unknown = [name for name in chosen if name not in PARTS]
-    if unknown:
-        flags.error(f"--only: no part is named {', '.join(unknown)}; known are {', '.join(PARTS)}")
     parts: dict[str, Callable[[BenchReport, Sequence[int]], None]] = {**PARTS}
     parts["traces"] = partial(trace_figures, sample=options.sample, skip=options.skip, row=options.row)
-    for name in chosen:
-        parts[name](report, seeds)
-    report.note(
-        "The paper reports 3.1x to 27.7x over Kubernetes and up to 101.8x over ServerlessLLM. Ratios at light load "
-        "follow from elasticity and reproduce; the largest ones measure how badly a baseline collapses once it is "
-        "overloaded, and our models of the baselines have no control plane that times out."
-    )
-    return report.print(as_json=options.json)
+    if options.quick:
+        parts, seeds = QUICK_PARTS, seeds[:1]
+        report.note("--quick: small batches, which are not under load; its checks say little, and fail nothing")
+    else:
+        report.note(
+            "The paper reports 3.1x to 27.7x over Kubernetes and up to 101.8x over ServerlessLLM. Ratios at light load "
+            "follow from elasticity and reproduce; the largest ones measure how badly a baseline collapses once it is "
+            "overloaded, and our models of the baselines have no control plane that times out."
+        )
+    status = play(report, options, {name: partial(part, report, seeds) for name, part in parts.items()})
+    return 0 if options.quick else status
 
 
 if __name__ == "__main__":

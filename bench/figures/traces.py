@@ -91,10 +91,12 @@ def trace_figures(
         )
         rows.update({f"{name}, {policy}": row for policy, row in of.items()})
         ratios[name] = over_best_baseline(of)
+        report.figure("traces_act_s", shown(rows))
+        report.figure("traces_over_best_baseline", shown(ratios))
+        report.progress(f"traces: {name}")
+        report.keep()
     if not ratios:
         return
-    report.figure("traces_act_s", shown(rows))
-    report.figure("traces_over_best_baseline", shown(ratios))
     worst = max(value for row in ratios.values() for value in row.values())
     report.check("traces_worst_over_best_baseline", worst, 1.03, "lower")
 

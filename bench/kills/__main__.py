@@ -13,29 +13,32 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from bench.gateway import IMAGE
+import httpx
+
 from bench.inputs import OWN_PATH
 from bench.kills.callers import Callers
+from bench.kills.census import Census
+from bench.kills.gateway import KilledGateway, at_rest, balanced
 from bench.kills.history import KillHistory
-from bench.kills.judge import CHECKS, LIMIT, PERIOD_S, TRAVEL_S, spans_s
+from bench.kills.judge import CERTAIN, CHECKS, LIMIT, PERIOD_S, TRAVEL_S, Promise, spans_s
 from bench.kills.outside import outside
 from bench.private_docker import private_docker
-from bench.report import BenchReport, parser
-from bench.soak.census import Census
-from bench.soak.gateway import SoakGateway, at_rest
+from bench.report import BenchReport, parser, play
+from bench.serving import IMAGE
 
 #: Between two kills, and between the end and the next start, in seconds.
 BETWEEN_S, DOWN_S = (0.3, 4.0), (0.0, 0.5)
 #: The share of the ends that come with notice.
 NOTICE = 0.3
-REST_S, TOTAL_S = 60.0, 570.0
+REST_S, TOTAL_S, AUDIT_S = 60.0, 570.0, 0.25
 
-#: A template, as `bench.soak.gateway.SoakGateway` fills it in; what is in capitals is filled in here.
+#: A template, as `bench.kills.gateway.KilledGateway` fills it in; what is in capitals is filled in here.
 CONFIG = """
 version: 1
 server:
@@ -84,7 +87,7 @@ def echo(event, context):
 class KillWorld:
     """The gateway, those who call it, what they saw, and who counts what is left."""
 
-    gateway: SoakGateway
+    gateway: KilledGateway
     callers: Callers
     history: KillHistory
     census: Census
@@ -102,11 +105,10 @@ async def kill_world(provider: str, random_: random.Random) -> AsyncIterator[Kil
         census = Census(directory, docker)
         stack.callback(census.sweep)  # also of what a broken run leaves; after the gateway's end
         upstream = await stack.enter_async_context(outside(history, random_))
-        gateway = SoakGateway(
+        gateway = KilledGateway(
             directory,
             provider=provider,
             upstream=upstream,
-            checkpoint=None,
             environment={} if docker is None else docker.environment,
             config=template,
             handler=HANDLER,
@@ -117,7 +119,7 @@ async def kill_world(provider: str, random_: random.Random) -> AsyncIterator[Kil
         yield KillWorld(gateway=gateway, callers=callers, history=history, census=census)
 
 
-async def kill(world: KillWorld, count: int, random_: random.Random) -> Counter[str]:
+async def kill(report: BenchReport, world: KillWorld, count: int, random_: random.Random) -> Counter[str]:
     """End the gateway so often, at random, with and without notice, and start it again each time."""
     done: Counter[str] = Counter()
     for number in range(count):
@@ -130,7 +132,7 @@ async def kill(world: KillWorld, count: int, random_: random.Random) -> Counter[
         done[how.name] += 1
         await asyncio.sleep(random_.uniform(*DOWN_S))
         await world.gateway.start()
-        print(f"kills: {number + 1} of {count}, {len(world.history.calls)} calls", file=sys.stderr, flush=True)
+        report.progress(f"{number + 1} of {count}, {len(world.history.calls)} calls")
     await asyncio.sleep(BETWEEN_S[1])
     world.callers.stop()
     return done
@@ -147,26 +149,45 @@ async def rest(world: KillWorld) -> None:
         await asyncio.sleep(0.5)
 
 
+async def audit(world: KillWorld) -> None:
+    """Read the metrics for ever: each invocation that was accepted is queued, running or ended."""
+    while True:
+        with suppress(httpx.HTTPError):  # it is down
+            metrics = await world.gateway.metrics()
+            if metrics and not balanced(metrics):
+                world.history.unbalanced.append(str({key: metrics[key] for key in metrics if "_invocations_" in key}))
+        await asyncio.sleep(AUDIT_S)
+
+
 async def kills(report: BenchReport, *, provider: str, count: int, seed: int) -> None:
+    """Kill, let all come to rest, and judge; cut before that, judge what cannot be made good any more."""
     random_ = random.Random(seed)
     async with asyncio.timeout(TOTAL_S), kill_world(provider, random_) as world:
         history = world.history
         empty = await asyncio.to_thread(world.census.take, None)
         await world.gateway.start()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(world.callers.run())
-            killing = group.create_task(kill(world, count, random_))
+        auditing = asyncio.create_task(audit(world))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(world.callers.run())
+                killing = group.create_task(kill(report, world, count, random_))
+        except asyncio.CancelledError:
+            tell(report, world, Counter(), CERTAIN)
+            raise
+        finally:
+            auditing.cancel()
+            await asyncio.gather(auditing, return_exceptions=True)
         await world.callers.collect()
         await rest(world)
         history.exits.append(await world.gateway.end(signal.SIGINT))
         held = await world.census.ended(empty)
         history.left = {name: held[name] - empty[name] for name in held}
-        tell(report, world, killing.result())
+        tell(report, world, killing.result(), CHECKS)
         for line in world.census.who():
             report.note(f"left behind: {line}")
 
 
-def tell(report: BenchReport, world: KillWorld, ends: Counter[str]) -> None:
+def tell(report: BenchReport, world: KillWorld, ends: Counter[str], checks: Mapping[str, Promise]) -> None:
     """What was asked and how it ended, and a check for each promise."""
     history = world.history
     report.figure("ends_of_the_gateway", dict(ends))
@@ -179,7 +200,7 @@ def tell(report: BenchReport, world: KillWorld, ends: Counter[str]) -> None:
     report.figure("callbacks", sum(map(len, history.callbacks.values())))
     report.figure("sent_again", world.callers.repeated)
     report.figure("quota_shortest_span_s", round(min(spans_s(history), default=0.0), 3))
-    for name, check in CHECKS.items():
+    for name, check in checks.items():
         found = check(history)
         report.check(name, len(found), limit=0, better="lower")
         for line in found[:5]:
@@ -190,17 +211,16 @@ def tell(report: BenchReport, world: KillWorld, ends: Counter[str]) -> None:
     )
 
 
-def main() -> int:
-    options = parser("kills")
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser("kills", parts=True)
     options.add_argument("--provider", choices=("process", "container"), default="process")
     options.add_argument("--kills", type=int, default=15)
     options.add_argument("--seed", type=int, default=1)
-    chosen = options.parse_args()
+    chosen = options.parse_args(argv)
     report = BenchReport("kills")
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # it cleans up after itself then, too
     count = min(3, chosen.kills) if chosen.quick else chosen.kills
-    asyncio.run(kills(report, provider=chosen.provider, count=count, seed=chosen.seed))
-    return report.print(as_json=chosen.json)
+    part = partial(kills, report, provider=chosen.provider, count=count, seed=chosen.seed)
+    return play(report, chosen, {"kills": part})
 
 
 if __name__ == "__main__":

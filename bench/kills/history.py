@@ -55,6 +55,8 @@ class KillHistory:
     unhelpful: list[str] = field(default_factory=list)
     #: Answers that are no refusal of a full or restarting gateway.
     refused: list[str] = field(default_factory=list)
+    #: Metrics by which accepted was not queued + running + ended.
+    unbalanced: list[str] = field(default_factory=list)
     #: Exit statuses of the gateway where it was told to stop.
     exits: list[int] = field(default_factory=list)
     #: What there is more than before the first start, by kind.

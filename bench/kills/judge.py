@@ -121,6 +121,11 @@ def refused_wrongly(history: KillHistory) -> list[str]:
     return [*history.unhelpful, *history.refused]
 
 
+def unbalanced(history: KillHistory) -> list[str]:
+    """Whatever the gateway says of itself, what it accepted is queued, running or ended."""
+    return history.unbalanced
+
+
 def bad_exits(history: KillHistory) -> list[str]:
     """A gateway that is told to stop ends well."""
     return [str(status) for status in history.exits if status]
@@ -131,8 +136,9 @@ def leftovers(history: KillHistory) -> list[str]:
     return [f"{name}: {count} more" for name, count in history.left.items() if count > 0]
 
 
+Promise = Callable[[KillHistory], list[str]]
 #: The checks by the names under which they are reported; these stay.
-CHECKS: Mapping[str, Callable[[KillHistory], list[str]]] = {
+CHECKS: Mapping[str, Promise] = {
     check.__name__: check
     for check in (
         accepted_lost,
@@ -149,9 +155,15 @@ CHECKS: Mapping[str, Callable[[KillHistory], list[str]]] = {
         reward_wrong,
         untyped_ends,
         refused_wrongly,
+        unbalanced,
         bad_exits,
         leftovers,
     )
+}
+#: Those that a run can only break, and not yet keep: they are also told of one that was cut.
+CERTAIN: Mapping[str, Promise] = {
+    check.__name__: check
+    for check in (keyed_run_twice, quota_exceeded_windows, refused_wrongly, unbalanced, run_twice_non_idempotent)
 }
 
 

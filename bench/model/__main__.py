@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -29,35 +30,12 @@ from bench.model.checkpoints import SHAPES
 from bench.model.exactness import differences
 from bench.model.ipc import store_copies
 from bench.model.rig import ModelRig, median_ratio
-from bench.report import BenchReport, parser
+from bench.report import BenchReport, parser, play
 from runtimes.model.checkpoint.skeleton import Head
 
 GIB = 2**30
 #: Largest plain copy on CUDA: its rate is what counts, and torch rounds pinned memory up to a power of two.
 CEILING_BYTES_MAX = 4 * GIB
-
-
-class Sections:
-    """Runs the parts of the bench one after the other: one that fails, or has no time left, does not end the rest."""
-
-    def __init__(self, report: BenchReport, budget_s: float) -> None:
-        self._report, self._ends_s = report, time.monotonic() + budget_s
-
-    def run(self, name: str, part: Callable[[], object]) -> None:
-        began = time.monotonic()
-        if began >= self._ends_s:
-            self._missing(name, "the time was up")
-            return
-        try:
-            part()
-        except Exception as error:  # noqa: BLE001  # on a machine seen once, half of the figures are better than none
-            self._missing(name, f"{type(error).__name__}: {error}")
-        gc.collect()
-        print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-
-    def _missing(self, name: str, why: str) -> None:
-        self._report.check(f"{name}_ran", 0, 1, "higher")
-        self._report.note(f"{name} is missing: {why}")
 
 
 def restores(rig: ModelRig) -> None:
@@ -188,22 +166,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.figure("size", size)
     directory = Path(tempfile.mkdtemp(prefix="bench-model-", dir=options.directory))
     rounds = 5 if options.quick else 9
-    sections = Sections(report, options.budget)
-    try:
-        rig = ModelRig(options.device, size, rounds, directory, report)
-        for part in (restores, loading, swaps, overlaps, parking, host_memory):
-            sections.run(part.__name__, lambda part=part: part(rig))  # type: ignore[misc]
-        sections.run("store", lambda: store(rig, rounds))
-        sections.run("exactness", lambda: exactness(directory, report))
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    report.ends_s = time.monotonic() + options.budget
     if options.device == "cpu":
         report.note("On cpu a copy and a computation share the cores: overlap limits are those of taking turns.")
-    return report.print(as_json=options.json)
+    try:
+        rig = ModelRig(options.device, size, rounds, directory, report)
+        timed = (restores, loading, swaps, overlaps, parking, host_memory)
+        parts: dict[str, Callable[[], object]] = {part.__name__: partial(part, rig) for part in timed}
+        parts["store"] = lambda: store(rig, rounds)
+        parts["exactness"] = lambda: exactness(directory, report)
+        return play(report, options, parts)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    command = parser("model")
+    command = parser("model", parts=True)
     command.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     command.add_argument("--size", choices=tuple(SHAPES), help="of the timed model; small on cpu, 8b on cuda")
     command.add_argument("--directory", type=Path, help="for the checkpoints, 33 GB with 8b; a temporary one")

@@ -55,7 +55,7 @@ CHECK_EVERY = 512
 class Physics:
     """What elasticity costs on real machines; each says where it is measured."""
 
-    #: Core-seconds that each worker process of a test run adds (``bench.pytest_width``, its further workers).
+    #: Core-seconds that each further worker process of a test run adds: 0.2 to 1.4 on real suites.
     worker_cost_s: float = 0.3
     #: Seconds that a resized action stands still (more than a cgroup write takes in ``bench.sandbox``).
     resize_cost_s: float = 0.02

@@ -117,6 +117,7 @@ BAD: list[tuple[str, Callable[[KillHistory], object]]] = [
     ("untyped_ends", last(3, state="failed", reason="internal")),
     ("refused_wrongly", lambda made: made.refused.append("500")),
     ("refused_wrongly", lambda made: made.unhelpful.append("503")),
+    ("unbalanced", lambda made: made.unbalanced.append("{'accepted': 2}")),
     ("bad_exits", lambda made: made.exits.append(1)),
     ("leftovers", lambda made: made.left.update(processes=1)),
 ]

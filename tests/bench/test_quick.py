@@ -1,51 +1,72 @@
-"""The benches of the scheduler run to their end in the quick form, with the names that others look for."""
+"""Benches run to their end in the quick form, as a program: their JSON, and the names that others look for."""
 
 from __future__ import annotations
 
-import gc
 import json
+import os
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
-from bench import scheduler
-from bench.figures import __main__ as figures
+from tests.house.source import ROOT
 
+pytestmark = pytest.mark.slow
+RUN_S = 400.0
 
-def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    value = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert isinstance(value, dict)
-    return value
-
-
-def names(report: dict[str, object]) -> set[str]:
-    checks = report["checks"]
-    assert isinstance(checks, list)
-    return {check["name"] for check in checks}
-
-
-@pytest.mark.slow
-def test_scheduler_reports_steps_and_bursts(capsys: pytest.CaptureFixture[str]) -> None:
-    threshold = gc.get_threshold()
-    try:
-        scheduler.main(["--quick", "--json"])
-    finally:
-        gc.set_threshold(*threshold)
-    report = last_line(capsys)
-    assert names(report) == {
+#: Bench and its options -> the checks that come of it.
+RUNS: dict[tuple[str, ...], set[str]] = {
+    ("scheduler",): {
         "step_p50_over_json",
         "step_p99_over_json",
         "step_100k_over_1536",
         "burst_1536_over_json",
         "burst_16000_over_json",
         "new_trajectory_over_json",
-    }
-    assert isinstance(report["figures"], dict)
-    assert {"decision_p99_ms", "burst_step_ms"} <= report["figures"].keys()
+    },
+    ("figures",): {
+        "coding_96_adaptive_over_bound",
+        "coding_96_paper_over_adaptive",
+        "coding_96_adaptive_over_best_fixed",
+        "mopd_128_price_over_best_fixed",
+        "mixed_moderate_strict_over_reserved",
+        "mixed_tight_strict_over_reserved",
+    },
+    ("gateway",): {
+        "exec_overhead_p50_ms",
+        "handler_overhead_p50_ms",
+        "grpc_overhead_p50_ms",
+        "sync_cpu_over_echo",
+    },
+    ("durable", "--only", "kills,queue,callbacks,shrinks"): {
+        "lost_after_kill",
+        "run_twice_after_kill",
+        "pass_ms_100k_over_1k",
+        "callback_told_twice_differently",
+        "file_shrinks",
+    },
+    ("kills", "--kills", "1"): {"accepted_lost", "reward_wrong", "leftovers"},
+}
+#: Checks that hold however busy the machine is.
+STEADY = {"lost_after_kill", "run_twice_after_kill", "callback_told_twice_differently", "file_shrinks"}
 
 
-@pytest.mark.slow
-def test_figures_report_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
-    assert figures.main(["--quick", "--json"]) == 0
-    found = names(last_line(capsys))
-    assert {"coding_96_adaptive_over_bound", "coding_96_paper_over_adaptive", "mopd_128_price_over_best_fixed"} <= found
-    assert {"mixed_moderate_strict_over_reserved", "mixed_tight_strict_over_reserved"} <= found
+@pytest.mark.parametrize("words", RUNS, ids=lambda words: words[0])
+def test_a_quick_run_ends_with_one_object_that_has_every_check(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", f"bench.{words[0]}", "--quick", "--json", *words[1:]]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=RUN_S
+    )
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert set(report) == {"bench", "machine", "figures", "checks", "notes"} and report["bench"] == words[0]
+    checks = {check["name"]: check for check in report["checks"]}
+    assert RUNS[words] <= checks.keys(), done.stderr
+    assert not [name for name in checks if name.endswith("_ran") or name == "completed"], report["notes"]
+    assert all(set(check) == {"name", "value", "limit", "better", "ok"} for check in report["checks"])
+    broken = {name for name, check in checks.items() if not check["ok"]}
+    if words[0] != "figures":  # whose small batches say little
+        assert done.returncode == bool(broken)
+    assert not broken & STEADY, report["notes"]
+    if words[0] == "kills":
+        assert not broken, report["notes"]

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
+import os
+import signal
+from pathlib import Path
 
-from bench.report import BenchReport, percentile, table
+import pytest
+
+from bench import report as report_module
+from bench.report import BenchReport, parser, percentile, play, table
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where reports are kept."""
+    monkeypatch.setattr(report_module, "KEPT", tmp_path)
+    return tmp_path / "demo.json"
 
 
 def test_the_last_line_is_one_object_with_figures_and_checks() -> None:
@@ -45,3 +59,47 @@ def test_percentiles_are_nearest_rank() -> None:
 
 def test_tables_align() -> None:
     assert table(["a", "b"], [["long", "1"]]).splitlines() == ["a     b", "----  -", "long  1"]
+
+
+def test_a_part_that_fails_or_has_no_time_left_is_named_and_fails_the_bench() -> None:
+    report, done = BenchReport("demo"), list[str]()
+
+    async def sound() -> None:
+        await asyncio.sleep(0)
+        done.append("sound")
+
+    report.play({"broken": lambda: 1 / 0, "sound": sound})
+    report.ends_s = 0.0
+    report.play({"late": lambda: done.append("late")})
+    assert done == ["sound"]
+    assert [check.name for check in report.checks if not check.ok] == ["broken_ran", "late_ran"]
+    assert report.notes == [
+        "broken is missing: ZeroDivisionError: division by zero",
+        "late is missing: the time was up",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_bench_that_is_cut_prints_and_keeps_what_it_has(
+    kept: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = BenchReport("demo")
+    options = parser("demo", parts=True).parse_args(["--json"])
+    parts = {
+        "first": lambda: report.check("ratio", 1.2, limit=1.5, better="lower"),
+        "second": lambda: os.kill(os.getpid(), number),
+        "third": lambda: report.figure("never", 1),
+    }
+    assert play(report, options, parts) == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [check["name"] for check in last["checks"]] == ["ratio", "completed"] and not last["figures"]
+    assert json.loads(kept.read_text())["checks"][0]["name"] == "ratio"
+
+
+def test_only_the_parts_that_are_named_are_played_and_a_wrong_name_is_told() -> None:
+    report, done = BenchReport("demo"), list[str]()
+    parts = {name: lambda name=name: done.append(name) for name in ("one", "two")}  # type: ignore[misc]
+    assert play(report, parser("demo", parts=True).parse_args(["--only", "two"]), parts) == 0
+    assert done == ["two"]
+    with pytest.raises(SystemExit, match="no part is named three; known are one, two"):
+        play(report, parser("demo", parts=True).parse_args(["--only", "three"]), parts)

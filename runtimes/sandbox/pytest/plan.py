@@ -40,8 +40,8 @@ class PytestSettings:
     python: str = "python3"
     #: Workers started for each core of a malleable action, which may be given more cores while it runs.
     growth: float = 1.5
-    #: Least expected seconds on one core from which that is done: a further worker costs 0.2 to 1.4 CPU seconds
-    #: (``bench/pytest_width.py``), and shorter suites end before they could be given anything.
+    #: Least expected seconds on one core from which that is done: a further worker costs 0.2 to 1.4 CPU seconds,
+    #: and shorter suites end before they could be given anything.
     growth_from_s: float = 20.0
     #: Times that a run is taken up again after its process ended under its tests.
     resumes_max: int = 4

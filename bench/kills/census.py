@@ -7,14 +7,14 @@ import os
 import re
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from bench.private_docker import PrivateDocker
-from bench.soak.gateway import MARKER
 
+#: What tells the processes of one run from all others: the environment's variable that names its directory.
+MARKER = "TANGRAM_KILLS"
 #: Longest time that the kernel takes for what ended with the gateway.
 ENDED_S = 10.0
 #: The control groups that containers and process sandboxes get.
@@ -22,7 +22,7 @@ GROUP = re.compile(r"[0-9a-f]{64}|tangram-[0-9a-f]{16}")
 
 
 class Census:
-    """Counts what belongs to one soak."""
+    """Counts what belongs to one run."""
 
     def __init__(self, directory: Path, docker: PrivateDocker | None) -> None:
         self._directory = directory
@@ -83,15 +83,6 @@ class Census:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def runners(self) -> list[int]:
-        """The resident runners, and where bubblewrap leads to one, bubblewrap."""
-        found = []
-        for pid in self._processes():
-            with suppress(OSError):
-                if b"runner.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
-
     def _processes(self) -> Iterator[int]:
         marker, place = f"{MARKER}={self._directory.name}".encode(), f"{self._directory}/".encode()
         for pid, _, _ in _table():
@@ -120,21 +111,6 @@ class Census:
 
     def _sandboxes(self) -> Iterator[Path]:
         return self._directory.glob("state/sandboxes/sandboxes/*")
-
-
-def descriptors(pid: int) -> Counter[str]:
-    """Open descriptors of a process, by what they are: a kind, where a socket is bound, or a file."""
-    places = Path(f"/proc/{pid}/net/unix").read_text(encoding="utf-8").splitlines()[1:]
-    sockets = {words[6]: "unix " + " ".join(words[7:]) for line in places if (words := line.split())}
-    for kind in ("tcp", "tcp6"):
-        lines = Path(f"/proc/{pid}/net/{kind}").read_text(encoding="utf-8").splitlines()[1:]
-        sockets |= {words[9]: f"{kind} {words[1]}" for line in lines if (words := line.split())}
-    found: Counter[str] = Counter()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            kind, _, inode = str(link.readlink()).partition(":")
-            found[sockets.get(inode.strip("[]"), kind) if kind == "socket" else kind] += 1
-    return found
 
 
 def _table() -> list[tuple[int, int, str]]:

@@ -1,1 +1,0 @@
-"""The soak: traffic, faults and a census of what is left."""
