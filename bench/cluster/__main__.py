@@ -14,7 +14,7 @@ import uvloop
 
 from bench.cluster import channel, fleet, local_process, strains
 from bench.report import BenchReport, parser
-from bench.sandbox import IMAGE
+from bench.serving import IMAGE
 from gateway.invocations.logs import configure
 
 ROOT = Path(__file__).resolve().parents[2]

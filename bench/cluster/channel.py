@@ -17,7 +17,8 @@ from bench.cluster.children import child
 from bench.cluster.echo import EchoWay, echoing
 from bench.cluster.stub_runtime import StubRuntime
 from bench.report import BenchReport, median, percentile
-from bench.sandbox import IMAGE, DiscardedOutput
+from bench.sandbox import DiscardedOutput
+from bench.serving import IMAGE
 from gateway.cluster.door import NodeDoor, bind
 from manager.action import Action
 from manager.executor import Call, Executor

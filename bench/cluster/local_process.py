@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 
 from bench.report import BenchReport, median
-from bench.sandbox import IMAGE
+from bench.serving import IMAGE
 from tangram import Client
 
 ROOT = Path(__file__).resolve().parents[2]

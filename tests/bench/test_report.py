@@ -98,7 +98,7 @@ def test_a_bench_that_is_cut_prints_and_keeps_what_it_has(
 
 def test_only_the_parts_that_are_named_are_played_and_a_wrong_name_is_told() -> None:
     report, done = BenchReport("demo"), list[str]()
-    parts = {name: lambda name=name: done.append(name) for name in ("one", "two")}  # type: ignore[misc]
+    parts = {name: lambda name=name: done.append(name) for name in ("one", "two")}
     assert play(report, parser("demo", parts=True).parse_args(["--only", "two"]), parts) == 0
     assert done == ["two"]
     with pytest.raises(SystemExit, match="no part is named three; known are one, two"):
