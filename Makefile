@@ -75,11 +75,11 @@ site: setup
 
 # Both wheels, tried outside the repository on each interpreter of 3.11 to 3.13 that there is.
 wheels: setup
-	@$(PYTHON) -m scripts.wheels
+	@$(PYTHON) .ci/wheels.py
 
 # A real Ray cluster, in an environment of its own (.cache/ray): a step of its own, at most 4 minutes on an idle machine.
 ray: setup
-	@scripts/ray-tests -q -rs --begin-within 300 tests/ray
+	@.ci/ray-tests -q -rs --begin-within 300 tests/ray
 
 # Rollouts over a real Ray cluster of three nodes on this machine, while one dies and one joins; about three minutes.
 cluster-demo: setup

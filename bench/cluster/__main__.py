@@ -41,14 +41,18 @@ def main(argv: list[str] | None = None) -> int:
         flags.error(f"--only takes names of checks: {', '.join(sorted(names))}")
     configure("critical")  # what is lost here is lost on purpose
     report, here = BenchReport("cluster"), _docker()
-    for part in PARTS:
-        if wanted.isdisjoint(part.checks):
-            continue
-        if part.docker and not here:
-            report.note(f"no Docker, so not measured: {', '.join(part.checks)}")
-        else:
-            part.play(report, given.quick)
-    return report.print(as_json=given.json)
+
+    def play() -> None:
+        for part in PARTS:
+            if wanted.isdisjoint(part.checks):
+                continue
+            if part.docker and not here:
+                report.note(f"no Docker, so not measured: {', '.join(part.checks)}")
+                continue
+            with report.part(part.checks[0]):
+                part.play(report, given.quick)
+
+    return report.run(play, as_json=given.json)
 
 
 def no_ops(report: BenchReport, quick: bool) -> None:

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from bench.serving import ROOT
 
 
 @asynccontextmanager

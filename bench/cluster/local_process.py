@@ -5,7 +5,6 @@ Two gateways serve side by side and are asked by turns, so that what else the ma
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -21,14 +20,12 @@ from pathlib import Path
 import yaml
 
 from bench.report import BenchReport, median
-from bench.serving import IMAGE
+from bench.serving import IMAGE, ROOT, process_cpu_s
 from tangram import Client
 
-ROOT = Path(__file__).resolve().parents[2]
 START_S, STOP_S, LOOK_S = 120.0, 60.0, 0.05
 #: Trajectories that run a command each at once, and commands of each in one turn.
 TRAJECTORIES, COMMANDS = 8, 10
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
@@ -43,24 +40,19 @@ class LocalGateway:
 
     def turn(self, *, counted: bool = True) -> None:
         """Run the commands of every trajectory, all trajectories at once."""
-        began_s, spent_s = time.monotonic(), self.cpu_s()
+        began_s, spent_s = time.monotonic(), process_cpu_s(self.pid)
         with ThreadPoolExecutor(TRAJECTORIES) as pool:
             list(pool.map(self._commands, range(TRAJECTORIES)))
         number = TRAJECTORIES * COMMANDS
         if counted:
             self.per_s.append(number / (time.monotonic() - began_s))
-            self.cpu_us.append((self.cpu_s() - spent_s) / number * 1e6)
+            self.cpu_us.append((process_cpu_s(self.pid) - spent_s) / number * 1e6)
 
     def _commands(self, number: int) -> None:
         for _ in range(COMMANDS):
             ended = self.client.invoke("shell", {"argv": ["true"]}, trajectory=f"t{number}")
             if ended.state != "succeeded":
                 raise RuntimeError(f"{self.kind}: {ended.state}: {ended.message}")
-
-    def cpu_s(self) -> float:
-        """Processor time of the gateway's process alone."""
-        words = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return (int(words[11]) + int(words[12])) / TICKS_PER_S
 
 
 @contextmanager

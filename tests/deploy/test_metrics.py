@@ -90,7 +90,7 @@ def test_the_panels_have_each_a_place_of_their_own() -> None:
 def promtool() -> str:
     """Debian's, if the machine has it or its mirror can be reached; without, the test is skipped and says so."""
     try:
-        found = subprocess.run([ROOT / "scripts" / "promtool"], capture_output=True, text=True, timeout=120)
+        found = subprocess.run([ROOT / ".ci" / "promtool"], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         pytest.skip("no promtool: Debian's mirror does not answer")
     if found.returncode:

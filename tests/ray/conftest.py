@@ -20,7 +20,7 @@ import pytest
 from runtimes.node.ray.messages import AnyKeeperMessage, DaemonReleased, DaemonStarted, RayConnected, StewardReady
 from runtimes.node.ray.process import KeeperProcess, RaySettings
 
-#: The interpreter that has Ray; `scripts/ray-tests` makes it.
+#: The interpreter that has Ray; `.ci/ray-tests` makes it.
 PYTHON = os.environ.get("TANGRAM_RAY_PYTHON", "")
 DEADLINE_S = 120.0
 HERE = Path(__file__).parent

@@ -16,8 +16,8 @@ from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.pytest.runtime import PytestRuntime
-from scripts.swe_task import apply_patch, files_of, install_dependencies, load_task, prepare
 from tests.runtimes.recorder import execution_of
+from tests.runtimes.sandbox.pytest.swe_task import apply_patch, files_of, install_dependencies, load_task, prepare
 
 SPEC = SandboxSpec(memory_bytes=1024 * 2**20)
 FUNCTION = FunctionSpec(

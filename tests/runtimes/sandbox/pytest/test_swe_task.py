@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.swe_task import PatchError, apply_patch, parse_patch, patched
+from tests.runtimes.sandbox.pytest.swe_task import PatchError, apply_patch, parse_patch, patched
 
 lines = st.lists(st.sampled_from(["a", "b", "c", "", "    d", "-e", "+f"]), max_size=12)
 

@@ -1,20 +1,16 @@
 """SWE-bench-style tasks as files: unpack a task's source, and apply its patches, without git.
 
-    python scripts/swe_task.py TASK.json DIRECTORY [--fixed]
-
 A task is {"instance_id", "pypi_sdist": "name==version", "test_patch", "patch", "FAIL_TO_PASS", "PASS_TO_PASS",
-"pythonpath", ...}; its sdist comes from the package registry that pip is configured for. Standard library only.
+"pythonpath", ...}; its sdist comes from the package registry that pip is configured for.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,23 +216,3 @@ def _inside(root: Path, name: str) -> Path:
     if not path.resolve().is_relative_to(root.resolve()):
         raise PatchError(f"{name!r} leaves the project")
     return path
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", type=Path)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--fixed", action="store_true", help="apply the fix, too")
-    options = parser.parse_args()
-    task = load_task(options.task)
-    with tempfile.TemporaryDirectory() as scratch:
-        root = prepare(task, Path(scratch))
-        if options.fixed:
-            apply_patch(root, str(task["patch"]))
-        options.directory.parent.mkdir(parents=True, exist_ok=True)
-        root.rename(options.directory)
-    print(options.directory)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Build both wheels, and try them as a user would: outside the repository, in a fresh environment of each interpreter.
 
-``make wheels``, or ``python -m scripts.wheels [3.12 ...]``. The wheels lie in .cache/wheels afterwards. An interpreter
+``make wheels``, or ``python .ci/wheels.py [3.12 ...]``. The wheels lie in .cache/wheels afterwards. An interpreter
 that is not here is named at the end.
 """
 
