@@ -199,6 +199,13 @@ class PytestSpec:
         Literal["invalid", "zero"],
         Setting("a suite in which no listed test is found, or none at all, has no reward (null), or 0.0"),
     ] = "invalid"
+    ignore: Annotated[
+        tuple[Literal["skipped", "xfailed", "xpassed"], ...],
+        Setting(
+            "verdicts that take a test out of the count; without them such a test has not passed. A test of "
+            "fail_to_pass must pass all the same, and where no test counts the reward is 0.0"
+        ),
+    ] = ()
     changes_limit_bytes: Annotated[
         int, Setting("with grade fresh: bytes that the agent may have changed; more is worth 0.0", ge=1)
     ] = 64 * 2**20

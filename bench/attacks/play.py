@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bench.attacks.marks import MARKS
-from bench.attacks.rewards import ATTACKS, LISTED, PROJECT, TEST, RewardAttack
-from bench.attacks.skips import SKIPS
+from bench.attacks.rewards import ATTACKS, LISTED, PROJECT, TEST, VERDICTS, RewardAttack
 from bench.rollouts import unplugged
 from manager.action import Action
 from manager.executor import Call
@@ -19,7 +17,7 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.pytest.runtime import PytestRuntime
 from runtimes.sandbox.sandbox import Provider
 
-EVERY = (*ATTACKS, *SKIPS, *MARKS)
+EVERY = (*ATTACKS, *VERDICTS)
 ARGS = ("-p", "no:cacheprovider", *unplugged())
 #: Graded where the agent was, and where it never was.
 SAME = FunctionSpec(name="reward", runtime="pytest", timeout_s=60.0, pytest=PytestSpec(args=ARGS))

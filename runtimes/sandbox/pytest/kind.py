@@ -24,7 +24,7 @@ class PytestKeys:
 
 
 class ListedTests(TypedDict):
-    """The tests of one list, by how they ended."""
+    """The tests of one list, by whether they passed; ignored ones are in neither."""
 
     passed: list[str]
     failed: list[str]
@@ -36,8 +36,8 @@ class PytestResult(TypedDict):
     reward: Annotated[
         float | None,
         Meta(
-            description="1 or 0 by the listed tests; without lists the share of tests that passed, skipped ones left "
-            "out; null if it is not valid"
+            description="1 or 0 by the listed tests; without lists the share of tests that passed. Only passed is a "
+            "pass, and what pytest.ignore names does not count; null if it is not valid"
         ),
     ]
     valid: Annotated[

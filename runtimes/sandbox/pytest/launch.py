@@ -1,8 +1,8 @@
 """Begins pytest inside a sandbox, clear of the project's code. Standard library and pytest, Python 3.7 on.
 
 Run as ``python3 -s -c SOURCE``, with the variables of `HIDE` by other names; standard input holds one JSON object
-{"nonce", "modules", "compiled", "paths", "given", "wanted", "prefixes", "done", "workers", "dist", "args",
-"test_timeout_s", "own_options"}, of which ``modules`` are the sources of `plugin` and of what it imports, by name, and
+{"nonce", "modules", "compiled", "paths", "wanted", "prefixes", "done", "workers", "dist", "args", "test_timeout_s",
+"own_options"}, of which ``modules`` are the sources of `plugin` and of what it imports, by name, and
 ``compiled`` the same as files of some Python's bytecode, in base64. Standard output becomes the report (`plugin`), to
 which this process adds
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 #: The modules that lie in a directory of their own.
-MODULE, ENDS, TEXTS, KEPT, MARKS = "tangram_pytest", "tangram_ends", "tangram_texts", "tangram_kept", "tangram_marks"
+MODULE, BASELINE = "tangram_pytest", "tangram_baseline"
 #: Variables by which a project would have a part in Python's start, and what precedes the names that they have then.
 HIDE, HIDDEN = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP"), "TANGRAM_HIDDEN_"
 #: What tells the processes of a run where the project's modules are, and what their environment was.
@@ -40,7 +40,7 @@ WORKER_MESSAGE_MAX_BYTES = 64 * 2**20  # all the ids of a suite are one
 #: Names under which a file of the project passes for a module of Python's or of ours.
 NOT_THE_PROJECTS = (
     *("pytest", "_pytest", "pluggy", "xdist", "execnet", "sitecustomize", "usercustomize"),
-    *(MODULE, ENDS, TEXTS, KEPT, MARKS),
+    *(MODULE, BASELINE),
 )
 
 Send = Callable[..., None]
@@ -133,7 +133,7 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
     plugin.drop_bytecode(paths)
     plugin._reporter, plugin._has_workers = plugin.Reporter(send), workers > 1
     plugin._selection = plugin.TestSelection(told["wanted"], told["prefixes"], told["done"])
-    plugin._test_timeout_s, plugin._given = told["test_timeout_s"], told["given"]
+    plugin._test_timeout_s = told["test_timeout_s"]
     arguments = ["-p", MODULE]
     width: list[str] = []
     if xdist:

@@ -141,7 +141,7 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
     early = ends_early(options)
     workers = _workers(execution, spec, request, given.get("workers"), settings)
     return SuitePlan(
-        request=replace(request, goes_on=goes_on(options)),
+        request=replace(request, ignore=frozenset(spec.ignore), goes_on=goes_on(options)),
         spec=spec,
         tests=tests,
         paths=tuple(given.get("paths", ())),

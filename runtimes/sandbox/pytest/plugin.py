@@ -3,7 +3,7 @@
 `launch` begins pytest with it, in the controlling process and in each worker. The report has one JSON line each of
 
     {"selected": [id, ...]}   {"run": id}   {"test": id, "verdict"}   {"broken" or "skipped": path, "message"}
-    {"altered": [name]}   {"turned": id}   {"foreign": id, "by": file}   {"crashed": worker's error}
+    {"altered": [name]}   {"turned": id}   {"crashed": worker's error}
 
 The project's code runs in the same process, or in its workers. It is the gateway that judges, outside the sandbox: it
 takes each verdict once, and whatever does not fit together is worth nothing. What that cannot hold is code that lies in
@@ -15,6 +15,7 @@ every warning.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -30,14 +31,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MODULE, ENDS, TEXTS, KEPT, MARKS = "tangram_pytest", "tangram_ends", "tangram_texts", "tangram_kept", "tangram_marks"
-PASSING = ("passed", "xfailed", "xpassed", "skipped")  # of which none becomes a test that failed
+MODULE, BASELINE = "tangram_pytest", "tangram_baseline"
+#: Verdicts that no test has which raised something.
+PASSING = ("passed", "xpassed")
 IDS_PER_LINE, MESSAGE_MAX_CHARS, REASON_MAX_CHARS, ALTERED_MAX = 500, 4000, 200, 10
 #: Seconds between the exception that ends an overlong test and the end of its process.
 TEST_GRACE_S = 5.0
 #: ``--dist loadgroup`` puts the group's name behind the id.
 _GROUP = re.compile(r"@[^\]@]*$")
-OURS = (MODULE, ENDS, TEXTS, KEPT, MARKS)
+OURS = (MODULE, BASELINE)
 #: What tells the processes of a run where the project's modules are, and what their environment was.
 PROJECT = "TANGRAM_PROJECT"
 #: Modules of pytest's whose every function a test may compare by: where they are depends on pytest's version.
@@ -89,7 +91,7 @@ class Reporter:
             self.send(test=id, verdict=self._told[id])
 
     def turned(self, failed: Iterable[str]) -> None:
-        """Tell of tests that failed and were reported otherwise."""
+        """Tell of tests that raised something and were reported as passed."""
         for id in failed:
             if self._told.get(id) in PASSING:
                 self.send(turned=id)
@@ -144,8 +146,9 @@ _has_workers = False
 _judges: dict[tuple[str, str, str], Any] = {}
 _made: dict[str, tuple[str, ...]] = {}
 _altered: list[str] = []
-_ends: Any = None
-_given: list[str] = []
+_baseline: Any = None
+#: Tests that raised something, whatever is reported of them.
+_raised: set[str] = set()
 _reporter: Reporter | None = None
 _selection = TestSelection((), (), ())
 _grouped = False
@@ -156,13 +159,14 @@ _started_in = ""
 
 def pytest_load_initial_conftests(early_config: Any) -> None:
     """Let the project in: the plugins of the installation are loaded, and no conftest is yet."""
-    global _ends
+    global _baseline
     gc.freeze()
     gc.unfreeze()  # with the old objects, which are looked through last
     gc.enable()
     if not _project:
         _project.update(json.loads(os.environ.pop(PROJECT)))  # a worker
-    _ends = importlib.import_module(ENDS).TestEnds(_project["paths"], early_config.pluginmanager.get_plugins())
+    _baseline = importlib.import_module(BASELINE).Baseline()
+    tell_dropped_failures()
     _judges.update(judges())
     sys.path[:0] = _project["paths"]
     if not _has_workers:
@@ -180,13 +184,10 @@ def pytest_configure(config: Any) -> None:
     _config = config
     invocation = getattr(config, "invocation_params", None)
     _started_in = str(invocation.dir if invocation is not None else config.invocation_dir)
-    conftests = not getattr(config.option, "noconftest", False)
-    _ends.give(_given, conftests=conftests)
     if hasattr(config, "workerinput"):
         told = config.workerinput["tangram"]
         _selection = TestSelection(told["wanted"], told["prefixes"], told["done"])
         _grouped, _test_timeout_s = told["grouped"], told["test_timeout_s"]
-        _ends.give(told["given"], conftests=conftests)
     elif getattr(config.option, "tx", None):
         _grouped = config.getoption("dist") == "loadgroup"
         config.option.tx = [worker_of(each) for each in config.option.tx]
@@ -205,6 +206,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 def pytest_collection_finish(session: Any) -> None:
+    look_at_judges()
     if _reporter is not None and session.items:
         _reporter.selected([name_of(item.nodeid) for item in session.items])
 
@@ -234,38 +236,25 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
-    """Take what the test raised for its end, whatever the project's hooks have made of it."""
+    """Note whether the test raised something, whatever the project's hooks make of it.
+
+    pytest changes what was raised while it makes its report, and so may hooks: it is looked at before and after.
+    unittest's cases keep theirs until then. A further try of a test begins with its setup.
+    """
     name = name_of(item.nodeid)
     if call.when == "setup":
-        _ends.failed.discard(name)
-    by = _ends.look(name, item, call)
+        _raised.discard(name)
+    raised = call.excinfo or getattr(item, "_excinfo", None)
     made: Any = yield
-    by = by or _ends.look(name, item, call)
     report = made.get_result()
-    unmarked = "" if by else _ends.unmarked(item, call, report)
-    if by or (unmarked and (call.excinfo is not None or report.outcome != "passed")):
-        report.__dict__.pop("wasxfail", None)
-        report.outcome, report.tangram_foreign = "failed", by or unmarked
-        report.longrepr = f"a skip or an expected failure that the test did not ask for: {by or unmarked}"
-    elif unmarked:
-        report.__dict__.pop("wasxfail", None)  # it has passed, whoever expected otherwise
-    report.tangram_failed = name in _ends.failed
+    if raised or call.excinfo:
+        _raised.add(name)
+    report.tangram_raised = name in _raised
+    if not _altered and not _baseline.is_found_by(item):
+        note_altered([f"the builtins, or pytest, of {name}"])
 
 
 pytest_runtest_makereport.pytest_impl = {"hookwrapper": True, "tryfirst": True}  # type: ignore[attr-defined]
-
-
-def pytest_make_collect_report(collector: Any) -> Iterator[None]:
-    """Take a module for broken that what it imports has skipped."""
-    made: Any = yield
-    report = made.get_result()
-    excinfo = getattr(getattr(report, "call", None), "excinfo", None)
-    by = excinfo is not None and _ends.ended_by(excinfo.value, str(getattr(collector, "fspath", "")))
-    if by:
-        report.outcome, report.longrepr = "failed", f"a skip that the module did not ask for: {by}"
-
-
-pytest_make_collect_report.pytest_impl = {"hookwrapper": True, "tryfirst": True}  # type: ignore[attr-defined]
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -275,11 +264,9 @@ def pytest_runtest_logreport(report: Any) -> None:
         return
     name = name_of(report.nodeid)
     if _has_workers:
-        (_ends.failed.add if getattr(report, "tangram_failed", False) else _ends.failed.discard)(name)
-    if hasattr(report, "tangram_foreign"):
-        _reporter.send(foreign=name, by=report.tangram_foreign)
+        (_raised.add if getattr(report, "tangram_raised", False) else _raised.discard)(name)
     _reporter.phase(name, report)
-    if report.when == "teardown" and name in _ends.failed:
+    if report.when == "teardown" and name in _raised:
         _reporter.turned([name])
 
 
@@ -287,7 +274,24 @@ def pytest_sessionfinish(session: Any) -> None:
     look_at_judges()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["tangram_altered"] = _altered
-        session.config.workeroutput["tangram_failed"] = sorted(_ends.failed)
+        session.config.workeroutput["tangram_raised"] = sorted(_raised)
+
+
+def tell_dropped_failures() -> None:
+    """Have unittest take its own `_ShouldStop` for a failure, which it drops, but from a subtest that has failed."""
+    case: Any = importlib.import_module("unittest.case")
+    execute, failure, dropped = case._Outcome.testPartExecutor, AssertionError, case._ShouldStop
+
+    def testPartExecutor(outcome: Any, *args: Any, **named: Any) -> Iterator[None]:  # noqa: N802  # unittest's name
+        with execute(outcome, *args, **named):
+            try:
+                yield
+            except dropped as stop:
+                if outcome.success:
+                    raise failure("unittest would drop this exception") from stop
+                raise
+
+    case._Outcome.testPartExecutor = contextlib.contextmanager(testPartExecutor)
 
 
 def judges() -> dict[tuple[str, str, str], Any]:
@@ -321,10 +325,15 @@ def look_at_judges() -> None:
     """Note which of them the project has changed."""
     if not _altered:
         now = judges()
-        _altered.extend(".".join(name).rstrip(".") for name, judge in _judges.items() if now.get(name) != judge)
-        _altered.extend(_ends.kept.altered())
-        if _altered and _reporter is not None:
-            _reporter.send(altered=_altered[:ALTERED_MAX])
+        changed = [".".join(name).rstrip(".") for name, judge in _judges.items() if now.get(name) != judge]
+        note_altered(changed + _baseline.altered())
+
+
+def note_altered(names: list[str]) -> None:
+    """Tell of what the project has changed, here or, from a worker, when its session ends."""
+    _altered.extend(names)
+    if names and _reporter is not None:
+        _reporter.send(altered=names[:ALTERED_MAX])
 
 
 def worker_of(spec: str) -> str:
@@ -348,7 +357,6 @@ class ControllerHooks:
             "done": sorted(_selection.done),
             "grouped": _grouped,
             "test_timeout_s": self._test_timeout_s,
-            "given": _given,
         }
 
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
@@ -358,7 +366,7 @@ class ControllerHooks:
         if output.get("tangram_altered") and _reporter is not None:
             _reporter.send(altered=output["tangram_altered"][:ALTERED_MAX])
         if _reporter is not None:
-            _reporter.turned(output.get("tangram_failed", ()))
+            _reporter.turned(output.get("tangram_raised", ()))
 
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         if _reporter is not None and not self._told:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from runtimes.sandbox.pytest.plugin import begins, key_of
 
-#: Verdicts that a reward counts as success.
-PASSING = frozenset({"passed", "xfailed", "xpassed"})
-VERDICTS = frozenset({*PASSING, "failed", "error", "skipped"})
+#: Verdicts of pytest's that are no failure and no pass, which a function may take out of the count.
+IGNORABLE = frozenset({"skipped", "xfailed", "xpassed"})
+VERDICTS = frozenset({*IGNORABLE, "passed", "failed", "error"})
 
 #: pytest's own exit status for no tests.
 NO_TESTS = 5
@@ -33,6 +33,8 @@ class SuiteRequest:
     targets: tuple[str, ...] = ()
     fail_to_pass: tuple[str, ...] = ()
     pass_to_pass: tuple[str, ...] = ()
+    #: Verdicts that take a test out of the count, if `fail_to_pass` does not name it.
+    ignore: frozenset[str] = frozenset()
     #: Without lists, a file that cannot be collected is one test that failed; else nothing is worth anything then.
     goes_on: bool = False
 
@@ -76,8 +78,6 @@ class SuiteReport:
     crashed: bool = False
     #: What the suite's process saw before it let the project in.
     noticed: tuple[str, ...] = ()
-    #: Test -> the file of the tested code that has skipped it, or called its failure expected: it failed.
-    foreign: dict[str, str] = field(default_factory=dict)
     #: Why the report is not to be believed: what does not fit together, or what the project has changed.
     doubts: list[str] = field(default_factory=list)
     _rest: bytes = b""
@@ -141,9 +141,7 @@ class SuiteReport:
             case {"altered": [str(name), *_]}:
                 self.doubt(f"the project altered {name}, which makes the verdicts")
             case {"turned": str(id)}:
-                self.doubt(f"a hook of the project turned the failure of {id} into a pass")
-            case {"foreign": str(id), "by": str(path)} if len(self.foreign) < TESTS_MAX:
-                self.foreign[id] = path
+                self.doubt(f"{id} raised something, and a hook of the project called it passed")
             case {"broken": str(path), "message": str(message)}:
                 self.broken[path] = message
             case {"skipped": str(path), "message": str(message)} if len(self.skipped) < TESTS_MAX:
@@ -180,20 +178,20 @@ def _without_surrogates(value: object) -> object:
 def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:
     """Return verdicts and reward as plain JSON values.
 
-    With lists the reward is 1.0 when every listed test passes, else 0.0; without, the share of the tests that
-    passed, skipped ones left out, and 0.0 where a file could not be collected: nobody knows how many tests it has, and
-    pytest would have run none at all. A test that was asked for and did not run is ``missing``, and never passes. A
-    report in doubt is worth 0.0.
+    Only ``passed`` is a pass. With lists the reward is 1.0 when every listed test passes, else 0.0; without, the share
+    of the tests that passed, and 0.0 where a file could not be collected: nobody knows how many tests it has, and
+    pytest would have run none at all. A test that was asked for and did not run is ``missing``, a file that skipped
+    itself one skipped test. Verdicts that the request ignores are out of the count, and where none is left in it the
+    reward is 0.0. A report in doubt is worth 0.0.
     """
     tests = _verdicts(request, report)
+    counted = _counted(request, tests)
+    passing = sum(tests[id] == "passed" for id in counted)
+    resolved = 0 < passing == len(counted)
     if request.listed:
-        resolved = all(tests[id] in PASSING for id in request.listed)
         reward = 1.0 if resolved else 0.0
     else:
-        counted = [verdict for verdict in tests.values() if verdict != "skipped"]
-        passing = sum(verdict in PASSING for verdict in counted)
         reward = passing / len(counted) if counted else 0.0
-        resolved = passing > 0 and passing == len(counted)
         if report.broken and not request.goes_on:
             reward = 0.0
     if report.doubts:
@@ -202,8 +200,8 @@ def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:
         "reward": reward,
         "resolved": resolved,
         "tests": tests,
-        "fail_to_pass": _parted(request.fail_to_pass, tests),
-        "pass_to_pass": _parted(request.pass_to_pass, tests),
+        "fail_to_pass": _parted(request, request.fail_to_pass, tests),
+        "pass_to_pass": _parted(request, request.pass_to_pass, tests),
         "counts": dict(sorted(Counter(tests.values()).items())),
         "collection_errors": dict(report.broken),
     }
@@ -214,20 +212,19 @@ def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, objec
     said = []
     tests = result["tests"]
     assert isinstance(tests, dict)
+    counted = _counted(request, tests)
     missing = [id for id, verdict in tests.items() if verdict == "missing"]
     if missing:
         said.append(f"{len(missing)} requested test(s) did not run: {_some(missing)}")
-    failed = [id for id in request.listed if tests[id] not in (*PASSING, "missing")]
+    failed = [id for id in counted if tests[id] in ("failed", "error")]
     if failed:
-        said.append(f"{len(failed)} listed test(s) did not pass: {_some(failed)}")
-    others = [id for id, verdict in tests.items() if verdict in ("failed", "error")] if not request.listed else []
-    if others:
-        said.append(f"{len(others)} test(s) did not pass: {_some(others)}")
-    if report.foreign:
-        told = (
-            f"{len(report.foreign)} test(s) count as failed, as what they test skipped them or expected their failure"
-        )
-        said.append(f"{told} ({_some(dict.fromkeys(report.foreign.values()))}): {_some(report.foreign)}")
+        said.append(f"{len(failed)}{' listed' if request.listed else ''} test(s) did not pass: {_some(failed)}")
+    others = {verdict: [id for id in counted if tests[id] == verdict] for verdict in sorted(IGNORABLE)}
+    said += [
+        f"{len(those)} test(s) {verdict}, which is no pass: {_some(those)}"
+        for verdict, those in others.items()
+        if those
+    ]
     if report.broken:
         told = f"{len(report.broken)} file(s) could not be collected: {_some(report.broken)}"
         whole = "" if request.listed or request.goes_on else ", so that the suite is worth 0.0, as it is to pytest"
@@ -237,8 +234,9 @@ def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, objec
         said.append(f"{len(report.skipped)} file(s) skipped themselves when they were imported: {path} ({why})")
     if not tests:
         said.append("no test was collected")
-    elif not request.listed and all(verdict == "skipped" for verdict in tests.values()):
-        said.append(f"all {len(tests)} test(s) were skipped, so that none counts: {_some(tests)}")
+    elif not counted:
+        ignored = ", ".join(sorted({str(verdict) for verdict in tests.values()}))
+        said.append(f"all {len(tests)} test(s) are ignored ({ignored}), so that none counts: {_some(tests)}")
     return [*said, *report.doubts, *report.noticed]
 
 
@@ -248,7 +246,7 @@ def nothing_judged(request: SuiteRequest, report: SuiteReport, given: Collection
     That is a suite which came to its end without having found a test that was asked for, of files that are not
     ``given`` with the request. A suite that broke, ended its own process or ran something says something.
     """
-    ran = report.broken or report.tests or report.selected or report.crashed
+    ran = report.broken or report.skipped or report.tests or report.selected or report.crashed
     if report.end != NO_TESTS or ran or report.doubts:
         return ""
     if given and {os.path.normpath(path) for path in request.paths} <= {os.path.normpath(path) for path in given}:
@@ -261,7 +259,10 @@ def nothing_judged(request: SuiteRequest, report: SuiteReport, given: Collection
 def _verdicts(request: SuiteRequest, report: SuiteReport) -> dict[str, str]:
     """Return every test's verdict, by the name under which it was asked for if it was."""
     known = {key_of(id): verdict for id, verdict in report.tests.items()}
-    broken = {key_of(path) for path in report.broken}
+    files = {
+        **dict.fromkeys(map(key_of, report.skipped), "skipped"),
+        **dict.fromkeys(map(key_of, report.broken), "error"),
+    }
     asked = [*request.listed, *report.left]
     for target in request.targets:
         key = key_of(target)
@@ -270,18 +271,28 @@ def _verdicts(request: SuiteRequest, report: SuiteReport) -> dict[str, str]:
     tests = {}
     for id in asked:
         key = key_of(id)
-        tests[id] = known.get(key) or ("error" if key.partition("::")[0] in broken else "missing")
+        tests[id] = known.get(key) or files.get(key.partition("::")[0], "missing")
     keys = {key_of(id) for id in asked}
     tests.update({id: verdict for id, verdict in report.tests.items() if key_of(id) not in keys})
     if not request.listed:
+        tests.update(dict.fromkeys(report.skipped, "skipped"))
         tests.update(dict.fromkeys(report.broken, "error"))
     return tests
 
 
-def _parted(ids: Iterable[str], tests: Mapping[str, str]) -> dict[str, list[str]]:
+def _counted(request: SuiteRequest, tests: Mapping[str, str]) -> list[str]:
+    """Return the tests that decide: the listed ones or else all, without those of verdicts that are ignored."""
+    named = set(request.fail_to_pass)
+    asked = dict.fromkeys(request.listed) if request.listed else tests
+    return [id for id in asked if id in named or tests[id] not in request.ignore]
+
+
+def _parted(request: SuiteRequest, ids: Iterable[str], tests: Mapping[str, str]) -> dict[str, list[str]]:
     parted: dict[str, list[str]] = {"passed": [], "failed": []}
+    counted = set(_counted(request, tests))
     for id in ids:
-        parted["passed" if tests[id] in PASSING else "failed"].append(id)
+        if id in counted:
+            parted["passed" if tests[id] == "passed" else "failed"].append(id)
     return parted
 
 

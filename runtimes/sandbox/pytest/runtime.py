@@ -22,7 +22,7 @@ from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_e
 from runtimes.sandbox.disk.bound import WalkBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec.runtime import LogLines, Stage, begin
-from runtimes.sandbox.pytest import ends, kept, launch, marks, plugin, texts
+from runtimes.sandbox.pytest import baseline, launch, plugin
 from runtimes.sandbox.pytest.fresh import ChangeTransfer
 from runtimes.sandbox.pytest.mistakes import no_python
 from runtimes.sandbox.pytest.plan import COMPONENT, PytestSettings, SuitePlan, plan_of
@@ -41,10 +41,7 @@ _SOURCE = Path(launch.__file__).read_text(encoding="utf-8")
 #: The modules that it finds in a directory of its own.
 _MODULES = {
     name: Path(str(module.__file__)).read_text(encoding="utf-8")
-    for name, module in (
-        *((launch.MODULE, plugin), (launch.ENDS, ends), (launch.TEXTS, texts), (launch.KEPT, kept)),
-        (launch.MARKS, marks),
-    )
+    for name, module in ((launch.MODULE, plugin), (launch.BASELINE, baseline))
 }
 #: The same, compiled by this Python, for one in a sandbox that reads its bytecode: the first bytes tell.
 _COMPILED = {name: base64.b64encode(compiled(source, name)).decode("ascii") for name, source in _MODULES.items()}
@@ -336,7 +333,6 @@ class _Run:
             "modules": _MODULES,
             "compiled": _COMPILED,
             "paths": request.paths,
-            "given": list(plan.tests),
             # Without ids or prefixes everything collected is run.
             "wanted": request.listed,
             "prefixes": request.targets,

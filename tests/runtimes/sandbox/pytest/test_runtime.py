@@ -86,7 +86,7 @@ async def test_every_kind_of_verdict_is_told_apart(bench: SuiteBench) -> None:
         "test_setup": "error",
         "test_teardown": "error",
     }
-    assert value["reward"] == pytest.approx(3 / 7)
+    assert value["reward"] == pytest.approx(1 / 8)
     assert value["resolved"] is False
 
 
@@ -362,7 +362,8 @@ async def test_what_judges_a_suite_is_compiled_beforehand_for_a_python_that_read
         from pathlib import Path
 
         def test_compiled():
-            flags = {Path(sys.modules[name].__cached__).read_bytes()[4] for name in ("tangram_pytest", "tangram_ends")}
+            ours = ("tangram_pytest", "tangram_baseline")
+            flags = {Path(sys.modules[name].__cached__).read_bytes()[4] for name in ours}
             print(f"flags {flags}")
     """
     await bench.run({"test_compiled.py": source}, args=["-s"])

@@ -1,4 +1,4 @@
-"""What a test fails and is skipped with, as it was before the project came: beside `ends`. Python 3.7 on, with pytest.
+"""What tests fail, skip and expect failures with, as it was before the project came: beside `plugin`. Python 3.7 on.
 
 Code that is tested can put another class in the place of AssertionError, or another function in that of `pytest.fail`.
 """
@@ -22,71 +22,34 @@ MODULES = (
 OUTCOMES = ("OutcomeException", "Skipped", "Failed", "XFailed", "Exit", "skip", "fail", "xfail", "exit", "importorskip")
 #: What a class of unittest's says of its tests.
 CLASS_WORDS = ("failureException", "__unittest_skip__", "__unittest_expecting_failure__")
-MARKS = ("skip", "skipif", "xfail")
 
 
-class KeptNames:
+class Baseline:
     """Names and what they meant when this was made."""
 
     def __init__(self) -> None:
-        self._case: Any = importlib.import_module("unittest.case")
-        self._stops = (self._case.SkipTest, self._case._ShouldStop)
-        self._failure = AssertionError
         self._builtins = vars(builtins)
-        self._exceptions = dict(_exceptions())
-        self._public: dict[str, list[tuple[tuple[str, str], Any]]] = {}
-        for module in ("pytest", "unittest"):
-            self._public.setdefault(module, []).append(((module, ""), sys.modules[module]))
-            for name, value in _public(module):
-                self._public.setdefault(name, []).append(((module, name), value))
-        self._mark = sys.modules["pytest"].mark
-        self._kept = [(label, scope, name, scope.get(name)) for label, scope, name in _watched()]
+        self._pytest: Any = sys.modules["pytest"]
+        self._mark = self._pytest.mark
+        self._meant = [(label, scope, name, scope.get(name)) for label, scope, name in _watched()]
 
     def altered(self) -> list[str]:
         """Return the names that no longer mean what they meant."""
-        found = [label for label, scope, name, value in self._kept if scope.get(name) is not value]
+        found = [label for label, scope, name, value in self._meant if scope.get(name) is not value]
         # Marks are made as they are asked for, unless there is one by that name.
         return found + [f"pytest.mark.{name}" for name in vars(self._mark) if not name.startswith("_")]
 
-    @staticmethod
-    def mro(kind: type) -> tuple[type, ...]:
-        """Return a class's bases, whatever its metaclass says."""
-        return _mro(kind)
-
-    def strange_names(self, scope: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str] | None]]:
-        """Yield names that mean something else than to Python (None), or to the module that they may be taken from."""
-        for name in self._exceptions.keys() & scope.keys():
-            if scope[name] is not self._exceptions[name]:
-                yield name, None
-        for name in self._public.keys() & scope.keys():
-            for origin, value in self._public[name]:
-                if scope[name] is not value:
-                    yield name, origin
-
-    def has_builtins(self, scope: Mapping[str, Any], function: Any) -> bool:
-        """Return whether a module and its function find Python's own builtins."""
-        found = [scope.get("__builtins__", self._builtins)]
+    def is_found_by(self, item: Any) -> bool:
+        """Return whether a test's module and its function find Python's own builtins, and pytest itself by its name."""
+        module, function = getattr(item, "module", None), getattr(item, "function", None)
+        found = []
+        if isinstance(module, types.ModuleType):
+            if vars(module).get("pytest", self._pytest) is not self._pytest:
+                return False
+            found.append(vars(module).get("__builtins__", self._builtins))
         if isinstance(function, types.FunctionType):
             found.append(getattr(function, "__builtins__", self._builtins))
         return all(each is self._builtins or each is builtins for each in found)
-
-    def fails_plainly(self, kind: type) -> bool:
-        """Return whether a class of tests fails with what is a failure and nothing else."""
-        failure = getattr(kind, "failureException", self._failure)
-        if failure is self._failure:
-            return True
-        bases = _mro(failure) if isinstance(failure, type) else ()
-        return self._failure in bases and not any(stop is each for stop in self._stops for each in bases)
-
-    @staticmethod
-    def is_marked(thing: Any) -> bool:
-        """Return whether a module, a class or a function bears a mark by which tests are skipped or may fail."""
-        words = getattr(thing, "__dict__", {})
-        if any(words.get(word) for word in CLASS_WORDS[1:]):
-            return True
-        marks = words.get("pytestmark", [])
-        marks = marks if isinstance(marks, (list, tuple)) else [marks]
-        return any(getattr(getattr(mark, "mark", mark), "name", "") in MARKS for mark in marks)
 
 
 def _watched() -> Iterator[tuple[str, Mapping[str, Any], str]]:
