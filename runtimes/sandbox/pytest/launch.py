@@ -130,6 +130,7 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
     if told["paths"] and not paths:
         return 5  # pytest's own status for no tests
     plugin: Any = importlib.import_module(MODULE)
+    plugin.hide()
     plugin.drop_bytecode(paths)
     plugin._reporter, plugin._has_workers = plugin.Reporter(send), workers > 1
     plugin._selection = plugin.TestSelection(told["wanted"], told["prefixes"], told["done"])
@@ -145,7 +146,6 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
     if workers > 1:
         os.environ.setdefault("PYTHONHASHSEED", "0")  # else workers may disagree on the ids of parameters from sets
         os.environ[PROJECT] = json.dumps(project)
-        _hide()
         _check_messages()
     plugin._project.update(project)
     plugin.import_plugins(project)
@@ -164,11 +164,6 @@ def _check_messages() -> None:
         return message(kind, channel, io.read(length))
 
     message.from_io = staticmethod(from_io)
-
-
-def _hide() -> None:
-    """Keep the workers' hands off this process, which runs no tests: nobody but root may trace it or open its files."""
-    importlib.import_module("ctypes").CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
 
 
 def named_plugins(arguments: list[str]) -> list[str]:

@@ -277,6 +277,15 @@ def pytest_sessionfinish(session: Any) -> None:
         session.config.workeroutput["tangram_raised"] = sorted(_raised)
 
 
+def hide() -> None:
+    """Keep other processes' hands off this one: nobody but root may trace it, or open its memory or its files.
+
+    A program that a test starts is of the same user, and else could write to the memory of the test that judges it.
+    """
+    with contextlib.suppress(ImportError, OSError, AttributeError):  # a Python without ctypes
+        importlib.import_module("ctypes").CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+
+
 def tell_dropped_failures() -> None:
     """Have unittest take its own `_ShouldStop` for a failure, which it drops, but from a subtest that has failed."""
     case: Any = importlib.import_module("unittest.case")
@@ -431,5 +440,6 @@ def import_plugins(project: dict[str, Any]) -> None:
     sys.path[:] = kept
 
 
-if PROJECT in os.environ:
-    import_plugins(json.loads(os.environ[PROJECT]))  # a worker
+if PROJECT in os.environ:  # a worker
+    hide()
+    import_plugins(json.loads(os.environ[PROJECT]))

@@ -31,3 +31,26 @@ async def test_what_a_suite_writes_between_processes_is_a_crash_and_no_wait(
     value = await bench.run({"calc.py": calc, "test_calc.py": test}, cores=(0, 1), fail_to_pass=wanted)
     assert (value["reward"], value["resolved"]) == (0.0, False)
     assert value["note"]
+
+
+@pytest.mark.parametrize("cores", [(0,), (0, 1)])
+async def test_a_program_that_a_test_starts_reads_nothing_of_its_process(
+    bench: SuiteBench, cores: tuple[int, ...]
+) -> None:
+    test = """
+        import multiprocessing, os, subprocess, sys
+        def test_program():
+            for name in ("mem", "environ", "fd/1"):
+                read = f"open('/proc/{os.getpid()}/{name}', 'rb')"
+                told = subprocess.run([sys.executable, "-c", read], stderr=subprocess.PIPE)
+                assert b"PermissionError" in told.stderr
+        def test_itself():
+            assert os.listdir("/proc/self/fd") and open("/proc/self/maps").read() and open("/proc/self/status").read()
+            with open("/dev/fd/2", "ab"): pass
+            child = multiprocessing.get_context("fork").Process(target=print)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+    """
+    value = await bench.run({"test_own.py": test}, cores=cores)
+    assert value["counts"] == {"passed": 2}, bench.log.text("stdout")
