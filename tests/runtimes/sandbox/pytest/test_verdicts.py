@@ -285,6 +285,9 @@ async def test_a_case_whose_failure_unittest_drops_has_failed(bench: SuiteBench)
             def test_dropped_in_subtests(self):
                 with self.subTest(number=1): pass
                 raise WrongError
+            @unittest.expectedFailure
+            def test_expected_in_subtests(self):
+                with self.subTest(number=1): self.fail("known")
             def test_skipped_subtest(self):
                 with self.subTest(number=1): self.skipTest("x")
     """
@@ -293,6 +296,7 @@ async def test_a_case_whose_failure_unittest_drops_has_failed(bench: SuiteBench)
         "test_own_error": "failed",
         "test_dropped_in_subtests": "failed",
         "test_subtests": "passed",
+        "test_expected_in_subtests": "xfailed",
         "test_skipped_subtest": "passed",
     }
 
