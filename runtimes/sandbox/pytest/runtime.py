@@ -48,8 +48,8 @@ _COMPILED = {name: base64.b64encode(compiled(source, name)).decode("ascii") for 
 #: Runs the source that follows, with no module of the working directory. What is imported until the project's code is
 #: stays: nothing is looked for in it that could go (`plugin` begins that again).
 CLEAN = "import gc, sys; gc.disable(); sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[1])"
-#: The first process where no runner hides variables for us, as that of an earlier gateway: it does so itself, clear of
-#: what they and the user's files would put in the way, and becomes the interpreter that it was given.
+#: The first process where no runner hides variables for us: it does so itself, clear of what they and the user's files
+#: would put in the way, and becomes the interpreter that it was given.
 START = f"""
 import os, sys
 for name in {launch.HIDE!r}:

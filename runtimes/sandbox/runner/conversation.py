@@ -286,7 +286,7 @@ class CommandExchange(Exchange):
     def ended(self, end: RunnerEnd | Exception) -> None:
         self.stdin.taken(None)
         if isinstance(end, ActionFailed):
-            end = lost(end.message, result=self.said())
+            end = ActionFailed(end.reason, end.message, component=end.component, result=self.said(), detail=end.detail)
         super().ended(end)
 
     def said(self) -> dict[str, str]:

@@ -163,6 +163,8 @@ class RunnerRefusal(msgspec.Struct, frozen=True):
             "too_large": TooLarge,
             "capacity_exceeded": CapacityExceeded,
         }
+        if self.code == "internal":
+            return ActionFailed(Reason.INTERNAL, self.message[:1000], component=COMPONENT)
         detail = {FILE_ERROR: self.file_error[:100]} if self.file_error else None
         return kinds.get(self.code, InvalidInput)(self.message[:1000], component=COMPONENT, detail=detail)
 
