@@ -19,7 +19,8 @@ calls it undumpable: nobody inside can end, trace or read it.
 
 # pathlib, contextlib, typing, and enum, re and collections behind signal, socket, json and array, would cost every
 # sandbox their import.
-# ruff: noqa: PTH101, PTH102, PTH103, PTH108, PTH112, PTH117, PTH118, PTH120, PTH123, PTH208, SIM105
+# An exception of any kind ends one exchange, and never the sandbox.
+# ruff: noqa: BLE001, PTH101, PTH102, PTH103, PTH108, PTH112, PTH116, PTH117, PTH118, PTH120, PTH123, PTH208, SIM105
 from __future__ import annotations
 
 import errno
@@ -83,6 +84,12 @@ MARK_BYTES, ANSWER_BYTES = 32, 16
 LENT_BYTES = 64
 DESCRIPTOR_BYTES = struct.calcsize("i")
 ENTRIES_MAX = 10000
+#: Descriptors below our bound that no request may take: we list processes and hear gateways with them.
+RESERVED_DESCRIPTORS = 16
+#: Markers of earlier commands from which on those are forgotten that no process bears.
+MARKERS_MAX = 1024
+#: Faults of our own that are described on standard error; the others are told to who asked alone.
+COMPLAINTS_MAX = 20
 #: What ends the input on a terminal, as somebody types it.
 END_OF_INPUT = b"\x04"
 OOM_SCORE = b"500"
@@ -192,7 +199,10 @@ def from_json(payload: bytes) -> Any:
 
 
 class RequestDenied(Exception):
-    """A request that cannot be executed: a code of `manager.errors`, a message, and what is wrong with a file."""
+    """A request that cannot be executed: a code of `manager.errors`, a message, and what is wrong with a file.
+
+    Every other exception is our own fault, or that of a machine that runs short, and is told as such.
+    """
 
     def __init__(self, code: str, message: str, file_error: str = "") -> None:
         super().__init__(message)
@@ -200,7 +210,8 @@ class RequestDenied(Exception):
         self.file_error = file_error
 
 
-#: What an error of the kernel means to who asked: no such thing, no room of its own, or none of this machine's.
+#: What an error of the kernel means of a file that somebody asked for: no such thing, no room of its own, or none of
+#: this machine's.
 _CODES = {
     errno.ENOENT: "not_found",
     errno.ENOTDIR: "not_found",
@@ -221,20 +232,55 @@ _FILE_ERRORS = {
     errno.EPERM: "permission_denied",
     errno.EROFS: "read_only",
 }
+#: Errors of the kernel that say that this machine runs short.
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
 
 
-def _refusal(error: RequestDenied | OSError) -> bytes:
-    """Return the payload of an ERROR frame."""
-    if isinstance(error, RequestDenied):
-        return as_json({"code": error.code, "message": str(error), "file_error": error.file_error})
+def _file_denied(error: OSError) -> RequestDenied:
+    """Return what is told of an error with a file that somebody asked for."""
     number = error.errno or 0
-    told = {"code": _CODES.get(number, "invalid_input"), "message": _sentence(error)}
-    return as_json({**told, "file_error": _FILE_ERRORS.get(number, "")})
+    return RequestDenied(_CODES.get(number, "invalid_input"), _sentence(error), _FILE_ERRORS.get(number, ""))
 
 
 def _sentence(error: OSError) -> str:
     bound = " (sandbox.disk)" if _CODES.get(error.errno or 0) == "too_large" else ""
     return f"{error.filename or 'file'}: {os.strerror(error.errno or 0)}{bound}"
+
+
+def _is_shortage(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORTAGES)
+
+
+def _refusal(error: Exception) -> bytes:
+    """Return the payload of an ERROR frame; what is no RequestDenied is told as ours, and complained about."""
+    if isinstance(error, RequestDenied):
+        return as_json({"code": error.code, "message": str(error), "file_error": error.file_error})
+    if _is_shortage(error):
+        return as_json({"code": "capacity_exceeded", "message": f"the sandbox's runner runs short: {error}"})
+    _complain(error)
+    return as_json({"code": "internal", "message": f"the sandbox's runner failed: {type(error).__name__}: {error}"})
+
+
+_complaints = 0
+
+
+def _complain(error: Exception) -> None:
+    """Describe a fault of ours on standard error, unless there were many."""
+    global _complaints
+    _complaints += 1
+    if _complaints <= COMPLAINTS_MAX:
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stderr.flush()
+        except (OSError, ValueError, AttributeError):
+            pass  # nobody reads it
+
+
+def _require_spare(*fds: int) -> None:
+    """Raise OSError if a descriptor that was opened for a request is one of the last that we may have."""
+    bound = os.sysconf("SC_OPEN_MAX")
+    if 0 < bound <= max(fds) + RESERVED_DESCRIPTORS:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 class Poller:
@@ -245,8 +291,14 @@ class Poller:
         self.handlers: dict[int, Callable[[int], None]] = {}
 
     def watch(self, fd: int, handler: Callable[[int], None], events: int = select.EPOLLIN) -> None:
-        self.handlers[fd] = handler
+        """Call the handler, which must not raise, whenever there are such events. Raises OSError, and watches not."""
         self.epoll.register(fd, events)
+        self.handlers[fd] = handler
+
+    def change(self, fd: int, events: int) -> None:
+        """Wait for other events, if it is watched at all."""
+        if fd in self.handlers:
+            self.epoll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
         if self.handlers.pop(fd, None) is not None:
@@ -257,7 +309,10 @@ class Poller:
         for fd, _ in self.epoll.poll(within_s):
             handler = self.handlers.get(fd)
             if handler is not None:
-                handler(fd)
+                try:
+                    handler(fd)
+                except Exception as error:  # each ends what it serves itself: the others go on whatever became of it
+                    _complain(error)
 
 
 # --- users and paths
@@ -281,9 +336,13 @@ class Identity:
 
     def __enter__(self) -> None:
         if self.foreign:
-            os.setgroups(self.groups)
-            os.setegid(self.gid)
-            os.seteuid(self.uid)  # the effective id alone: who may signal us goes by the other two
+            try:
+                os.setgroups(self.groups)
+                os.setegid(self.gid)
+                os.seteuid(self.uid)  # the effective id alone: who may signal us goes by the other two
+            except BaseException:
+                self.__exit__()
+                raise
 
     def __exit__(self, *_: object) -> None:
         if self.foreign:
@@ -309,6 +368,7 @@ class Workplace:
     def __init__(self) -> None:
         self.config: dict[str, Any] = {}
         self.identities: dict[str, Identity] = {}
+        self.prepared = False
 
     def identity(self, user: str = "") -> Identity:
         """Return a user, by default the sandbox's own; raises RequestDenied if commands cannot run as that user."""
@@ -340,6 +400,7 @@ class Workplace:
             except OSError:
                 pass  # a user namespace without such a user: there it was called so at its start
             os.seteuid(0)
+        self.prepared = True
 
     def real(self, path: str) -> str:
         """Return the path as this process sees it: a sandbox without its own root keeps its files in a directory."""
@@ -428,19 +489,29 @@ class Files:
         self.downloads: dict[int, Download] = {}
 
     def open_path(self, path: str, flags: int, user: str) -> int:
+        """Return a descriptor of the file; raises RequestDenied."""
         with self.workplace.identity(user):
-            directory, name = self.workplace.locate(path, last=True)
             try:
-                return os.open(name or ".", flags | os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
-            finally:
-                os.close(directory)
+                directory, name = self.workplace.locate(path, last=True)
+                try:
+                    fd = os.open(name or ".", flags | os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
+                finally:
+                    os.close(directory)
+            except OSError as error:
+                raise _file_denied(error) from None
+        try:
+            _require_spare(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def read(self, number: int, request: dict[str, Any]) -> None:
         """Begin to send a file, as long as it is now; `pump` goes on with it."""
         path: str = request["path"]
         if len(self.downloads) >= DOWNLOADS_MAX:
             raise RequestDenied("capacity_exceeded", f"{DOWNLOADS_MAX} files are being read at once")
-        fd = self.open_path(path, os.O_NONBLOCK, request.get("user", ""))
+        fd = self.open_path(path, os.O_NONBLOCK, request["user"])
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
@@ -448,11 +519,12 @@ class Files:
                 raise RequestDenied("invalid_input", f"{path!r} is no regular file", kind)
             if info.st_size > request["limit"]:
                 raise RequestDenied("too_large", f"{path!r} is larger than {request['limit']} bytes")
+            download = Download(fd, path, info.st_size, int(request["window"]))
         except BaseException:
             os.close(fd)
             raise
+        self.downloads[number] = download
         self.send(SIZE, number, str(info.st_size).encode())
-        self.downloads[number] = Download(fd, path, info.st_size, request["window"])
 
     @property
     def sending(self) -> bool:
@@ -470,13 +542,16 @@ class Files:
                 data = download.next_chunk()
                 if data:
                     self.send(STDOUT, number, data)
-            except (RequestDenied, OSError) as error:
-                self.send(ERROR, number, _refusal(error))
-                self.cancel(number)
-                continue
-            if download.left == 0:
-                self.send(DONE, number, b"{}")
-                self.cancel(number)
+                if download.left == 0:
+                    self.cancel(number)
+                    self.send(DONE, number, b"{}")
+            except Exception as error:
+                self.fail(number, error)
+
+    def fail(self, number: int, error: Exception) -> None:
+        """Give up what is on its way under this number, and say why."""
+        self.cancel(number)
+        self.send(ERROR, number, _refusal(error))
 
     def cancel(self, number: int) -> None:
         """Give up what is on its way under this number, if anything is."""
@@ -486,9 +561,12 @@ class Files:
                 transfer.abandon()
 
     def list_directory(self, number: int, request: dict[str, Any]) -> None:
-        fd = self.open_path(request["path"], os.O_DIRECTORY, request.get("user", ""))
+        fd = self.open_path(request["path"], os.O_DIRECTORY, request["user"])
         try:
-            names = sorted(os.listdir(fd))
+            try:
+                names = sorted(os.listdir(fd))
+            except OSError as error:
+                raise _file_denied(error) from None
             if len(names) > ENTRIES_MAX:
                 message = f"{request['path']!r} has {len(names)} entries, more than {ENTRIES_MAX}"
                 raise RequestDenied("too_large", message)
@@ -511,17 +589,12 @@ class Files:
         upload = self.uploads.get(number)
         if upload is None:
             return False
-        try:
-            if data:
-                upload.write(data)
-                return True
-            locked = upload.finish()
-        except OSError as error:
-            upload.abandon()
-            self.send(ERROR, number, _refusal(error))
-        else:
-            self.send(DONE, number, as_json({"locked": locked}))
-        del self.uploads[number]
+        if data:
+            upload.write(data)
+            return True
+        locked = upload.finish()
+        self.cancel(number)
+        self.send(DONE, number, as_json({"locked": locked}))
         return True
 
     def abandon(self) -> None:
@@ -544,8 +617,11 @@ class Download:
         return self.window > 0 or self.left == 0
 
     def next_chunk(self) -> bytes:
-        """Return the next piece, empty at the end; raises RequestDenied if the file has become shorter."""
-        data = os.read(self.fd, min(CHUNK_BYTES, self.left, self.window))
+        """Return the next piece, empty at the end; raises RequestDenied if it cannot be read or became shorter."""
+        try:
+            data = os.read(self.fd, min(CHUNK_BYTES, self.left, self.window))
+        except OSError as error:
+            raise _file_denied(error) from None
         if not data and self.left:
             raise RequestDenied("invalid_input", f"{self.path!r} became shorter while it was read")
         self.left -= len(data)
@@ -564,34 +640,42 @@ class Upload:
     """
 
     def __init__(self, workplace: Workplace, request: dict[str, Any]) -> None:
+        """Raises RequestDenied if it cannot be written, and leaves nothing."""
         path: str = request["path"]
         self.workplace = workplace
         self.path = path
         self.mode: int | None = request["mode"]
-        self.locked: bool = request.get("locked", False)
-        self.identity = workplace.identity(request.get("user", ""))
+        self.locked: bool = request["locked"]
+        self.identity = workplace.identity(request["user"])
         self.part = ""  # where it is written; empty for one that is written in its place
         self.written = 0
-        with self.identity:
-            workplace.make_parents(path)
-            self.directory, self.name = workplace.locate(path, last=False)
-            try:
-                self.fd = self.begin()
-            except BaseException:
-                os.close(self.directory)
-                raise
+        self.fd = self.directory = -1
+        try:
+            with self.identity:
+                try:
+                    workplace.make_parents(path)
+                    self.directory, self.name = workplace.locate(path, last=False)
+                    self.fd = self.begin()
+                except OSError as error:
+                    raise _file_denied(error) from None
+            _require_spare(self.fd, self.directory)
+        except BaseException:
+            self.abandon()
+            raise
 
     def begin(self) -> int:
         """Return the descriptor to be written to; raises OSError if the user may not."""
         if not self.locked and self.stays():
             return os.open(self.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self.directory)
-        self.part = f".tangram-{os.urandom(6).hex()}"
+        part = f".tangram-{os.urandom(6).hex()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
-            return os.open(self.part, flags, 0o600, dir_fd=self.directory)
+            fd = os.open(part, flags, 0o600, dir_fd=self.directory)
         except OSError as error:
             error.filename = self.path
             raise
+        self.part = part
+        return fd
 
     def stays(self) -> bool:
         """Return whether a file that is there must be written in its place to stay what it is; raises OSError."""
@@ -613,22 +697,29 @@ class Upload:
         return not own or there.st_gid != self.identity.gid or there.st_nlink > 1 or not room
 
     def write(self, data: bytes) -> None:
+        """Append a piece; raises RequestDenied."""
         view = memoryview(data)
-        while view:
-            count = os.write(self.fd, view)
-            self.written += count
-            view = view[count:]
+        try:
+            while view:
+                count = os.write(self.fd, view)
+                self.written += count
+                view = view[count:]
+        except OSError as error:
+            raise _file_denied(error) from None
 
     def finish(self) -> bool:
-        """Move it to its place; return whether it is locked. If that raises OSError it must be abandoned."""
-        locked = self.locked and self.lock()
-        if locked:
-            os.fchown(self.fd, 0, 0)
-            self.place()
-        else:
-            with self.identity:
+        """Move it to its place; return whether it is locked. Raises RequestDenied. It is to be abandoned either way."""
+        try:
+            locked = self.locked and self.lock()
+            if locked:
+                os.fchown(self.fd, 0, 0)
                 self.place()
-        self.close()
+            else:
+                with self.identity:
+                    self.place()
+        except OSError as error:
+            raise _file_denied(error) from None
+        self.part = ""
         return locked
 
     def place(self) -> None:
@@ -669,17 +760,17 @@ class Upload:
         return True
 
     def abandon(self) -> None:
+        """Leave nothing but a file that is in its place; idempotent."""
         try:
             if self.part:
                 with self.identity:
                     os.unlink(self.part, dir_fd=self.directory)
         except OSError:
             pass
-        self.close()
-
-    def close(self) -> None:
-        os.close(self.fd)
-        os.close(self.directory)
+        fds, self.fd, self.directory, self.part = (self.fd, self.directory), -1, -1, ""
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
 
 def _entry(directory: int, name: str) -> dict[str, Any]:
@@ -819,6 +910,10 @@ class GatewayLink:
             for fd in (0, 1):
                 os.set_blocking(fd, False)
             poller.watch(0, self.on_attached)
+            try:
+                poller.watch(1, self.on_room, select.EPOLLET)
+            except PermissionError:
+                pass  # a file, which has always room
         else:
             self.listener = _listen(directory)
             poller.watch(self.listener.fileno(), self.on_connect)
@@ -833,8 +928,12 @@ class GatewayLink:
         if len(self.unauthenticated) >= UNAUTHENTICATED_MAX:
             self.drop(self.unauthenticated[0])
         connection = GatewayConnection(sock.fileno(), sock.fileno(), sock)
+        try:
+            self.poller.watch(sock.fileno(), lambda _: self.on_frames(connection))
+        except OSError:
+            connection.close()  # it comes again
+            return
         self.unauthenticated.append(connection)
-        self.poller.watch(sock.fileno(), lambda _: self.on_frames(connection))
 
     def on_attached(self, fd: int) -> None:
         """Read from the gateway that is attached, or from the next one, which takes the place of the one before."""
@@ -866,6 +965,10 @@ class GatewayLink:
             data = b""
         self.hear(connection, data)
 
+    def on_room(self, fd: int) -> None:
+        if self.attached is not None:
+            self.on_writable(self.attached)
+
     def on_writable(self, connection: GatewayConnection) -> None:
         if self.throttled is connection:
             connection.flush()
@@ -885,8 +988,10 @@ class GatewayLink:
                     self.runner.obey(kind, number, payload)
                 else:
                     self.greet(connection, kind, payload)
-        except (ProtocolError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            self.drop(connection)  # root inside may have come, with anything that JSON can say
+        except Exception as error:  # root inside may have come, with anything that JSON can say
+            if connection.trusted and not isinstance(error, ProtocolError):
+                _complain(error)
+            self.drop(connection)
 
     def greet(self, connection: GatewayConnection, kind: int, payload: bytes) -> None:
         """Take the first caller's token for the gateway's; hang up on everybody who does not know it."""
@@ -937,21 +1042,23 @@ class GatewayLink:
     def hold_back(self, connection: GatewayConnection) -> None:
         """Wait for a gateway that does not take all of what it is sent."""
         if connection.pending and self.throttled is None:
-            if connection.sink == connection.source:
-                self.poller.epoll.modify(connection.sink, select.EPOLLIN | select.EPOLLOUT)
-            else:
-                self.poller.watch(connection.sink, lambda _: self.on_writable(connection), select.EPOLLOUT)
             self.throttled = connection
+            self.await_room(connection)
             self.runner.jobs.regulate()
 
     def unthrottle(self, connection: GatewayConnection) -> None:
         if self.throttled is connection:
             self.throttled = None
-            if connection.sink != connection.source:
-                self.poller.forget(connection.sink)
-            elif connection.sink in self.poller.handlers:
-                self.poller.epoll.modify(connection.sink, select.EPOLLIN)
+            self.await_room(connection)
             self.runner.jobs.regulate()
+
+    def await_room(self, connection: GatewayConnection) -> None:
+        """Watch for a connection's room if it is throttled. What is watched already can always be watched for more."""
+        room = select.EPOLLOUT if self.throttled is connection else 0
+        if connection.sink == connection.source:
+            self.poller.change(connection.sink, select.EPOLLIN | room)
+        else:
+            self.poller.change(connection.sink, room or select.EPOLLET)  # one that hung up is told once
 
 
 def _listen(directory: str) -> socket.socket:
@@ -1049,10 +1156,12 @@ class Job:
         self.peak_kib = 0
         self.ended_s: float | None = None
         self.account = b""  # how it ended
+        self.fault = b""  # what is told of it in place of how it ended, if we failed
         session: dict[str, Any] = request.get("session") or {}
         self.session = bool(session)  # somebody types, and may come again: under the next gateway too
         self.session_bytes: int = session.get("keep", 0)
-        self.on_terminal = session.get("terminal") is not None
+        self.terminal: list[int] | None = session.get("terminal")  # its rows and columns
+        self.hung_up = False  # whether nobody has its terminal open
         self.held = False  # whether the gateway wants no more of its output for now
         self.fed = 0  # bytes of input that came
 
@@ -1117,66 +1226,60 @@ class Launcher:
         self.null = os.open("/dev/null", os.O_RDWR)
         self.oom, self.oom_score = _own_oom_score()
 
-    def launch(self, request: dict[str, Any]) -> tuple[int, dict[int, int], int]:
-        """Return the process, our ends of its output pipes with their streams, and of its input or -1.
+    def plumb(self, job: Job, *, with_input: bool) -> list[int]:
+        """Open a command's pipes or terminal, with our ends in the job; return its own ends, to be closed.
 
-        Raises RequestDenied if there can be no such command, NotStarted if its program cannot be started.
+        Raises OSError if descriptors are short: then all are closed.
+        """
+        opened: list[int] = []
+        try:
+            if job.terminal is not None:
+                opened += os.openpty()
+                opened.append(os.dup(opened[0]))
+                _resize_terminal(opened[0], job.terminal)
+                streams, job.stdin, theirs = {opened[0]: STDOUT}, opened[2], [opened[1]]
+            else:
+                for _ in range(3 if with_input else 2):
+                    opened += os.pipe()
+                streams = {opened[0]: STDOUT, opened[2]: STDERR}
+                theirs = [opened[1], opened[3]]
+                if with_input:
+                    job.stdin = opened[5]
+                    theirs.append(opened[4])
+            _require_spare(*opened)
+            for fd in opened:
+                if fd not in theirs:
+                    os.set_blocking(fd, False)
+        except BaseException:
+            job.stdin = -1
+            for fd in opened:
+                os.close(fd)
+            raise
+        job.streams = streams
+        return theirs
+
+    def launch(self, job: Job, request: dict[str, Any], theirs: list[int]) -> int:
+        """Start a command on its ends of what `plumb` opened; return its process.
+
+        Raises RequestDenied if there can be no such command, NotStarted if its program cannot be started, and OSError.
         """
         argv: list[str] = request["argv"] or [self.shell, "-c", request["shell"]]
-        if request.get("python"):
+        if request["python"]:
             argv = [sys.executable, "-I", "-S", *argv]
-        merged: bool = request.get("merge", False)
         identity = self.workplace.identity(request["user"])
         environment = self.environment_of(identity, request)
         for name in request.get("hide", ()):
             if name in environment:
                 environment[HIDDEN + name] = environment.pop(name)
-        size = (request.get("session") or {}).get("terminal")
-        if size is not None:
-            return self.launch_on_terminal(identity, request["cwd"], argv, environment, size)
-        out, err = os.pipe(), os.pipe()
-        source = os.pipe() if request["stdin"] else (self.null, -1)
-        ours = (out[0], err[0], source[1])
-        try:
-            fds = (source[0], out[1], out[1] if merged else err[1])
-            pid = self.spawn(identity, request["cwd"], argv, environment, fds)
-        except BaseException as error:
-            for fd in ours:
-                if fd >= 0:
-                    os.close(fd)
-            if isinstance(error, OSError):
-                raise NotStarted(argv[0], error) from None
-            raise
-        finally:
-            os.close(out[1])
-            os.close(err[1])
-            if source[0] != self.null:
-                os.close(source[0])
-        for fd in ours:
-            if fd >= 0:
-                os.set_blocking(fd, False)
-        return pid, {out[0]: STDOUT, err[0]: STDERR}, source[1]
-
-    def launch_on_terminal(
-        self, identity: Identity, cwd: str, argv: list[str], environment: dict[str, str], size: list[int]
-    ) -> tuple[int, dict[int, int], int]:
-        """Start a command on a terminal of its own, which it controls; return as `launch` does."""
-        ours, theirs = os.openpty()
-        try:
-            _resize_terminal(ours, size)
+        if job.terminal is not None:
             if identity.foreign:
-                os.fchown(theirs, identity.uid, -1)
+                os.fchown(theirs[0], identity.uid, -1)
             environment.setdefault("TERM", "xterm")
-            pid = self.spawn(identity, cwd, argv, environment, (theirs, theirs, theirs), terminal=True)
-        except BaseException as error:
-            os.close(ours)
-            if isinstance(error, OSError):
-                raise NotStarted(argv[0], error) from None
-            raise
-        finally:
-            os.close(theirs)
-        os.set_blocking(ours, False)
-        return pid, {ours: STDOUT}, os.dup(ours)
+            fds = (theirs[0], theirs[0], theirs[0])
+        else:
+            out, err, source = [*theirs, self.null][:3]
+            fds = (source, out, out if request["merge"] else err)
+        return self.spawn(identity, request["cwd"], argv, environment, fds, terminal=job.terminal is not None)
 
     def environment_of(self, identity: Identity, request: dict[str, Any]) -> dict[str, str]:
         environment = {"PATH": DEFAULT_PATH, "HOME": identity.home, "USER": identity.name, "LOGNAME": identity.name}
@@ -1198,9 +1301,9 @@ class Launcher:
         *,
         terminal: bool = False,
     ) -> int:
-        if self.oom >= 0:
-            os.pwrite(self.oom, OOM_SCORE, 0)
         try:
+            if self.oom >= 0:
+                os.pwrite(self.oom, OOM_SCORE, 0)
             with identity:
                 try:
                     os.chdir(self.workplace.real(cwd or self.workplace.config["workdir"]))
@@ -1219,11 +1322,16 @@ class Launcher:
                 except OSError as error:
                     if error.errno == errno.E2BIG:
                         raise RequestDenied("invalid_input", "the argument list is too long") from None
-                    raise
+                    if error.errno in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    raise NotStarted(argv[0], error) from None
         finally:
             os.chdir("/")
             if self.oom >= 0:
-                os.pwrite(self.oom, self.oom_score, 0)
+                try:
+                    os.pwrite(self.oom, self.oom_score, 0)
+                except OSError as error:
+                    _complain(error)  # the program has been started all the same
 
 
 class ProcessTree:
@@ -1238,6 +1346,8 @@ class ProcessTree:
         self.freezer = -1  # the gateway's, of the cgroup that holds all but us: what is in it cannot even be ended
         self.rest_s: float | None = None  # when all must be stopped again, None if they may run
         self.stopped: set[int] = set()  # those that had stopped of themselves
+        self.markers: set[bytes] = set()  # of the commands whose processes may live
+        self.markers_most = MARKERS_MAX
         try:
             self.listing = os.open(f"/proc/self/task/{self.pid}/children", os.O_RDONLY)
         except OSError:
@@ -1265,16 +1375,30 @@ class ProcessTree:
         ]
 
     def owns(self, job: Job, pid: int) -> bool:
-        """Return whether a child of ours is the job's: one adopted since it began is, unless it names another."""
+        """Return whether a child of ours is the job's: its marker tells, and without one that it was adopted since."""
         owner = self.job_of(pid)
-        if owner is not None or len(self.jobs) == 1:
-            return owner in (job, None)
+        if owner is not None:
+            return owner is job
+        return self.marker_of(pid) in (job.marker, b"")
+
+    def marker_of(self, pid: int) -> bytes:
+        """Return the marker of the command that a process comes from; empty if it bears none that we gave."""
         try:
-            with self.workplace.identity(), open(f"/proc/{pid}/environ", "rb") as file:
+            uid = os.stat(f"/proc/{pid}").st_uid
+            users = [user for user in self.workplace.identities.values() if user.uid == uid]
+            with (users or [self.workplace.identity()])[0], open(f"/proc/{pid}/environ", "rb") as file:
                 words = file.read().split(b"\0")
-        except OSError:
-            return True
-        return not any(other.marker in words for other in self.jobs.values() if other is not job)
+        except (RequestDenied, OSError):
+            return b""
+        return next((word for word in words if word in self.markers), b"")
+
+    def remember(self, job: Job) -> None:
+        """Know a command's marker from now on. Of many, those that no process bears are forgotten."""
+        if len(self.markers) >= self.markers_most:
+            self.markers = {self.marker_of(pid) for pid in _processes()} - {b""}
+            self.markers.update(job.marker for job in self.jobs.values())
+            self.markers_most = max(MARKERS_MAX, 2 * len(self.markers))
+        self.markers.add(job.marker)
 
     def signal(self, job: Job, number: int) -> None:
         if self.pid == 1 and len(self.jobs) == 1 and not job.bystanders:
@@ -1332,10 +1456,7 @@ class ProcessTree:
         self.swept.update(pid for pid in others if table[pid][1] != "Z")
         for pid in [-1] if self.pid == 1 and others else others:
             _kill(pid, signal.SIGKILL)
-        over = [number for number, give_up_s in self.sweeps.items() if not others or now >= give_up_s]
-        for number in over:
-            del self.sweeps[number]
-        return over, len(others)
+        return [number for number, give_up_s in self.sweeps.items() if not others or now >= give_up_s], len(others)
 
 
 class Claims:
@@ -1398,7 +1519,10 @@ class Jobs:
     def on_clock(self, now: float) -> None:
         for job in list(self.running.values()):
             if job.kill_s is not None:
-                self.pursue(job, now)
+                try:
+                    self.pursue(job, now)
+                except Exception as error:
+                    self.fail(job, error)
             elif job.deadline_s is not None and now >= job.deadline_s:
                 job.timed_out = True
                 self.end(job, job.grace_s)
@@ -1407,6 +1531,7 @@ class Jobs:
         if self.tree.sweeps:
             over, survivors = self.tree.sweep(now)
             for number in over:
+                del self.tree.sweeps[number]
                 self.link.send(DONE, number, as_json({"survivors": survivors, "swept": len(self.tree.swept)}))
             if not self.tree.sweeps:
                 self.tree.swept.clear()
@@ -1414,21 +1539,47 @@ class Jobs:
     # --- start, input and output
 
     def run(self, number: int, request: dict[str, Any]) -> None:
+        """Start a command. It is one of those under way once it is watched and has a process, and not before.
+
+        Raises RequestDenied or OSError if nothing was started; then nothing of it is left.
+        """
         if self.tree.rest_s is not None:
             self.tree.resume()
         job = Job(number, request, self.tree.children())
-        if job.detached:
-            self.claims.remember_claim(job.claim)
+        self.tree.remember(job)
+        theirs = self.launcher.plumb(job, with_input=request["stdin"])
         try:
-            job.pid, job.streams, job.stdin = self.launcher.launch(request)
+            for fd in job.streams:
+                self.poller.watch(fd, self.output_handler(job), self.output_events(job))
+            job.pid = self.launcher.launch(job, request, theirs)
         except NotStarted as failure:
+            self.unplug(job)
+            self.begun(job)
             self.say(job, STDERR, str(failure).encode())
             self.conclude(job, {"code": failure.code})
             return
+        except BaseException:
+            self.unplug(job)
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        self.begun(job)
         self.running[number] = job
         self.on_children(self.wakeup)  # a short command has often ended before its vfork lets us go on
-        for fd in job.streams:
-            self.poller.watch(fd, self.output_handler(job), self.output_events(job))
+
+    def begun(self, job: Job) -> None:
+        """Remember that a command was started, or could not be because of its program."""
+        if job.detached:
+            self.claims.remember_claim(job.claim)
+
+    def unplug(self, job: Job) -> None:
+        """Close our ends of a command's pipes."""
+        fds, job.streams, job.stdin = [*job.streams, job.stdin], {}, -1
+        for fd in fds:
+            if fd >= 0:
+                self.poller.forget(fd)
+                os.close(fd)
 
     def feed(self, number: int, data: bytes) -> None:
         """Pass on standard input; empty ends it."""
@@ -1436,7 +1587,7 @@ class Jobs:
         if job is not None and job.stdin >= 0:
             job.input += data
             job.fed += len(data)
-            if not data and job.on_terminal:
+            if not data and job.terminal is not None:
                 job.input += END_OF_INPUT
             job.input_ended = job.input_ended or not data
             self.on_input(job)
@@ -1449,7 +1600,9 @@ class Jobs:
                 self.link.send(ACK, job.number, HEADER.pack(taken, 0, 0))
         except BlockingIOError:
             if job.stdin not in self.poller.handlers:
-                self.poller.watch(job.stdin, lambda _: self.on_input(job), select.EPOLLOUT)
+                # A terminal that hung up is never rid of that event: it is told once.
+                events = select.EPOLLOUT | (0 if job.terminal is None else select.EPOLLET)
+                self.poller.watch(job.stdin, self.input_handler(job), events)
             return
         except OSError:
             job.input.clear()
@@ -1457,30 +1610,53 @@ class Jobs:
             self.link.send(ACK, job.number, b"")  # it reads no more
         self.poller.forget(job.stdin)
         if job.input_ended:
-            os.close(job.stdin)
-            job.stdin = -1
+            fd, job.stdin = job.stdin, -1
+            os.close(fd)
+
+    def input_handler(self, job: Job) -> Callable[[int], None]:
+        def handle(fd: int) -> None:
+            try:
+                self.on_input(job)
+            except Exception as error:
+                self.fail(job, error)
+
+        return handle
 
     def output_handler(self, job: Job) -> Callable[[int], None]:
         def handle(fd: int) -> None:
-            self.on_output(job, fd)
+            try:
+                self.on_output(job, fd)
+            except Exception as error:
+                if job.ended_s is not None:
+                    self.poller.forget(fd)
+                self.fail(job, error)
 
         return handle
 
     def on_output(self, job: Job, fd: int) -> bool:
         """Pass on one chunk; return False at the end of the stream or if there is nothing now."""
+        stream = job.streams.get(fd)
         try:
             data = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:
             return False
         except OSError:
             data = b""
+        if not data and stream is not None and job.terminal is not None and job.status is None:
+            # Nobody has its terminal open, but may again: our end goes with the command, which it would be hung up on.
+            if not job.hung_up:
+                job.hung_up = True
+                self.poller.change(fd, self.output_events(job))
+            return False
         if not data:
             job.streams.pop(fd, None)
             self.orphan_pipes.pop(fd, None)
             self.poller.forget(fd)
             os.close(fd)
             return False
-        stream = job.streams.get(fd)
+        if job.hung_up:
+            job.hung_up = False
+            self.poller.change(fd, self.output_events(job))
         if stream is not None:  # else its command has ended: read, so that the writer lives on, and dropped
             data = job.cut(stream, data)
             if data:
@@ -1495,13 +1671,14 @@ class Jobs:
         self.link.send(stream, job.number, data)
 
     def output_events(self, job: Job) -> int:
-        return 0 if self.link.throttled is not None or job.held else select.EPOLLIN
+        events = 0 if self.link.throttled is not None or job.held else select.EPOLLIN
+        return events | select.EPOLLET if job.hung_up else events
 
     def regulate(self) -> None:
         """Read the commands' pipes only while the gateway takes what they say."""
         for job in self.running.values():
             for fd in job.streams:
-                self.poller.epoll.modify(fd, self.output_events(job))
+                self.poller.change(fd, self.output_events(job))
 
     def steer(self, number: int, request: dict[str, Any]) -> None:
         """Do to a session what is asked: hold its output back, resize its terminal, signal or end what runs in it."""
@@ -1511,9 +1688,12 @@ class Jobs:
         if "held" in request:
             job.held = request["held"]
             self.regulate()
-        if "size" in request and job.on_terminal:
+        if "size" in request and job.terminal is not None:
             for fd in job.streams:
-                _resize_terminal(fd, request["size"])
+                try:
+                    _resize_terminal(fd, request["size"])
+                except (OSError, struct.error):
+                    pass  # it stays as large as it was
         if "signal" in request:
             self.signal_foreground(job, request["signal"])
         if "end" in request:
@@ -1523,7 +1703,7 @@ class Jobs:
         """Signal what a person at its terminal would interrupt; without one, the command and its pipeline."""
         group = job.pid
         try:
-            for fd in job.streams if job.on_terminal else ():
+            for fd in job.streams if job.terminal is not None else ():
                 group = os.tcgetpgrp(fd)
             if group > 1:
                 os.killpg(group, number)
@@ -1564,8 +1744,8 @@ class Jobs:
                     self.link.send(STANDING, number, as_json(standing))
                 for stream, data in job.output:
                     self.link.send(stream, number, data)
-                if job.account:
-                    self.link.send(EXIT, number, job.account)
+                if job.ended_s is not None:
+                    self.tell_end(job)
                 return
         raise RequestDenied("not_found", f"there is no {claim!r} to be claimed")
 
@@ -1616,7 +1796,34 @@ class Jobs:
                 job.cpu_s = usage.ru_utime + usage.ru_stime
                 job.peak_kib = usage.ru_maxrss
                 if job.kill_s is None:
-                    self.finish(job, survivors=0)
+                    try:
+                        self.finish(job, survivors=0)
+                    except Exception as error:
+                        self.fail(job, error)
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """End a command because of an exception of ours, and tell that instead of its end; nothing else ends by it.
+
+        A machine that runs short for a moment keeps what is being ended waiting, and no more.
+        """
+        if job.ended_s is not None or (job.kill_s is not None and _is_shortage(error)):
+            return
+        if job.fault:
+            self.give_up(job)
+        else:
+            job.fault = _refusal(error)
+            self.end(job, 0.0)
+
+    def give_up(self, job: Job) -> None:
+        """Let go of a command that could not even be ended; its process is killed, and who asked is told."""
+        self.running.pop(job.number, None)
+        if job.status is None:
+            _kill(job.pid, signal.SIGKILL)
+        try:
+            self.unplug(job)
+        except OSError as error:
+            _complain(error)
+        self.conclude(job, {})
 
     def kill(self, number: int, grace_s: float) -> None:
         job = self.running.get(number)
@@ -1629,9 +1836,12 @@ class Jobs:
         kill_s = time.monotonic() + grace_s
         if job.kill_s is None or kill_s < job.kill_s:
             job.kill_s = kill_s
-            if grace_s > 0:
-                self.tree.signal(job, signal.SIGTERM)
-            self.pursue(job, time.monotonic())
+            try:
+                if grace_s > 0:
+                    self.tree.signal(job, signal.SIGTERM)
+                self.pursue(job, time.monotonic())
+            except Exception as error:
+                self.fail(job, error)
 
     def pursue(self, job: Job, now: float) -> None:
         """Go on until nothing of it is left; a process that SIGKILL does not end in time is reported."""
@@ -1650,30 +1860,31 @@ class Jobs:
                     break
         for fd in list(job.streams):
             del job.streams[fd]
-            self.poller.forget(fd)
-            self.poller.watch(fd, self.output_handler(job))
             self.orphan_pipes[fd] = None
+            self.poller.change(fd, select.EPOLLIN)
         while len(self.orphan_pipes) > ORPHAN_PIPES_MAX:
             fd = next(iter(self.orphan_pipes))
             del self.orphan_pipes[fd]
             self.poller.forget(fd)
             os.close(fd)
-        if job.stdin >= 0:
-            self.poller.forget(job.stdin)
-            os.close(job.stdin)
+        self.unplug(job)
         for stream, tail in job.tails.items():
             job.drop(stream)
             for at in range(0, len(tail), CHUNK_BYTES):
                 self.say(job, stream, bytes(tail[at : at + CHUNK_BYTES]))
+        account = {**job.accounts(survivors), **self.shortage(job)}
         del self.running[job.number]
-        self.conclude(job, {**job.accounts(survivors), **self.shortage(job)})
+        self.conclude(job, account)
 
     def conclude(self, job: Job, account: dict[str, Any]) -> None:
         """Tell how it ended, and keep it if it can be claimed."""
         job.ended_s, job.account = time.monotonic(), as_json(account)
-        self.link.send(EXIT, job.number, job.account)
+        self.tell_end(job)
         if self.outlives(job):
             self.claims.add_ended(job)
+
+    def tell_end(self, job: Job) -> None:
+        self.link.send(ERROR if job.fault else EXIT, job.number, job.fault or job.account)
 
     def shortage(self, job: Job) -> dict[str, Any]:
         """Say if a command failed and the kernel ended a process of the sandbox for want of memory."""
@@ -1897,19 +2108,29 @@ class Runner:
 
     def serve(self) -> None:
         """Serve until no gateway has come for ``orphan_s``; the sandbox ends with us."""
-        silence, jobs = self.link.silence, self.jobs
         while True:
-            self.poller.handle(self.sleep_s())
-            self.files.pump()
-            silence.discount_frozen_time()
-            jobs.on_clock(time.monotonic())
-            if silence.unattended:
-                self.link.drop_silent()
-                if jobs.claimable():
-                    jobs.keep("", detached=False)
-            if silence.lasts_s > silence.orphan_s and not jobs.claimable():
-                jobs.tree.end_all()
-                return
+            try:
+                if self.turn():
+                    return
+            except Exception as error:  # a fault that no exchange had: those under way go on
+                _complain(error)
+                time.sleep(TICK_S)
+
+    def turn(self) -> bool:
+        """Do what is asked and due; return whether all is over."""
+        silence, jobs = self.link.silence, self.jobs
+        self.poller.handle(self.sleep_s())
+        self.files.pump()
+        silence.discount_frozen_time()
+        jobs.on_clock(time.monotonic())
+        if silence.unattended:
+            self.link.drop_silent()
+            if jobs.claimable():
+                jobs.keep("", detached=False)
+        over = silence.lasts_s > silence.orphan_s and not jobs.claimable()
+        if over:
+            jobs.tree.end_all()
+        return over
 
     def sleep_s(self) -> float:
         if self.files.sending:
@@ -1924,11 +2145,12 @@ class Runner:
 
     def on_hello(self, hello: dict[str, Any], *, known: bool) -> None:
         """Answer the greeting of a gateway that knows the token."""
-        if not known:
+        if not self.workplace.prepared:
             try:
                 self.workplace.prepare_workdir()
             except (RequestDenied, OSError) as error:
-                self.link.send(ERROR, 0, _refusal(error))
+                denied = _file_denied(error) if isinstance(error, OSError) else error
+                self.link.send(ERROR, 0, _refusal(denied))
                 raise SystemExit(f"no commands can run here: {error}") from None
         bound_self(hello.get("bounds", {}))
         if hello.get("sequence", 0) != self.sequence:
@@ -1949,16 +2171,15 @@ class Runner:
         self.files.abandon()
 
     def obey(self, kind: int, number: int, payload: bytes) -> None:
-        """Carry out one request."""
-        if kind == STDIN:
-            if not self.files.feed(number, payload):
-                self.jobs.feed(number, payload)
-            return
-        request = from_json(payload) if payload else {}
+        """Carry out one request. What it raises ends its exchange, and no other."""
+        request = from_json(payload) if payload and kind != STDIN else {}
         try:
-            if kind == RUN:
-                self.taken = number
+            if kind == STDIN:
+                if not self.files.feed(number, payload):
+                    self.jobs.feed(number, payload)
+            elif kind == RUN:
                 self.jobs.run(number, request)
+                self.taken = number
             elif kind == KILL:
                 self.files.cancel(number)
                 self.jobs.kill(number, request["grace_s"])
@@ -1980,8 +2201,12 @@ class Runner:
                 self.jobs.steer(number, request)
             elif kind == REST:
                 self.jobs.rest(number, resting=request["resting"])
-        except (RequestDenied, OSError) as error:
-            self.link.send(ERROR, number, _refusal(error))
+        except Exception as error:
+            job = self.jobs.running.get(number)
+            if job is None:
+                self.files.fail(number, error)
+            else:
+                self.jobs.fail(job, error)
 
 
 def _shed_privileges() -> None:
