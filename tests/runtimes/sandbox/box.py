@@ -50,16 +50,33 @@ class Box:
         return (self.work / "runs").read_text().count("run")
 
 
+#: Runs the runner with something in it replaced first.
+CHANGED = """
+import importlib.util, os, sys
+sys.argv = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("runner", sys.argv[0])
+runner = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(runner)
+{change}
+runner.main()
+"""
+
+
 @contextmanager
-def running_box() -> Iterator[Box]:
+def running_box(*, change: str = "") -> Iterator[Box]:
+    """``change`` is Python that replaces something in the module ``runner``."""
     with TemporaryDirectory(prefix="tangram-runner-") as place:
         directory = Path(place)
         (directory / "work").mkdir()
-        argv = [sys.executable, "-I", "-S", wire.__file__, place]
+        program = ["-c", CHANGED.replace("{change}", change)] if change else []
+        argv = [sys.executable, "-I", "-S", *program, wire.__file__, place, "--shed"]
         process = subprocess.Popen(argv)
-        yield Box(directory, process)
-        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            with suppress(ProcessLookupError):
-                os.killpg(int(child), signal.SIGKILL)  # what a test left running would outlive its runner
-        process.kill()
-        process.wait(DEADLINE_S)
+        try:
+            yield Box(directory, process)
+        finally:
+            with suppress(FileNotFoundError):
+                for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                    with suppress(ProcessLookupError):
+                        os.killpg(int(child), signal.SIGKILL)  # what a test left running would outlive its runner
+            process.kill()
+            process.wait(DEADLINE_S)
