@@ -36,8 +36,8 @@ WORLD, EXCHANGE = "FUZZ_WORLD", "FUZZ_EXCHANGE"
 #: The runner, with small buffers and late spawns.
 PROGRAM = f"""
 import importlib.util, random, socket, sys, time
-seed, path = int(sys.argv[1]), sys.argv[2]
-sys.argv = sys.argv[2:]
+seed, change, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+sys.argv = sys.argv[3:]
 spec = importlib.util.spec_from_file_location("runner", path)
 runner = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runner)
@@ -55,6 +55,7 @@ def small(self, source, sink, sock=None):
     if sock is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {BUFFER_BYTES})
 runner.GatewayConnection.__init__ = small
+exec(change)
 runner.main()
 """
 
@@ -137,8 +138,9 @@ async def holds(condition: Callable[[], bool], within_s: float = DEADLINE_S) -> 
 class World:
     """A runner, the gateway of now, and the model of what was asked."""
 
-    def __init__(self, chance: random.Random, directory: Path, findings: Findings) -> None:
+    def __init__(self, chance: random.Random, directory: Path, findings: Findings, change: str) -> None:
         self.chance = chance
+        self.change = change
         self.directory = directory
         self.findings = findings
         self.work = directory / "work"
@@ -163,7 +165,8 @@ class World:
             self.files[f"file{number}"] = data = self.chance.randbytes(size)
             (self.work / f"file{number}").write_bytes(data)
         place = "--attached" if self.attached else str(self.directory)
-        argv = [sys.executable, "-I", "-S", "-c", PROGRAM, str(self.chance.getrandbits(32)), wire.__file__, place]
+        seed = str(self.chance.getrandbits(32))
+        argv = [sys.executable, "-I", "-S", "-c", PROGRAM, seed, self.change, wire.__file__, place]
         ours, theirs = socket.socketpair()
         with ours, theirs, (self.directory / "complaints").open("wb") as complaints:
             for end in (ours, theirs):
@@ -483,7 +486,12 @@ async def server(world: World, client: StreamClient, number: int, chance: random
     """Leave a process behind, by way of another that ends while others run."""
     place = world.work / f"server{number}"
     shell = f"(sleep 0.0{chance.randint(1, 9)}; sleep 1000 & echo $! > {place}) <&- >/dev/null 2>&1 &"
-    told = ended(await client.run(world.command(number, shell)))
+    try:
+        told = ended(await client.run(world.command(number, shell)))
+    except ActionFailed:
+        if not world.cut:
+            raise
+        return ""  # nobody knows whether it had ended
     if not told and await holds(lambda: place.exists() and place.read_text().endswith("\n"), DEADLINE_S):
         world.servers.append(int(place.read_text()))
         return ""
@@ -534,13 +542,16 @@ EXCHANGES: tuple[Exchange, ...] = (
 )
 
 
-async def fuzz(seed: int, seconds: float) -> Findings:
-    """Follow a seed's schedule for so long, in one world after the other if there is more than one to its seed."""
+async def fuzz(seed: int, seconds: float, *, change: str = "") -> Findings:
+    """Follow a seed's schedule for so long or until something is found, in one world after the other.
+
+    ``change`` is Python that replaces something in the module ``runner``.
+    """
     findings, chance = Findings(), random.Random(seed)
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s and findings.clean:
         with TemporaryDirectory(prefix="tangram-fuzz-") as place:
-            world = World(random.Random(chance.getrandbits(64)), Path(place), findings)
+            world = World(random.Random(chance.getrandbits(64)), Path(place), findings, change)
             with world.running():
                 await world.live(min(until_s, time.monotonic() + 5.0))
     return findings
