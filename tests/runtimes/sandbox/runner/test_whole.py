@@ -180,9 +180,10 @@ def test_markers_that_no_process_bears_are_forgotten() -> None:
 @pytest.mark.parametrize("last", ["exit 3", "echo again > /dev/tty; exit 3"])
 async def test_a_command_that_closes_its_terminal_is_not_hung_up_on(box: Box, last: str) -> None:
     session = InteractiveSession(SessionSettings(), TerminalSize())
-    shell = f"echo begun; exec 0<&- 1>&- 2>&-; touch closed; until [ -e go ]; do sleep 0.01; done; {last}"
+    shell = f"read x; exec 0<&- 1>&- 2>&-; touch closed; until [ -e go ]; do sleep 0.01; done; {last}"
     async with connected(box) as client:
         running = asyncio.create_task(client.run(Command(shell=shell, session=session, timeout_s=math.inf)))
+        await session.write(b"typed\n", end=True)
         await until((box.work / "closed").exists)
         for _ in range(2):
             await client.list_files("")  # by the end of the second it has seen that the terminal is closed
