@@ -135,7 +135,7 @@ async def holds(condition: Callable[[], bool], within_s: float = DEADLINE_S) -> 
     return True
 
 
-class World:
+class RunnerTrial:
     """A runner, the gateway of now, and the model of what was asked."""
 
     def __init__(self, chance: random.Random, directory: Path, findings: Findings, change: str) -> None:
@@ -355,23 +355,23 @@ def ended(
 
 # --- the exchanges: each returns what was wrong
 
-Exchange = Callable[[World, StreamClient, int, random.Random], Awaitable[str]]
+Exchange = Callable[[RunnerTrial, StreamClient, int, random.Random], Awaitable[str]]
 
 
-async def short(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def short(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     size, code = chance.choice((0, 10, 4000, 30_000, 60_000, 200_000)), chance.choice((0, 1, 7))
     to, out, err = chance.choice((("", size, 0), (" >&2", 0, size)))
     result = await client.run(world.command(number, f"head -c {size} /dev/zero{to}; exit {code}"))
     return ended(result, code=code, stdout=bytes(out), stderr=bytes(err))
 
 
-async def bounded(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def bounded(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     size = chance.choice((10_001, 300_000))
     result = await client.run(world.command(number, f"head -c {size} /dev/zero", output_limit_bytes=10_000))
     return ended(result, stdout=bytes(5000) + MARKER % (size - 10_000) + bytes(5000))
 
 
-async def unstartable(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def unstartable(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     if chance.random() < 0.5:
         result = await client.run(Command(argv=("/nowhere",)))
         return ended(result, code=127, stderr=b"/nowhere: No such file or directory\n")
@@ -381,17 +381,17 @@ async def unstartable(world: World, client: StreamClient, number: int, chance: r
     return ""
 
 
-async def echo(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def echo(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     data = chance.randbytes(chance.choice((1, 5000, 90_000, 400_000)))
     return ended(await client.run(world.command(number, "cat", stdin=data)), stdout=data)
 
 
-async def deaf(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def deaf(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     data = bytes(chance.choice((1, 90_000, 400_000)))
     return ended(await client.run(world.command(number, "exec <&-; exit 4", stdin=data)), code=4)
 
 
-async def process(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def process(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     data = chance.randbytes(chance.choice((1, 5000, 200_000)))
     spawned = await client.spawn(world.command(number, "cat"))
 
@@ -409,7 +409,7 @@ async def process(world: World, client: StreamClient, number: int, chance: rando
         await asyncio.gather(writing, return_exceptions=True)
 
 
-async def download(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def download(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     name, data = chance.choice(sorted(world.files.items()))
     file, found = await client.open_file(name, limit_bytes=2**20), b""
     try:
@@ -424,26 +424,26 @@ async def download(world: World, client: StreamClient, number: int, chance: rand
     return "" if found == data else f"{len(found)} bytes of {len(data)}, or others"
 
 
-async def absent(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def absent(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     with suppress(NotFound):
         await client.read_file("nowhere", limit_bytes=1)
         return "there is no such file"
     return ""
 
 
-async def upload(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def upload(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     data = chance.randbytes(chance.choice((0, 10, 4000, 300_000)))
     await client.write_file(f"up{number}", FileContent(data), mode=None)
     place = world.work / f"up{number}"
     return "" if place.read_bytes() == data else f"{place.stat().st_size} bytes arrived of {len(data)}, or others"
 
 
-async def listing(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def listing(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     found = {entry.path: entry.size_bytes for entry in await client.list_files("")}
     return "" if all(found.get(name) == len(data) for name, data in world.files.items()) else f"listed {found}"
 
 
-async def session(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def session(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     terminal = chance.choice((None, TerminalSize()))
     own = InteractiveSession(SessionSettings(), terminal)
     shell = "read x; echo got $x; exec 0<&- 1>&- 2>&-; exit 3"
@@ -462,7 +462,7 @@ async def session(world: World, client: StreamClient, number: int, chance: rando
     return ended(result, code=3) or ("" if b"got hello" in said else f"it said {said!r}")
 
 
-async def killed(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def killed(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     running = asyncio.create_task(client.run(world.command(number, "sleep 1000 & (setsid sleep 1000 &); sleep 1000")))
     await asyncio.sleep(chance.choice((0, 0.01, 0.1)))
     running.cancel()
@@ -471,7 +471,7 @@ async def killed(world: World, client: StreamClient, number: int, chance: random
     return await world.gone(number)
 
 
-async def timed_out(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def timed_out(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     timeout_s = chance.choice((0.02, 0.1, 0.3))
     try:
         result = await client.run(world.command(number, "sleep 1000 & sleep 1000", timeout_s=timeout_s))
@@ -482,7 +482,7 @@ async def timed_out(world: World, client: StreamClient, number: int, chance: ran
     return ended(result, code=None, timed_out=True) or await world.gone(number)
 
 
-async def server(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def server(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     """Leave a process behind, by way of another that ends while others run."""
     place = world.work / f"server{number}"
     shell = f"(sleep 0.0{chance.randint(1, 9)}; sleep 1000 & echo $! > {place}) <&- >/dev/null 2>&1 &"
@@ -498,14 +498,14 @@ async def server(world: World, client: StreamClient, number: int, chance: random
     return told or "it was killed with another command before it began"
 
 
-async def freeze(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def freeze(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     await client.rest(resting=True)
     await asyncio.sleep(chance.choice((0, 0.01, 0.1)))
     await client.rest(resting=False)
     return ""
 
 
-async def detached(world: World, client: StreamClient, number: int, chance: random.Random) -> str:
+async def detached(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:
     """Run one that outlives its gateway; the next one claims it."""
     size, claim, wait = chance.choice((10, 60_000, 200_000)), f"{world.name}.{number}/1", chance.choice(("", "0.1"))
     shell = f"head -c {size} /dev/zero; sleep 0{wait}; echo end; exit 5"
@@ -551,7 +551,7 @@ async def fuzz(seed: int, seconds: float, *, change: str = "") -> Findings:
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s and findings.clean:
         with TemporaryDirectory(prefix="tangram-fuzz-") as place:
-            world = World(random.Random(chance.getrandbits(64)), Path(place), findings, change)
+            world = RunnerTrial(random.Random(chance.getrandbits(64)), Path(place), findings, change)
             with world.running():
                 await world.live(min(until_s, time.monotonic() + 5.0))
     return findings
