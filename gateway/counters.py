@@ -6,7 +6,7 @@ A call touches a dozen of them: with a lock and a child looked up for each they 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter as Tally
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -50,7 +50,7 @@ class FunctionCounters:
     queued: int = 0
     running: int = 0
     #: By state and reason.
-    ended: Counter[tuple[str, str]] = field(default_factory=Counter)
+    ended: Tally[tuple[str, str]] = field(default_factory=Tally)
     queue: Spread = field(default_factory=Spread)
     overhead: Spread = field(default_factory=Spread)
     execution: Spread = field(default_factory=Spread)

@@ -13,7 +13,7 @@ import click
 from msgspec import convert
 
 from gateway import machine
-from gateway.cli.config import node as show
+from gateway.cli.config import node as show_node
 from gateway.cli.nodes import check_nodes, drain_node, issue_ticket, list_nodes
 from gateway.cluster.tickets import TICKET_BYTES_MAX, TICKET_VARIABLE
 from gateway.config.load import GatewayConfig, load
@@ -46,7 +46,7 @@ def node() -> None:
     """Nodes: this machine as the scheduler would see it, and its daemon."""
 
 
-node.add_command(show, "show")
+node.add_command(show_node, "show")
 for verb in (list_nodes, drain_node, issue_ticket, check_nodes):
     node.add_command(verb)
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, create_model
 from gateway.config.derive import made, model_of
 from gateway.config.forms import Name
 from manager.resources.declared import ResourceSpec
-from manager.resources.kinds import KINDS
+from manager.resources.kinds import KINDS as RESOURCE_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,5 +41,5 @@ def _form(spec: type[ResourceSpec]) -> Any:
 
 #: What pydantic checks an entry with.
 RESOURCE: Any = Annotated[
-    reduce(or_, [Annotated[_form(spec), Tag(spec.kind)] for spec in KINDS]), Discriminator("kind")
+    reduce(or_, [Annotated[_form(spec), Tag(spec.kind)] for spec in RESOURCE_KINDS]), Discriminator("kind")
 ]

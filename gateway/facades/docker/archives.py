@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import AsyncIterator
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import replace as replaced
 
 from gateway.facades.docker.containers import Container
 from gateway.facades.docker.exchange import EngineExchange
@@ -59,7 +59,7 @@ class ContainerFiles:
             told = await _lstat(sandbox, _placed(path))
         except CodedError as error:
             raise _told(error, called, path) from None
-        await exchange.answer(200, None, {STAT: stat_header(replace(told, name=_shown(path)))})
+        await exchange.answer(200, None, {STAT: stat_header(replaced(told, name=_shown(path)))})
 
     async def get(self, exchange: EngineExchange, container: Container, called: str, timeout_s: float) -> None:
         """Answer with what a path is as a tar; its names begin with the path's own, or with ``.`` for ``path/.``."""
@@ -72,7 +72,7 @@ class ContainerFiles:
                 head, entry = await _first(chunks)
                 told = entry_stat(entry, name)
                 link = posixpath.normpath(posixpath.join(posixpath.dirname(place), told.link)) if told.link else ""
-                headers = {STAT: stat_header(replace(told, size=told.size or len(told.link), link=link))}
+                headers = {STAT: stat_header(replaced(told, size=told.size or len(told.link), link=link))}
                 async with exchange.streamed(TAR, headers) as body:
                     await body.send(head)
                     async for chunk in chunks:
