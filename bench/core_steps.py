@@ -17,13 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import median, percentile
-from manager.action import Action, Amdahl, UnitSet
+from manager.action import Action, Amdahl, Outcome, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec
 from manager.core.core import Core
 from manager.events import Command, Event, Execute, Finished, Resize, Submitted, Tick, WakeAt
-from manager.outcome import Outcome, State
-from manager.simulation.cluster import cluster
+from manager.simulation.simulator import cluster
 from manager.simulation.workloads import coding
 
 #: What a gateway answers when it is asked for its pools and its queue: 100 kB.

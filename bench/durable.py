@@ -26,13 +26,12 @@ from gateway.config.sections import RetentionSection
 from gateway.invocations.record import Mode, Record, new_id
 from gateway.store.retention import prune
 from gateway.store.store import LogRow, Store, StoreSpec
-from manager.action import Action, UnitSet
+from manager.action import Action, Outcome, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, TaskSpec
 from manager.core.core import Core
 from manager.errors import Reason
 from manager.events import Execute, Finished, Submitted
-from manager.outcome import Outcome, State
 
 #: Limits.
 ACCEPTED_PER_S, ACCEPT_P99_MS = 1500.0, 50.0

@@ -23,15 +23,14 @@ import numpy as np
 from bench.inputs import OWN_PATH, STEPS, real_input, told
 from bench.report import BenchReport, median, parser, percentile, play
 from bench.sandbox import DiscardedOutput
-from manager.action import Action, Amdahl, UnitSet
+from manager.action import Action, Amdahl, State, UnitSet
 from manager.assembly import build_core
 from manager.clock import MonotonicClock
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
 from manager.engine import Engine, Submission
 from manager.executor import Call
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
-from manager.outcome import State
-from manager.simulation.cluster import policies
+from manager.simulation.simulator import policies
 from runtimes.local import LocalExecutor
 from runtimes.node.topology import discover
 from runtimes.runtime import Runtime

@@ -25,13 +25,12 @@ from bench.docker_exec import DockerExec
 from bench.private_docker import PrivateDocker, private_docker
 from bench.report import BenchReport, median, parser, percentile, play
 from bench.serving import GATEWAY, IMAGE, TOKEN, process, process_cpu_s
-from manager.action import Action, UnitSet
+from manager.action import Action, Settlement, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec
 from manager.engine import Engine, Submission
 from manager.executor import Call
 from manager.function import Background, FunctionSpec, SandboxSpec
-from manager.outcome import Settlement, State
 from runtimes.local import LocalExecutor
 from runtimes.node.topology import discover
 from runtimes.sandbox.command import Command

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from bench.core_steps import LoadedCore, arrivals, burst
 from bench.report import BenchReport, median, parser, play
 from gateway.app import COLLECT_EVERY
-from manager.simulation.cluster import cluster
+from manager.simulation.simulator import cluster
 
 #: The state that steps are timed in, a longer queue, and a burst of new trajectories.
 QUEUED = 1536

@@ -61,7 +61,7 @@ from manager.clock import Clock, MonotonicClock, WallClock
 from manager.engine import Engine
 from manager.errors import CodedError
 from manager.events import Reconfigured
-from manager.learning.history import History
+from manager.learning import History
 
 HISTORY = "history"
 #: Seconds between two savings of the learned durations.

@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 
 from gateway.counters import Counters, FunctionCounters
 from gateway.invocations.record import Record
-from manager.learning.history import History
-from manager.outcome import State
+from manager.action import State
+from manager.learning import History
 
 
 class Metrics:

@@ -30,8 +30,7 @@ from gateway.revisions import Revisions
 from manager.config import NodeSpec, TaskSpec
 from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput, NotFound, Unsatisfiable, Unsupported
 from manager.formulation import check_satisfiable
-from manager.function import FunctionSpec
-from manager.setting import settings_of
+from manager.function import FunctionSpec, settings_of
 from tangram.types import ConfigDiff, ConfigFiles, FunctionUpload, RevisionChange, ValueChange
 
 _Value = TypeVar("_Value")

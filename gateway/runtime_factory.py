@@ -11,7 +11,7 @@ from statistics import fmean
 
 from gateway.config.load import GatewayConfig
 from gateway.config.sections import ServerConfig
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.clock import Clock
 from manager.config import ServiceSpec
 from manager.engine import Engine

@@ -97,7 +97,7 @@ class Services:
     #: What the page is told, as it changes.
     watch: Watch
     callbacks: CallbackSender
-    #: Function -> what was learned of it by key (`manager.learning.history.History.describe`).
+    #: Function -> what was learned of it by key (`manager.learning.History.describe`).
     learned: Callable[[str], Mapping[str, object]]
     #: A configuration document, whether to change nothing, and whether what it does not name is removed -> the
     #: differences. Raises InvalidConfig.

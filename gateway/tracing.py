@@ -35,12 +35,9 @@ from opentelemetry.trace import (
 from gateway.config.sections import TracesSection
 from gateway.invocations.record import Record, action_id_of
 from gateway.metrics import Metrics
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome, State
 
 PARTS = ("queue", "overhead", "execution")
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)

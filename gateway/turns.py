@@ -7,14 +7,11 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.engine import Engine, Submission
 from manager.errors import CodedError, Conflict, NotFound, Reason
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome, State
 
 COMPONENT = "trajectories"
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from typing import TypedDict, TypeVar, cast
 import msgspec
 import orjson
 
+from manager.action import State
 from manager.errors import InvalidInput, Reason
-from manager.outcome import State
 from runtimes import exact_json
 from tangram import types
 from tangram.types.values import quantities

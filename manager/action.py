@@ -1,13 +1,127 @@
-"""The action: one invocation as the scheduler sees it: cost vector and elasticity (paper, Action Formulation)."""
+"""Actions, their leases, batches, chunks and outcomes."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from enum import StrEnum
+from typing import NamedTuple, Protocol, TypeVar, dataclass_transform
 
-from manager.input_size import SizeLine
+from manager.errors import Reason
+
+
+class Chunk(NamedTuple):
+    """The devices [start, start + size)."""
+
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The first device beyond it."""
+        return self.start + self.size
+
+    @property
+    def devices(self) -> range:
+        return range(self.start, self.start + self.size)
+
+    def contains(self, other: Chunk) -> bool:
+        return self.start <= other.start and other.end <= self.end
+
+    def meets(self, other: Chunk) -> bool:
+        """Return whether the two have a device in common."""
+        return self.start < other.end and other.start < self.end
+
+    def parts(self, size: int) -> Iterator[Chunk]:
+        """Yield the chunks of ``size`` that it is made of, ascending; none if it is smaller."""
+        for start in range(self.start, self.start + self.size - size + 1, size):
+            yield Chunk(start, size)
+
+    def without(self, part: Chunk) -> Iterator[Chunk]:
+        """Yield the buddies that are left when ``part``, which it contains, is taken; the largest first."""
+        start, size = self
+        while size > part.size:
+            size //= 2
+            upper = start + size
+            if part.start >= upper:
+                yield Chunk(start, size)
+                start = upper
+            else:
+                yield Chunk(upper, size)
+
+    def moved(self, devices: int) -> Chunk:
+        """Return the same chunk, counted from elsewhere."""
+        return Chunk(self.start + devices, self.size)
+
+
+def power_at_least(count: int) -> int:
+    """Return the least power of two not below ``count``: the size of the smallest chunk that holds as many."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def outside(free: Iterable[Chunk], kept: Iterable[Chunk]) -> list[Chunk]:
+    """Return what is left of free chunks when the places in ``kept`` are taken away; buddies again."""
+    left = list(free)
+    for place in kept:
+        whole = next((chunk for chunk in left if chunk.contains(place)), None)
+        left = [chunk for chunk in left if not chunk.meets(place)] + ([*whole.without(place)] if whole else [])
+    return left
+
+
+#: A size beyond this is none: no memory holds as much.
+SIZE_MAX = 1e15
+#: Lists within lists that are looked into.
+_DEPTH_MAX = 8
+#: How far beyond the sizes seen a line is followed.
+_BEYOND = 2.0
+
+
+class SizeLine(NamedTuple):
+    """T(x) = fixed_s + per_unit_s x, with one unit, and the sizes that it was learned from."""
+
+    fixed_s: float
+    per_unit_s: float = 0.0
+    least: float = 0.0
+    most: float = 0.0
+
+    def within(self, size: float) -> float:
+        """Return the size, or the nearest up to which the line is followed."""
+        return min(max(size, self.least / _BEYOND), self.most * _BEYOND, SIZE_MAX)
+
+    def at(self, size: float | None) -> float:
+        """Return the seconds that a call of ``size`` is expected to take; None where none has a size."""
+        return self.fixed_s if size is None else self.fixed_s + self.per_unit_s * self.within(size)
+
+
+def size_at(value: object, path: str) -> float | None:
+    """Return the size of what lies at a dotted ``path`` of an input; None if there is nothing that has one.
+
+    A number is its own size, a text has its characters and a list its elements, or those of the lists that are its
+    elements. Beyond a list the path goes into each element, and their sizes are added: ``messages.content``. Neither a
+    negative number nor one above `SIZE_MAX` is a size.
+    """
+    size = _size(value, path.split("."), 0)
+    return size if size is not None and 0 <= size <= SIZE_MAX else None
+
+
+def _size(value: object, names: list[str], depth: int) -> float | None:
+    if isinstance(value, list) and depth < _DEPTH_MAX:
+        if not names and not any(isinstance(each, list) for each in value):
+            return float(len(value))
+        sizes = [_size(each, names, depth + 1) for each in value]
+        return (
+            math.fsum(size for size in sizes if size is not None) if any(size is not None for size in sizes) else None
+        )
+    if names:
+        return _size(value[names[0]], names[1:], depth) if isinstance(value, dict) and names[0] in value else None
+    if isinstance(value, str):
+        return float(len(value))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(min(max(value, -SIZE_MAX), 2 * SIZE_MAX))  # their sum must be a number too
+    return None
+
 
 #: What a further member is taken to add to a batch, as a fraction of what it takes alone, while nothing is learned: a
 #: whole sequence keeps a device busy. Batches are then expected to end no sooner than one after the other would.
@@ -232,3 +346,213 @@ class Action:
         if self.elasticity is None:
             return self.t_ori_s
         return self.t_ori_s / (self.elasticity.efficiency(units) * units)
+
+
+class Kin(NamedTuple):
+    """What the history tells requests apart by."""
+
+    function: str
+    #: The caller's key.
+    key: str = ""
+    #: That of its input, where the function declares one and the input has it.
+    size: float | None = None
+
+    @classmethod
+    def of(cls, action: Action) -> Kin:
+        return cls(action.function, action.profile_key, action.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the members of a batch would take alone: the longest of them, and all others in turn."""
+
+    longest_s: float
+    others_s: float
+
+    @classmethod
+    def of(cls, alone_s: Sequence[float]) -> Work:
+        longest_s = max(alone_s)
+        return cls(longest_s, sum(alone_s) - longest_s)
+
+    @property
+    def size(self) -> float:
+        """Return how many members as long as the longest it amounts to."""
+        return 1.0 + self.others_s / self.longest_s
+
+    def seconds(self, marginal: float) -> float:
+        """Return what the batch takes if a further member adds ``marginal`` of what it would take alone."""
+        return self.longest_s + marginal * self.others_s
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the core notes of a batch when it starts."""
+
+    #: Members by what the history tells them apart by.
+    members: Mapping[Kin, int] = field(default_factory=dict)
+    #: None if nothing is known of any member.
+    expected_s: float | None = None
+
+
+def expected_s(alone_s: Sequence[float | None], marginal: float) -> float | None:
+    """Return the expected seconds of a batch by those of its members alone; an unknown one counts as their mean."""
+    known = [one for one in alone_s if one is not None]
+    if not known:
+        return None
+    guess = sum(known) / len(known)
+    return Work.of([guess if one is None else one for one in alone_s]).seconds(marginal)
+
+
+def mates_of(action: Action, alike: Iterable[Action], most_tokens: int) -> list[Action]:
+    """Those of ``alike``, which wait for the same service, that would join its batch: first come, up to its tokens."""
+    budget = most_tokens - action.batch_tokens
+    mates: list[Action] = []
+    for mate in alike:
+        if mate is action:
+            continue
+        if mate.batch_tokens > budget:
+            break
+        budget -= mate.batch_tokens
+        mates.append(mate)
+    return mates
+
+
+# Nouns: dataclasses that are made for each action and frozen for the type checker alone.
+#
+# A frozen dataclass guards each of its fields while it is made, which takes three times as long as the rest. mypy reads
+# all of this repository, tests included, and refuses an assignment to a field of a noun as it does to a frozen one's.
+
+Made = TypeVar("Made")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def noun(declared: type[Made]) -> type[Made]:
+    """Return a dataclass with slots whose fields are given by name, once."""
+    return dataclass(slots=True, kw_only=True)(declared)
+
+
+@noun
+class Grant:
+    """An amount of one resource kind, with its place if it has one."""
+
+    #: The pool it was taken from, for example ``cpu:local``, ``gpu:local`` or ``google_search``.
+    pool: str
+    units: int
+    #: CPU: the exclusive core ids of the node.
+    cores: tuple[int, ...] = ()
+    #: Malleable actions: the most units it may grow to, so that as many workers are started; 0 means ``units``.
+    workers: int = 0
+    #: GPU: its devices, counted on the node.
+    chunk: Chunk | None = None
+    #: GPU: whether the service must be restored into the chunk first, and what is evicted for it.
+    restore: bool = False
+    evict: tuple[str, ...] = ()
+
+
+@noun
+class Lease:
+    """Everything granted to one action; made by the core and frozen. A resize makes a new one."""
+
+    action_id: str
+    node: str
+    #: By resource kind.
+    grants: Mapping[str, Grant] = field(default_factory=dict)
+    #: Bytes of the node's memory newly held for it (0 when its trajectory holds them already).
+    memory_bytes: int = 0
+    #: Actions of the same service executed in the same batch as this one, leader first; empty when alone.
+    batch: tuple[str, ...] = ()
+
+    @property
+    def chunk(self) -> Chunk | None:
+        """Its devices, counted on the node."""
+        return next((grant.chunk for grant in self.grants.values() if grant.chunk is not None), None)
+
+    def units(self, kind: str) -> int:
+        """Return the units granted of ``kind``; 0 if none."""
+        grant = self.grants.get(kind)
+        return 0 if grant is None else grant.units
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        grant = self.grants.get("cpu")
+        return () if grant is None else grant.cores
+
+
+class State(StrEnum):
+    """States of an invocation; `LEGAL_MOVES` is the whole table of transitions."""
+
+    QUEUED = "queued"  #: accepted and recorded, not started
+    RUNNING = "running"  #: leased and handed to a runtime
+    SUCCEEDED = "succeeded"  #: ended with a result (a non-zero exit status is a result)
+    FAILED = "failed"  #: ended with a reason
+    TIMED_OUT = "timed_out"  #: one of its two clocks ran out
+    CANCELLED = "cancelled"  #: the caller asked, or went away
+    LOST = "lost"  #: its node or the gateway died and it may not run again
+
+    @property
+    def terminal(self) -> bool:
+        return self not in (State.QUEUED, State.RUNNING)
+
+
+TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.TIMED_OUT, State.CANCELLED, State.LOST})
+#: What was started and ended so was completed, well or not: of such actions ACTs are told (paper, equation 2).
+COMPLETED = frozenset({State.SUCCEEDED, State.FAILED, State.TIMED_OUT})
+
+#: running -> queued is a retry.
+LEGAL_MOVES: Mapping[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.RUNNING, State.FAILED, State.TIMED_OUT, State.CANCELLED, State.LOST}),
+    State.RUNNING: TERMINAL | {State.QUEUED},
+    **{state: frozenset[State]() for state in TERMINAL},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an execution ended; made by the executor (or by the core, for work that never started) and frozen."""
+
+    state: State
+    #: The runtime's result as plain JSON values; also partial results of a failure.
+    result: object = None
+    #: Present exactly when the state is not ``succeeded``.
+    reason: Reason | None = None
+    message: str = ""
+    #: The component that failed, for example ``sandbox.container`` or ``model.worker``.
+    component: str = ""
+    #: Seconds that the user's work itself ran; the rest between lease and end is overhead.
+    execution_s: float = 0.0
+    #: Seconds after which another try may help (Retry-After of an upstream).
+    retry_after_s: float | None = None
+    #: Measured use: cpu_s, peak_memory_bytes, restore_s, workers ...
+    usage: Mapping[str, float] = field(default_factory=dict)
+    detail: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.state.terminal, f"an outcome is terminal, not {self.state}"
+        assert (self.reason is None) == (self.state is State.SUCCEEDED), (self.state, self.reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """The end of an action, exactly one for each: its outcome and its times.
+
+    ``queue_s + overhead_s + execution_s`` is the ACT, always (paper, equation 2, with overhead shown apart).
+    """
+
+    action: Action
+    outcome: Outcome
+    #: The last lease; None for work that never started.
+    lease: Lease | None
+    queue_s: float
+    overhead_s: float
+    execution_s: float
+    #: Members of its batch by what the history tells apart, itself included; empty if it was started alone.
+    batch: Mapping[Kin, int] = field(default_factory=dict)
+
+    @property
+    def completed(self) -> bool:
+        """Whether it was started, and neither cancelled nor lost."""
+        return self.lease is not None and self.outcome.state in COMPLETED
+
+    @property
+    def act_s(self) -> float:
+        return self.queue_s + self.overhead_s + self.execution_s

@@ -8,13 +8,11 @@ from dataclasses import replace
 from manager.config import ManagerSpec, SchedulerSpec
 from manager.core.core import Core
 from manager.core.executing import Executing
+from manager.core.queue import Bounds, FairShare, Queue
 from manager.core.state import SchedulerState
-from manager.core.waiting.fairness import FairShare
-from manager.core.waiting.queue import Bounds, Queue
-from manager.resources.cpu import CpuPool
-from manager.resources.gpu import GpuPool
-from manager.resources.nodes import Nodes
-from manager.resources.resources import Resources
+from manager.resources.cores import CpuPool
+from manager.resources.devices import GpuPool
+from manager.resources.nodes import Nodes, Resources
 from manager.scheduler.policy import Policy, PolicySpec
 from manager.scheduler.registry import make_policy
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from manager.action import ANYWHERE, NodeChoice
-from manager.resources.declared import ResourceSpec
+from manager.function import Setting
+from manager.resources.pools import ResourceSpec
 from manager.scheduler.policy import PolicySpec
-from manager.setting import Setting
 
 #: Name of a resource, a policy or a node.
 ResourceName = Annotated[

@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manager.action import ANYWHERE, Action, NodeChoice, UnitSet
-from manager.chunk import Chunk
+from manager.action import ANYWHERE, Action, Chunk, Lease, NodeChoice, Outcome, Settlement, UnitSet
 from manager.config import NodeSpec, ServiceSpec, TaskSpec
 from manager.errors import CodedError
-from manager.lease import Lease
-from manager.outcome import Outcome, Settlement
-from manager.resources.declared import ResourceSpec
+from manager.resources.pools import ResourceSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease, Outcome
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome
 
 
 class LogSink(Protocol):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from manager.action import Action, Amdahl, Elasticity, UnitSet, capped
+from manager.action import Action, Amdahl, Elasticity, UnitSet, capped, size_at
 from manager.config import ManagerSpec, NodeSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.function import FunctionSpec
-from manager.input_size import size_at
-from manager.learning.history import History, Learned
+from manager.learning import History, Learned
 
 #: Longest caller's key for learning.
 _PROFILE_KEY_MAX = 200

@@ -6,11 +6,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease
 from manager.errors import ActionFailed, Reason
 from manager.function import FunctionSpec
-from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.errors import CapacityExceeded, Reason
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome, State
 from runtimes.kinds import kind_of
 
 COMPONENT = "fleet"

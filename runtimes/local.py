@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.clock import Clock, MonotonicClock
 from manager.errors import (
     ActionFailed,
@@ -26,8 +25,6 @@ from manager.errors import (
 )
 from manager.executor import Call
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome, State
 from runtimes.runtime import Execution, Replicator, Result, Runtime
 
 logger = logging.getLogger("runtimes.local")

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease
 from manager.clock import Clock, MonotonicClock
 from manager.executor import Call
 from manager.function import FunctionSpec
-from manager.lease import Lease
 
 
 @dataclass(slots=True, kw_only=True)

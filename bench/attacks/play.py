@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from bench.attacks.rewards import ATTACKS, LISTED, PROJECT, TEST, VERDICTS, RewardAttack
 from bench.rollouts import unplugged
-from manager.action import Action
+from manager.action import Action, Grant, Lease
 from manager.executor import Call
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
-from manager.lease import Grant, Lease
 from runtimes.runtime import Execution
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments

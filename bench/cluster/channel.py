@@ -20,11 +20,9 @@ from bench.report import BenchReport, median, percentile
 from bench.sandbox import DiscardedOutput
 from bench.serving import IMAGE
 from gateway.cluster.door import NodeDoor, bind
-from manager.action import Action
+from manager.action import Action, Grant, Lease, State
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec, SandboxSpec
-from manager.lease import Grant, Lease
-from manager.outcome import State
 from runtimes.local import LocalExecutor
 from runtimes.node import wire
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side

@@ -6,9 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from manager.action import Action
+from manager.action import Action, Lease
 from manager.function import SandboxSpec
-from manager.lease import Lease
 from runtimes.node.wire import TrajectoryFacts
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.files.files import SandboxFiles

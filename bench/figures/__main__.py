@@ -27,9 +27,8 @@ from bench.figures.traces import SAMPLE, trace_figures
 from bench.figures.weights import weight_figures
 from bench.report import BenchReport, parser, play
 from manager.simulation.baselines import POD_START_S, PODS_PER_NODE_S
-from manager.simulation.duration_model import Learning
 from manager.simulation.simulate import Size, run, simulate
-from manager.simulation.simulator import Physics
+from manager.simulation.simulator import Learning, Physics
 from manager.simulation.workloads import CODING_BURST, Coding, Search, Workload, coding, mixed, mopd
 
 CORES = Size(nodes=5, cores=1280)

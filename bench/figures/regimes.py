@@ -12,8 +12,7 @@ from manager.action import Amdahl, UnitSet
 from manager.assembly import STEP_BIAS
 from manager.simulation.simulate import Size
 from manager.simulation.simulator import SimulationRun
-from manager.simulation.trace import TracedTrajectory, TraceStep
-from manager.simulation.workloads import CODING_BURST, Coding, Workload, coding, mopd
+from manager.simulation.workloads import CODING_BURST, Coding, TracedTrajectory, TraceStep, Workload, coding, mopd
 
 ADAPTIVE, PRICE, FCFS = "adaptive", "price", "fixed:1"
 ONE_NODE = Size(nodes=1, cores=64)

@@ -13,10 +13,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from bench.report import Figure, median, percentile
-from manager.simulation.bound import lower_bound
-from manager.simulation.duration_model import DurationModel, Learning
+from manager.simulation.bounds import lower_bound
 from manager.simulation.simulate import Size, simulate
-from manager.simulation.simulator import Physics, SimulationRun
+from manager.simulation.simulator import DurationModel, Learning, Physics, SimulationRun
 from manager.simulation.workloads import Workload
 
 #: Not the seeds that constants were chosen on, 1 to 3.

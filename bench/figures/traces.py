@@ -24,8 +24,7 @@ from bench.inputs import STEPS, VARIABLE, real_input
 from bench.report import BenchReport
 from manager.action import Amdahl, UnitSet
 from manager.simulation.simulate import Size
-from manager.simulation.trace import TracedTrajectory, TraceStep
-from manager.simulation.workloads import DEVICE_UNITS, TENSOR_PARALLEL, Workload, service
+from manager.simulation.workloads import DEVICE_UNITS, TENSOR_PARALLEL, TracedTrajectory, TraceStep, Workload, service
 
 FUNCTIONS = "traces/azure_functions_2019_sample"
 CODE_REQUESTS = "traces/AzureLLMInferenceTrace_code.csv"

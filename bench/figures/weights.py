@@ -12,8 +12,15 @@ from manager.action import Amdahl, UnitSet
 from manager.config import TaskSpec
 from manager.simulation.simulate import Size
 from manager.simulation.simulator import SimulatedAction, Simulation, SimulationRun
-from manager.simulation.trace import TracedTrajectory, TraceStep
-from manager.simulation.workloads import DEVICE_UNITS, TENSOR_PARALLEL, Workload, coding, service
+from manager.simulation.workloads import (
+    DEVICE_UNITS,
+    TENSOR_PARALLEL,
+    TracedTrajectory,
+    TraceStep,
+    Workload,
+    coding,
+    service,
+)
 
 HEAVY, LIGHT = "heavy", "light"
 CORES, DEVICES = Size(nodes=1, cores=32), Size(nodes=1, cores=0, gpus=16)

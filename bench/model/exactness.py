@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from bench.model.checkpoints import FAMILIES, TINY, write_checkpoint
-from manager.action import UnitSet
-from manager.chunk import Chunk
+from manager.action import Chunk, UnitSet
 from manager.function import FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.checkpoint.skeleton import Head
 from runtimes.model.device.process import ForkServer

@@ -13,10 +13,8 @@ from matplotlib.axes import Axes
 
 from manager.config import ManagerSpec
 from manager.errors import CodedError
-from manager.simulation.lease_audit import CELL_S
-from manager.simulation.results import SimulationResult
-from manager.simulation.simulate import Size, simulate, with_services
-from manager.simulation.simulator import SimulationRun
+from manager.simulation.simulate import SimulationResult, Size, simulate, with_services
+from manager.simulation.simulator import CELL_S, SimulationRun
 from manager.simulation.workloads import Workload
 
 #: Seconds over which ACTs are averaged in the first panel.

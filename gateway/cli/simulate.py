@@ -18,12 +18,9 @@ from gateway.machine import describe
 from manager.config import ManagerSpec
 from manager.errors import CodedError
 from manager.simulation.baselines import BASELINES
-from manager.simulation.faults import Scenario, read_fault
-from manager.simulation.results import SimulationResult
-from manager.simulation.simulate import FINDABLE, Size, preset, run
-from manager.simulation.simulator import Physics
-from manager.simulation.trace import read_trace, write_trace
-from manager.simulation.workloads import PRESETS, Workload
+from manager.simulation.simulate import FINDABLE, SimulationResult, Size, preset, run
+from manager.simulation.simulator import Physics, Scenario, read_fault
+from manager.simulation.workloads import PRESETS, Workload, read_trace, write_trace
 from tangram import Client
 from tangram.cli.options import connected, json_option
 from tangram.cli.output import progress

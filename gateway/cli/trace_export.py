@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from manager.action import Amdahl, EfficiencyTable, Elasticity
-from manager.learning.history import PRIOR_SERIAL_FRACTION
-from manager.simulation.trace import TracedTrajectory, TraceStep, parse_cost
+from manager.learning import PRIOR_SERIAL_FRACTION
+from manager.simulation.workloads import TracedTrajectory, TraceStep, parse_cost
 from tangram import InvocationResult
 
 #: Durations below this are noise; a trace needs positive ones.

@@ -13,14 +13,13 @@ from gateway.invocations.reattach import AttemptHolder, Reattachment
 from gateway.invocations.record import Record
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.preparation import Prepare
-from manager.chunk import Chunk
+from manager.action import Chunk, State
 from manager.config import NodeSpec, ServiceSpec
 from manager.engine import Engine
 from manager.errors import NotFound, Unsupported
 from manager.events import NodeClosed, NodeOpened
 from manager.executor import Executor
 from manager.function import FunctionSpec
-from manager.outcome import State
 from runtimes.node.fitness.served import Trouble
 from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.files.files import SandboxFiles

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from gateway.cluster.greeting import DEVICES_MAX
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import ServiceSpec
 from manager.function import FunctionSpec
 

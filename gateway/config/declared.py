@@ -11,8 +11,8 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, create_model
 
 from gateway.config.derive import made, model_of
 from gateway.config.forms import Name
-from manager.resources.declared import ResourceSpec
-from manager.resources.kinds import KINDS as RESOURCE_KINDS
+from manager.resources.pools import KINDS as RESOURCE_KINDS
+from manager.resources.pools import ResourceSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

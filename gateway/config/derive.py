@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
 
-from manager.setting import Setting, settings_of
+from manager.function import Setting, settings_of
 from tangram.types.values import quantities, wording
 
 #: How a number is written, by the unit of its field's name.

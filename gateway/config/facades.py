@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, Protocol
 
-from manager.setting import Setting
+from manager.function import Setting
 
 
 class FacadeSection(Protocol):

@@ -27,7 +27,7 @@ from manager.config import (
 )
 from manager.errors import InvalidConfig
 from manager.function import FunctionSpec
-from manager.resources.declared import ResourceSpec
+from manager.resources.pools import ResourceSpec
 from runtimes.kind import DeclarationSite
 from runtimes.model.settings import ModelSettings
 from tangram.types.config_files import files_of, nothing_there

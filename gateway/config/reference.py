@@ -9,8 +9,8 @@ from typing import Any, get_args
 from gateway.config.derive import key_of
 from gateway.config.document import schema
 from gateway.config.functions import form_name
-from manager.resources.kinds import KINDS as RESOURCE_KINDS
-from manager.setting import settings_of
+from manager.function import settings_of
+from manager.resources.pools import KINDS as RESOURCE_KINDS
 from runtimes.kind import Kind, Schema
 from runtimes.kinds import KINDS
 

@@ -12,9 +12,8 @@ from typing import Annotated, Literal
 
 from gateway.config.facades import FacadesSection
 from manager.config import ResourceName, SchedulerSpec
-from manager.function import SandboxSpec
+from manager.function import SandboxSpec, Setting
 from manager.scheduler.policy import PolicySpec
-from manager.setting import Setting
 from runtimes.node.link import LinkSettings
 from runtimes.node.ray.process import RaySettings
 from runtimes.node.roster import RosterSettings

@@ -16,11 +16,9 @@ from msgspec.structs import replace
 from gateway.counters import BUCKETS_S
 from gateway.invocations.invocation import Observer
 from gateway.invocations.record import Record
-from manager.action import Action
+from manager.action import Action, Lease, Settlement, State
+from manager.core.views import runs_of
 from manager.errors import Reason
-from manager.glance import runs_of
-from manager.lease import Lease
-from manager.outcome import Settlement, State
 from tangram.types import ActivityInfo, ActSplit, FailureCount, FunctionActivity
 
 #: Seconds of failures that are kept, and of rates that are told.

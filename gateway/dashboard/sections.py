@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 from gateway.dashboard.activity import RATE_S, Activity, Bar
-from manager.core.causes import CauseKind
+from manager.core.state import CauseKind
 from tangram.types import ActivityInfo, StepInfo
 
 #: Verdict -> what is told of it; the first that holds is shown.

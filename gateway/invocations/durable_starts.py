@@ -10,12 +10,9 @@ from gateway.invocations.invocations import Invocations
 from gateway.invocations.quota_record import QuotaRecord
 from gateway.invocations.trajectories import TrajectoryRecovery
 from gateway.store.store import Store
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease, Outcome
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome
 from runtimes.kinds import kind_of
 
 

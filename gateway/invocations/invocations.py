@@ -36,15 +36,13 @@ from gateway.invocations.record import Mode, Record, new_id, seq_of
 from gateway.invocations.retries import next_try_s
 from gateway.store.listing import Filter, Page
 from gateway.store.store import Store, require
-from manager.action import Action
+from manager.action import Action, Lease, Settlement, State
 from manager.engine import Engine, Submission
 from manager.errors import CANCEL_ASKED, ActionFailed, CodedError, Conflict, InvalidInput, Reason, StorageUnavailable
 from manager.executor import Call
 from manager.formulation import formulate
 from manager.function import FunctionSpec
-from manager.learning.history import History
-from manager.lease import Lease
-from manager.outcome import Settlement, State
+from manager.learning import History
 from tangram.types import Attempt
 
 logger = structlog.get_logger("gateway.invocations")

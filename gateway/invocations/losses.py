@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gateway.invocations.invocation import LiveInvocation
+from manager.action import Outcome, State
 from manager.errors import CANCEL_ASKED, FILES_LOST, Reason
-from manager.outcome import Outcome, State
 
 
 class EnvironmentLosses:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.store.store import Store
+from manager.action import Lease
 from manager.engine import Engine
-from manager.lease import Lease
-from manager.resources.declared import ResourceSpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import QuotaSpec, ResourceSpec
 
 #: Instants that a window is kept as; each stands for what ended just before it.
 INSTANTS = 100

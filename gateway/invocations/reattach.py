@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gateway.invocations.invocation import LiveInvocation
 from gateway.invocations.record import Record, action_id_of
-from manager.outcome import State
+from manager.action import State
 from runtimes.sandbox.command import claims_of
 
 

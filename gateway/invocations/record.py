@@ -12,9 +12,8 @@ from typing import NamedTuple
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway import wire
+from manager.action import COMPLETED, LEGAL_MOVES, Lease, Outcome, Settlement, State
 from manager.errors import NotFound, Reason
-from manager.lease import Lease
-from manager.outcome import COMPLETED, LEGAL_MOVES, Outcome, Settlement, State
 from tangram.types import Attempt, Invocation
 from tangram.types.values.scalars import Delivery
 

@@ -17,9 +17,9 @@ from gateway.invocations.logs import Logs
 from gateway.invocations.reattach import Reattachment
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import Store
+from manager.action import Outcome, State
 from manager.errors import Draining, NotFound, Reason, StorageUnavailable
 from manager.function import FunctionSpec
-from manager.outcome import Outcome, State
 from tangram.types import Attempt
 
 RESTARTED = "the gateway was restarted"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from manager.action import Outcome
 from manager.errors import CANCEL_ASKED, FILES_LOST, NOT_BEGUN, Reason
 from manager.function import FunctionSpec
-from manager.outcome import Outcome
 from tangram.types.values.backoff import backoff_s
 
 #: Reasons that are the machinery's fault: an idempotent function is tried again without being asked to.

@@ -11,8 +11,8 @@ from gateway.invocations.record import seq_of
 from gateway.services import Services
 from gateway.store.listing import Filter, Page
 from gateway.trajectories import leased
+from manager.action import State
 from manager.errors import Reason
-from manager.outcome import State
 from tangram.types import FunctionInfo, QueuePage, TaskList, TrajectoryPage
 from tangram.types.requests import InvocationQuery, QueueQuery, TrajectoryQuery
 

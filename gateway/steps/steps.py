@@ -13,9 +13,9 @@ from gateway.config.sections import StepsSection
 from gateway.invocations.record import Record
 from gateway.steps.step import TaskStep
 from gateway.store.store import Store
+from manager.action import State
 from manager.errors import Reason
-from manager.learning.lifetimes import BatchState, Lifetimes
-from manager.outcome import State
+from manager.learning import BatchState, Lifetimes
 from tangram.types.steps import StepInfo
 
 #: Steps of a task, the newest first, whose lifetimes tell of the next one's.

@@ -14,8 +14,8 @@ import structlog
 
 from gateway.config.sections import RetentionSection
 from gateway.store.store import Store
+from manager.action import State
 from manager.errors import StorageUnavailable
-from manager.outcome import State
 
 #: Most that one deletion takes while the writer, and whoever waits to be accepted, waits for it (some milliseconds):
 #: records, or bytes of log text.

@@ -1,27 +1,17 @@
-"""The core: events in, commands out. No clock, no I/O, no await; two shells drive it (`manager.engine`, `simulate`).
-
-Story: an accepted action waits in the queue (behind the earlier ones of its trajectory), is chosen by a scheduling
-pass, runs under a lease, and settles exactly once. A nested action (one with a running ``parent``) can never wait for
-its parent: it passes the trajectory's order and its task's caps, is served in its parent's place of the queue, and
-where the pools are full it runs on the cores and limits that its waiting parent holds, one child at a time. What a
-parent cannot lend (memory, devices, the cores of another node) a child waits for like everybody else; should others
-hold that for ever, the child ends with queue_timeout and says what it waited for, and its parent goes on.
-"""
+"""The scheduling core: a synchronous state machine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from manager.action import Action
-from manager.core.causes import cause_of
-from manager.core.membership import Membership
-from manager.core.replication import Replication
+from manager.action import Action, Outcome, State
+from manager.config import NodeSpec
+from manager.core.executing import Running
+from manager.core.queue import Waiting
 from manager.core.scheduling_pass import SchedulingPass
-from manager.core.settling import Settling
-from manager.core.state import SchedulerState
-from manager.core.waiting.queue import Waiting
-from manager.core.waiting.trajectory_order import TrajectoryOrder
-from manager.errors import CapacityExceeded, CodedError, Conflict, Reason
+from manager.core.state import SchedulerState, Settling, TrajectoryOrder, cause_of
+from manager.errors import CANCEL_ASKED, FILES_LOST, CapacityExceeded, CodedError, Conflict, Reason
 from manager.events import (
     CancelRequested,
     Command,
@@ -34,6 +24,7 @@ from manager.events import (
     Reconfigured,
     Refuse,
     ReplicaEnded,
+    Replicate,
     ResidencyReported,
     Resumed,
     Submitted,
@@ -45,8 +36,142 @@ from manager.events import (
     UnitsConsumed,
     WakeAt,
 )
-from manager.outcome import State
-from manager.resources.pool import TimedPool
+from manager.resources.cores import PlacedPool, Replica
+from manager.resources.pools import TimedPool
+
+
+class Membership:
+    """Joins and losses of nodes."""
+
+    def __init__(self, state: SchedulerState, order: TrajectoryOrder, settling: Settling) -> None:
+        self._state = state
+        self._order = order
+        self._settling = settling
+
+    def join(self, node: NodeSpec) -> None:
+        """Use a node from now on; of one that is there already take up its labels and what it is able to run.
+
+        Its devices too, unless one is leased: a node that is awaited may come with others than are on record.
+        """
+        state = self._state
+        if node.name in state.nodes:
+            known = state.nodes[node.name]
+            has = known.spec.devices, known.spec.device_bytes
+            if has != (node.devices, node.device_bytes) and not self._has_device_leased(node.name):
+                state.resources.refit(node, closed=known.closed is not None)
+                has = node.devices, node.device_bytes
+            state.nodes.describe(replace(node, devices=has[0], device_bytes=has[1]))
+            state.resources.note_membership()
+            return
+        state.resources.join(node)
+        state.nodes.join(node)
+
+    def _has_device_leased(self, name: str) -> bool:
+        leases = (running.lease for running in self._state.executing.all() if running.lease.node == name)
+        return any(grant.chunk is not None for lease in leases for grant in lease.grants.values())
+
+    def close(self, name: str, why: str, *, finishing: bool = False) -> None:
+        """Place nothing on a node any more, and start there what its trajectories ask for only if it is finishing."""
+        if name in self._state.nodes:
+            self._state.nodes.close(name, why, finishing=finishing)
+            self._state.resources.close(name, finishing=finishing)
+
+    def open(self, name: str) -> None:
+        """Start and place on a closed node again."""
+        if name in self._state.nodes:
+            self._state.nodes.open(name)
+            self._state.resources.open(name)
+
+    def lose(self, name: str) -> None:
+        """End everything on a node: as lost, or queued again if that is safe."""
+        state = self._state
+        if name not in state.nodes:
+            return
+        gone = [trajectory for trajectory in state.trajectories if trajectory.node == name]
+        for running in state.executing.all():
+            if running.lease.node == name:
+                self._lose(running, name)
+        for trajectory in gone:
+            trajectory.node = ""  # nothing of it returns to a node that comes back under this name
+            self._settling.end_trajectory(trajectory, State.LOST, Reason.ENVIRONMENT_LOST)
+        state.resources.leave(name)
+        state.nodes.leave(name)
+
+    def _lose(self, running: Running, node: str) -> None:
+        """End it as lost, or queue it again unless it was to end: whether it has, nobody knows, and nobody wants it."""
+        message, aborting = f"node {node} was lost", running.aborting
+        self._settling.abort(running, message)
+        trajectory = self._order.of(running.action)
+        if running.waited.idempotent and not aborting and (trajectory is None or trajectory.node != node):
+            self._requeue(running)
+            return
+        detail = {FILES_LOST: True} if trajectory is not None and trajectory.node == node else {}
+        if aborting:
+            message, detail = (
+                f"{message} before it said that this had ended: {aborting}",
+                {**detail, CANCEL_ASKED: True},
+            )
+        outcome = Outcome(state=State.LOST, reason=Reason.NODE_LOST, message=message, component="core", detail=detail)
+        self._settling.retire(running, outcome)
+
+    def _requeue(self, lost: Running) -> None:
+        """Queue a lost action again, in its old place, as its next attempt."""
+        state = self._state
+        self._settling.release(lost)
+        state.children.orphan(lost.id)
+        again = replace(lost.waited, action=replace(lost.action, attempt=lost.action.attempt + 1), group=None)
+        state.queue.admit(again, state.now_s)
+        self._order.again(again, lost.waited)
+
+
+# Replication: services in use are copied into free memory of idle devices, so that their next action starts warm.
+#
+# Nothing is evicted for a copy, and a copy is the first to go. One that failed is not tried again there before an
+# action has restored the service itself.
+
+
+class Replication:
+    """Asks for copies after each pass, in pools that have places."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._count = 0
+        #: Pool and copy of what is under way, by number.
+        self._under_way: dict[int, tuple[PlacedPool, Replica]] = {}
+
+    def run(self) -> None:
+        """Ask for the copies that are worth having now."""
+        state = self._state
+        if state.spec.strict or state.paused or not state.spec.replicate:
+            return
+        for pool in state.resources.placed:
+            for replica in pool.replicate(state.now_s):
+                self._count += 1
+                self._under_way[self._count] = pool, replica
+                state.commands.append(
+                    Replicate(number=self._count, service=replica.service, node=replica.node, chunk=replica.chunk)
+                )
+
+    def end(self, event: ReplicaEnded) -> None:
+        """Note that a copy has arrived or failed; stale answers are ignored."""
+        found = self._under_way.pop(event.number, None)
+        if found is not None:
+            pool, replica = found
+            pool.replicated(replica, event.done)
+
+    def lose(self, node: str) -> None:
+        """Forget what was on its way to a node that is lost."""
+        self._under_way = {number: what for number, what in self._under_way.items() if what[1].node != node}
+
+
+# The core: events in, commands out. No clock, no I/O, no await; two shells drive it (`manager.engine`, `simulate`).
+#
+# Story: an accepted action waits in the queue (behind the earlier ones of its trajectory), is chosen by a scheduling
+# pass, runs under a lease, and settles exactly once. A nested action (one with a running ``parent``) can never wait for
+# its parent: it passes the trajectory's order and its task's caps, is served in its parent's place of the queue, and
+# where the pools are full it runs on the cores and limits that its waiting parent holds, one child at a time. What a
+# parent cannot lend (memory, devices, the cores of another node) a child waits for like everybody else; should others
+# hold that for ever, the child ends with queue_timeout and says what it waited for, and its parent goes on.
 
 #: Bounds of the Retry-After of a refusal, in seconds.
 _RETRY_AFTER_S = (1.0, 60.0)

@@ -1,28 +1,231 @@
-"""The policy ``adaptive``: every elastic action runs, and cores move between running ones (docs/SCHEDULING.md 1.4).
-
-Malleable actions share what the others leave, by water-filling on marginal speed; each holds at least its
-minimum, is started with as many workers as it may usefully grow to, and is resized only where it pays. Pools
-whose units are not interchangeable, and those where nothing can be resized, are left to ``price``.
-"""
+"""The adaptive policy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from typing import Annotated
 
-from manager.action import Action
-from manager.scheduler.backfill import BACKFILL_TRIES, Backfill, expected_s, release_s
-from manager.scheduler.durations import is_malleable, kind_of
-from manager.scheduler.policy import CrowdView, Decision, PoolView, PromptPolicy, ResizeChoice, RunningView, Start
-from manager.scheduler.price import PricePolicy
-from manager.scheduler.rank import Ranked, head_room, leader, ranked
-from manager.scheduler.running import RunningSet
-from manager.scheduler.shares import ShareMember, member, water_fill
-from manager.scheduler.turns import CrowdPass
-from manager.setting import Setting
+import numpy as np
+from numpy.typing import NDArray
+
+from manager.action import Action, Amdahl, Elasticity, UnitSet
+from manager.function import Setting
+from manager.scheduler.policy import (
+    CrowdView,
+    Decision,
+    PoolView,
+    PromptPolicy,
+    ResizeChoice,
+    RunningSet,
+    RunningView,
+    Start,
+)
+from manager.scheduler.price import BACKFILL_TRIES, Backfill, PricePolicy, cheapest, expected_s, release_s
+from manager.scheduler.rank import Floats, Ranked, head_room, is_malleable, is_short, kind_of, leader, ranked, shape_of
+
+Counts = NDArray[np.int64]
+
+#: Taken for an action whose elasticity is not known: any one concave speed gives equal shares.
+ASSUMED: Elasticity = Amdahl(0.05)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShareMember:
+    """One that shares: its least and most units, and the speed gained by each unit between them, falling."""
+
+    least: int
+    most: int
+    gains: Floats
+
+
+@lru_cache(maxsize=8192)
+def member(unit_set: UnitSet, elasticity: Elasticity | None, most: int, least_gain: float = 0.0) -> ShareMember:
+    """The claim of an elastic action that can use at most ``most`` units, each of which adds ``least_gain`` or more."""
+    shape = shape_of(unit_set, elasticity or ASSUMED)
+    most = max(unit_set.minimum, min(unit_set.maximum, most))
+    if least_gain > 0.0 and unit_set.choices is None:
+        most = min(most, unit_set.minimum + int((shape.gains >= least_gain).sum()))
+    return ShareMember(unit_set.minimum, most, shape.gains[: most - unit_set.minimum])
+
+
+def water_fill(members: Sequence[ShareMember], units: int, weights: Sequence[float]) -> list[int]:
+    """Units for each member, at least its least; the rest goes by the largest weighted gains, earlier ones first.
+
+    The sum is at most ``units`` wherever the least ones fit.
+    """
+    spare = units - sum(one.least for one in members)
+    if spare <= 0 or not members:
+        return [one.least for one in members]
+    if spare >= sum(one.most - one.least for one in members):
+        return [one.most if one.gains.size == 0 or one.gains[-1] > 0.0 else _useful(one) for one in members]
+    sizes = np.array([one.most - one.least for one in members])
+    gains = np.concatenate([one.gains for one in members]) * np.repeat(weights, sizes)
+    ends = np.cumsum(sizes)
+    level = float(np.partition(gains, gains.size - spare)[gains.size - spare])
+    level = max(level, 0.0)
+    given = _counts(gains > level, ends)
+    if level > 0.0:
+        given += _remainder(_counts(gains == level, ends), spare - int(given.sum()))
+    return [one.least + int(more) for one, more in zip(members, given, strict=True)]
+
+
+def _useful(one: ShareMember) -> int:
+    return one.least + int((one.gains > 0.0).sum())
+
+
+def _counts(mask: NDArray[np.bool_], ends: Counts) -> Counts:
+    """How many of each member's gains are marked."""
+    sums = np.concatenate(([0], np.cumsum(mask)))[np.concatenate(([0], ends))]
+    return np.asarray(np.diff(sums), dtype=np.int64)
+
+
+def _remainder(ties: Counts, left: int) -> Counts:
+    """Units for gains exactly at the water level, in order, as far as they go."""
+    before = np.cumsum(ties) - ties
+    given: Counts = np.minimum(np.maximum(left - before, 0), ties)
+    return given
+
+
+# Turns in a crowd: who starts, and how wide, while more waits than can run (docs/decisions/overload.md).
+#
+# Where one task waits, the shortest goes first, by its expected work. It starts at a width that pays for the many
+# behind it, on free units. What has waited as long as the pool takes to work off all that waits goes before everything
+# else, at its minimum: first come first served would not have started it sooner.
+
+
+class CrowdPass:
+    """One decision in a crowd. Units come from the free ones, and for some from those above running ones' minima."""
+
+    def __init__(
+        self,
+        view: PoolView,
+        crowd: CrowdView,
+        kind: str,
+        running: RunningSet,
+        *,
+        short_s: float,
+        workers: Callable[[Action, int], int],
+    ) -> None:
+        """``workers`` says how many to start for an action that begins with so many units and may grow later."""
+        self._view = view
+        self._crowd = crowd
+        self._kind = kind
+        self._short_s = short_s
+        self._workers = workers
+        self._running = running
+        self._free = view.free + view.reserved
+        #: Units that shrinking can still give, and what it was decided to leave each that is shrunk.
+        self._slack = running.slack
+        self._shrunk: dict[str, int] = {}
+        self._starts: dict[str, Start] = {}
+        self._limits: dict[str, int] | None = None
+
+    def lead(self, head: Action) -> bool:
+        """Start an action before all others; return whether there was room."""
+        return self._start_least(head)
+
+    def run(self, *, age: float, price: float) -> Decision:
+        """Start the aged ones, then the others in turn.
+
+        ``age``: times the seconds in which the pool works off all that waits. ``price``: of a unit, as in
+        ``price.cheapest``, times the elastic actions that wait for each unit of the pool.
+        """
+        if self._free + self._slack > 0:
+            self._start_aged(age * self._crowd.work_s() / self._view.total)
+            self._take_turns(price * self._crowd.elastic / self._view.total)
+        shrinks = [ResizeChoice(action_id=holder, units=units) for holder, units in self._shrunk.items()]
+        return Decision(starts=list(self._starts.values()), resizes=shrinks)
+
+    def _start_aged(self, aged_s: float) -> None:
+        """Start those that have waited for so long, in order of service."""
+        for action in self._view.eligible:
+            if self._view.now_s - action.submitted_s < aged_s:
+                return
+            if not self._started(action) and not self._start_least(action):
+                return
+
+    def _take_turns(self, unit_price: float) -> None:
+        """Start the shortest while there is room; nothing overtakes the first that has to wait."""
+        promised = (candidate.action for candidate in self._view.candidates)  # some may wait for other things as well
+        for action in chain(self._crowd.shortest(), promised):
+            if self._started(action):
+                continue
+            if is_short(action, self._kind, self._short_s):
+                done = self._start_least(action)
+            else:
+                done = self._start_wide(action, unit_price)
+            if not done or self._free + self._slack == 0:
+                return
+
+    def _started(self, action: Action) -> bool:
+        return action.id in self._starts
+
+    def _start_least(self, action: Action) -> bool:
+        """Start at the minimum, shrinking running ones if need be; return whether there was room."""
+        least = action.cost[self._kind].minimum
+        if least > self._free + self._slack:
+            return False
+        self._shrink(least - self._free)
+        grows = is_malleable(action, self._kind)
+        self._add(action, least, self._workers(action, least) if grows else 0)
+        return True
+
+    def _start_wide(self, action: Action, unit_price: float) -> bool:
+        """Start on free units alone, as wide as pays; return whether there was room."""
+        units = action.cost[self._kind]
+        if units.minimum > self._free:
+            return False
+        wide = units.minimum
+        if action.key == self._kind and action.elasticity is not None:
+            wide, _ = cheapest(shape_of(units, action.elasticity), 1.0, unit_price, self._most(action))
+        self._add(action, wide, wide if is_malleable(action, self._kind) else 0)
+        return True
+
+    def _most(self, action: Action) -> int:
+        """Return the most units it may take now: a candidate may be kept to less by its task's cap."""
+        if self._limits is None:
+            self._limits = {candidate.action.id: candidate.limit for candidate in self._view.candidates}
+        return min(self._free, self._limits.get(action.id, self._free))
+
+    def _add(self, action: Action, units: int, workers: int) -> None:
+        self._free -= units
+        self._starts[action.id] = Start(action_id=action.id, units=units, workers=workers)
+
+    def _shrink(self, missing: int) -> None:
+        """Free ``missing`` units or more, from those that hold most above their minimum."""
+        if missing <= 0:
+            return
+        for holder, units, unit_set in self._widest():
+            # Where not every count is admissible, the minimum is.
+            taken = units - unit_set.minimum if unit_set.choices else min(missing, units - unit_set.minimum)
+            self._shrunk[holder] = units - taken
+            self._free += taken
+            self._slack -= taken
+            missing -= taken
+            if missing <= 0:
+                return
+        raise AssertionError(f"{missing} units were counted as slack that nobody holds")
+
+    def _widest(self) -> list[tuple[str, int, UnitSet]]:
+        """Return the running ones that can be shrunk with their units, those with most above the minimum first."""
+        found = []
+        for one in self._running.malleable:
+            units, unit_set = self._shrunk.get(one.action.id, one.units), one.action.cost[self._kind]
+            if units > unit_set.minimum:
+                found.append((one.action.id, units, unit_set))
+        found.sort(key=lambda each: each[2].minimum - each[1])
+        return found
+
+
+# The policy ``adaptive``: every elastic action runs, and cores move between running ones (docs/SCHEDULING.md 1.4).
+#
+# Malleable actions share what the others leave, by water-filling on marginal speed; each holds at least its minimum, is
+# started with as many workers as it may usefully grow to, and is resized only where it pays. Pools whose units are not
+# interchangeable, and those where nothing can be resized, are left to ``price``.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from manager.action import Action, UnitSet
+from manager.function import Setting
 from manager.scheduler.policy import Decision, PoolView, PromptPolicy, Start
-from manager.setting import Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

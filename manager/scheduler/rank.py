@@ -1,19 +1,146 @@
-"""The order of starts: FCFS, but short rigid actions first, within bounds (docs/SCHEDULING.md 1.3)."""
+"""Rank by expected duration."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
+from typing import TypeVar, overload
 
-from manager.action import Action
-from manager.batch import Kin
-from manager.scheduler.drawn import Drawn
-from manager.scheduler.durations import UNKNOWN_S
-from manager.scheduler.policy import PoolView, RunningView
-from manager.scheduler.running import RunningSet
+import numpy as np
+from numpy.typing import NDArray
+
+from manager.action import Action, Elasticity, Kin, UnitSet
+from manager.scheduler.policy import PoolView, RunningSet, RunningView
+
+Floats = NDArray[np.float64]
+
+#: Seconds taken for an action of which nothing is known: it only has to be positive.
+UNKNOWN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """How durations scale with units for one unit set and elasticity, relative to one unit."""
+
+    #: Admissible counts, ascending.
+    counts: Floats
+    #: duration(count) / T_ori = 1 / (E(count) * count).
+    factors: Floats
+    #: factors * counts: the unit-seconds of one second of T_ori.
+    areas: Floats
+    #: Seconds of T_ori done a second, count / (count * factor).
+    speeds: Floats
+    #: Speed gained by each count over the one before it, made falling (a share never skips a unit).
+    gains: Floats
+    #: Whether each further unit saves no more than the one before it (and the counts are consecutive).
+    convex: bool
+    #: The counts once more, as integers to answer with.
+    units: tuple[int, ...]
+
+
+@lru_cache(maxsize=8192)
+def shape_of(unit_set: UnitSet, elasticity: Elasticity | None) -> Shape:
+    """The shape of a unit set under an elasticity (values, compared as such); rigid where there is none."""
+    units = tuple(unit_set)
+    counts = np.array(units, dtype=np.float64)
+    if elasticity is None:
+        factors = np.ones(len(units))
+    else:
+        factors = np.array([1.0 / (elasticity.efficiency(count) * count) for count in units])
+    return Shape(
+        counts=counts,
+        factors=factors,
+        areas=factors * counts,
+        speeds=1.0 / factors,
+        gains=np.minimum.accumulate(np.diff(1.0 / factors)),
+        convex=_convex(units, factors),
+        units=units,
+    )
+
+
+def key_units(action: Action, kind: str) -> UnitSet | None:
+    """The units of pool kind ``kind`` that are a choice: the key's unit set; another resource counts at its minimum."""
+    cost = action.cost.get(kind)
+    if cost is None or action.key == kind:
+        return cost
+    return UnitSet.fixed(cost.minimum)
+
+
+def is_elastic(action: Action, kind: str) -> bool:
+    """Whether more units of ``kind`` make the action faster, as far as is known."""
+    return (
+        action.key == kind
+        and action.elasticity is not None
+        and action.t_ori_s is not None
+        and action.cost[kind].elastic
+    )
+
+
+def is_malleable(action: Action, kind: str) -> bool:
+    """Whether its units of ``kind`` can be changed one by one while it runs."""
+    return action.malleable and action.key == kind and action.cost[kind].choices is None
+
+
+def kind_of(pool: str) -> str:
+    """The resource kind of a pool: ``cpu:node0`` is ``cpu``, ``google_search`` is itself."""
+    return pool.partition(":")[0]
+
+
+def _convex(units: tuple[int, ...], factors: Floats) -> bool:
+    if units[-1] - units[0] + 1 != len(units):
+        return False
+    gains = factors[:-1] - factors[1:]
+    return bool(np.all(gains[:-1] - gains[1:] >= -1e-12))
+
+
+#: Items that are made at once by an iteration.
+AHEAD = 16
+
+Item = TypeVar("Item")
+
+
+class Drawn(Sequence[Item]):
+    """What ``source`` yields, each item made once, when it is first looked at."""
+
+    __slots__ = ("_items", "_left", "_source")
+
+    def __init__(self, source: Callable[[], Iterator[Item]]) -> None:
+        self._source = source
+        self._items: list[Item] = []
+        self._left: Iterator[Item] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._first(1))
+
+    def __len__(self) -> int:
+        return len(self._first(None))
+
+    def __iter__(self) -> Iterator[Item]:
+        number = 0
+        while made := self._first(number + AHEAD)[number:]:
+            yield from made
+            number += len(made)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        end = index.stop if isinstance(index, slice) else index + 1
+        return self._first(end if end is not None and end > 0 else None)[index]
+
+    def _first(self, count: int | None) -> list[Item]:
+        """Make the first ``count`` items, or all; return what is made."""
+        if self._left is None:
+            self._left = self._source()
+        missing = None if count is None else count - len(self._items)
+        if missing is None or missing > 0:
+            self._items += islice(self._left, missing)
+        return self._items
+
 
 #: By how many turns of others a task's short actions may be ahead of its own.
 TURNS_AHEAD = 32

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Annotated, Literal, cast, get_args
 
 from manager.errors import InvalidConfig
+from manager.function import Setting, settings_of
 from manager.scheduler.policy import Policy, PolicySpec
-from manager.setting import Setting, settings_of
 
 #: The policies: ``fixed`` is the class ``FixedPolicy`` of ``manager.scheduler.fixed``, built from its options as
 #: keywords. The configuration, its schema and its reference name them by this list.

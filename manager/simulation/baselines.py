@@ -24,14 +24,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manager.batch import Work
+from manager.action import Work
 from manager.config import ManagerSpec
 from manager.errors import InvalidInput
-from manager.simulation.area_bound import fastest_s
-from manager.simulation.lease_audit import LeaseAudit
-from manager.simulation.simulator import SimulatedAction, SimulationRun
-from manager.simulation.trace import TracedTrajectory, TraceStep
-from manager.simulation.workloads import Workload
+from manager.simulation.bounds import fastest_s
+from manager.simulation.simulator import LeaseAudit, SimulatedAction, SimulationRun
+from manager.simulation.workloads import TracedTrajectory, TraceStep, Workload
 
 #: Pods that one node creates in a second: at that rate Kubernetes' own one-node test asks for them, images pulled
 #: (kubernetes/perf-tests, clusterloader2/testing/node-throughput: ``POD_THROUGHPUT``).

@@ -1,23 +1,34 @@
-"""The simulator: the same core, policies and managers as the engine's, under a virtual clock.
-
-A workload is played in a closed loop: a trajectory thinks, submits its next action, and goes on when that has
-settled. Every run asserts that each action completed, that no unit was leased twice, and the core's own
-invariants. The same workload and cluster give the same run, byte for byte.
-"""
+"""The simulator: the real core on a virtual clock."""
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Sequence
+import random
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, get_args
 
-from manager.action import Action, capped
+from manager.action import (
+    PRIOR_BATCH_MARGINAL,
+    Action,
+    Amdahl,
+    Chunk,
+    Elasticity,
+    Grant,
+    Lease,
+    Outcome,
+    Settlement,
+    SizeLine,
+    State,
+    Work,
+    capped,
+)
 from manager.assembly import build_core
-from manager.batch import Work
-from manager.config import ManagerSpec
+from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec, TaskSpec
 from manager.core.views import replicas_view
-from manager.errors import CANCEL_ASKED, FILES_LOST, Reason, Unsatisfiable
+from manager.errors import CANCEL_ASKED, FILES_LOST, InvalidInput, Reason, Unsatisfiable
 from manager.events import (
     Abort,
     Command,
@@ -25,8 +36,10 @@ from manager.events import (
     Event,
     Execute,
     Finished,
+    NodeClosed,
     NodeJoined,
     NodeLost,
+    NodeOpened,
     Refuse,
     ReplicaEnded,
     Replicate,
@@ -37,15 +50,529 @@ from manager.events import (
     TrajectoryEnded,
     WakeAt,
 )
-from manager.lease import Lease
-from manager.outcome import Outcome, Settlement, State
-from manager.simulation.duration_model import DurationModel, Oracle
-from manager.simulation.faults import FaultEvent, FaultTally
-from manager.simulation.lease_audit import LeaseAudit
-from manager.simulation.pending_restores import PendingRestores
-from manager.simulation.played_action import PlayedAction, work_s
-from manager.simulation.sandbox_starts import SandboxStarts
-from manager.simulation.trace import TracedTrajectory
+from manager.learning import History
+from manager.resources.pools import ResourceSpec
+from manager.scheduler.policy import PolicySpec
+from manager.simulation.workloads import TracedTrajectory, TraceStep
+
+#: Bytes of a node and of a device where nothing else is said (the paper's nodes, rounded).
+NODE_BYTES = 2400 * 10**9
+DEVICE_BYTES = 80 * 10**9
+CORES_PER_NUMA = 128
+
+
+def cluster(
+    *,
+    cores: int = 1280,
+    nodes: int = 5,
+    devices: int = 0,
+    device_nodes: int = 0,
+    services: Mapping[str, ServiceSpec] | None = None,
+    resources: Mapping[str, ResourceSpec] | None = None,
+    policy: str = "adaptive",
+    strict: bool = False,
+    replicate: bool = True,
+) -> ManagerSpec:
+    """CPU nodes with ``cores`` in all and device nodes with ``devices`` in all, as even as possible.
+
+    Where ``device_nodes`` does not say how many, a device node has eight and the last one what is left.
+
+    Raises InvalidInput where there are fewer units than nodes or the policy's name cannot be read.
+    """
+    if cores and cores < nodes:
+        raise InvalidInput(f"{nodes} nodes cannot share {cores} cores", component="simulate")
+    shares = _even(devices, device_nodes) if device_nodes else _full(devices)
+    specs = [_cpu_node(index, count) for index, count in enumerate(_even(cores, nodes if cores else 0))]
+    specs += [_device_node(index, count) for index, count in enumerate(shares)]
+    return ManagerSpec(
+        nodes=tuple(specs),
+        resources=dict(resources or {}),
+        tasks={"default": TaskSpec(max_queued=10**9)},
+        services=dict(services or {}),
+        scheduler=SchedulerSpec(policies=policies(policy), strict=strict, max_queued=10**9, replicate=replicate),
+    )
+
+
+def policies(text: str) -> dict[str, PolicySpec]:
+    """Policies by resource kind from ``NAME``, ``fixed:8``, or ``adaptive,resize_interval_s=0.5``.
+
+    ``adaptive`` means adaptive on cores and price on everything else.
+    """
+    name, *settings = text.split(",")
+    name, _, dop = name.partition(":")
+    options = dict(_setting(setting) for setting in settings)
+    if dop:
+        options["dop"] = _number(dop, text)
+    spec = PolicySpec(name=name, options=options)
+    return {"cpu": spec, "default": PolicySpec(name="price")} if name == "adaptive" else {"default": spec}
+
+
+def _setting(text: str) -> tuple[str, float]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        hint = "an option is NAME=NUMBER; several policies are joined by +, or --policy is given again"
+        raise InvalidInput(f"policy option {text!r}: {hint}", component="simulate")
+    return name, _number(value, text)
+
+
+def _number(text: str, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise InvalidInput(f"policy {whole!r}: {text!r} is no number", component="simulate") from error
+
+
+def _even(units: int, parts: int) -> list[int]:
+    """Units dealt to parts, the first ones one more where it does not divide."""
+    return [units // parts + (index < units % parts) for index in range(parts)] if parts else []
+
+
+def _full(devices: int) -> list[int]:
+    """Devices in nodes of eight, the last one with the rest."""
+    return [min(8, devices - start) for start in range(0, devices, 8)]
+
+
+def _cpu_node(index: int, cores: int) -> NodeSpec:
+    numa = tuple(tuple(range(start, min(cores, start + CORES_PER_NUMA))) for start in range(0, cores, CORES_PER_NUMA))
+    return NodeSpec(name=f"node{index}", numa=numa, memory_bytes=NODE_BYTES)
+
+
+def _device_node(index: int, devices: int) -> NodeSpec:
+    return NodeSpec(name=f"gpu{index}", numa=(), memory_bytes=NODE_BYTES, devices=devices, device_bytes=DEVICE_BYTES)
+
+
+class KnownDuration(NamedTuple):
+    """What an action shall state of its duration."""
+
+    t_ori_s: float | None
+    elasticity: Elasticity | None
+    batch_marginal: float
+    #: The most units of its key that it may have: None for all of its unit set.
+    units_max: int | None = None
+    line: SizeLine | None = None
+    #: The size of the call, where its function declares one.
+    size: float | None = None
+    #: Whether the line is the function's, while the key has none of its own.
+    borrows: bool = False
+
+
+class DurationModel(Protocol):
+    """Gives estimates for actions and takes in how they ended."""
+
+    def of(self, step: TraceStep) -> KnownDuration:
+        """What is known of a step before it runs."""
+        ...
+
+    def observe(self, settlement: Settlement) -> None:
+        """Learn from an action that ended."""
+        ...
+
+
+class Oracle:
+    """Profiles that are exact."""
+
+    def __init__(self, batch_marginal: float = PRIOR_BATCH_MARGINAL) -> None:
+        self._batch_marginal = batch_marginal
+
+    def of(self, step: TraceStep) -> KnownDuration:
+        return KnownDuration(step.t_ori_s, step.elasticity, self._batch_marginal, size=step.size)
+
+    def observe(self, settlement: Settlement) -> None:
+        pass
+
+
+class Learning:
+    """No profile at all but what the gateway's own history learns, here and in earlier runs that share it.
+
+    ``sized``: whether it knows the sizes of calls, as where their functions declare one.
+    """
+
+    def __init__(self, history: History | None = None, *, sized: bool = True) -> None:
+        self.history = history or History()
+        self._sized = sized
+
+    def of(self, step: TraceStep) -> KnownDuration:
+        size = step.size if self._sized else None
+        learned = self.history.learned(step.function, step.profile_key, size)
+        elasticity = Amdahl(learned.serial_fraction) if step.key is not None else None
+        return KnownDuration(
+            learned.t_ori_s,
+            elasticity,
+            learned.batch_marginal,
+            learned.units_max,
+            learned.line,
+            size,
+            learned.borrowed,
+        )
+
+    def observe(self, settlement: Settlement) -> None:
+        self.history.observe(settlement)
+
+
+# Faults of a simulated cluster: nodes that are lost, go in a wave, are upgraded in turn, or fall silent for a while.
+#
+# A fault is written ``KIND:NODES@START`` or ``KIND:NODES@START+FOR``, times in seconds:
+#
+# - ``lose:3@600``: three nodes are lost at 600 s and do not come back; ``lose:3@600+300``: they join again 300 s later;
+# - ``wave:50@600+120``: fifty nodes are lost within 120 s, as spot machines are;
+# - ``upgrade:10@600+60``: all nodes in turn, ten at a time, are drained for 60 s, then lost, and join again at once;
+# - ``cut:40@600+30``: forty nodes are silent for 30 s: nothing is placed there, what runs there goes on and is told of
+#   when they are back. Silent for longer than a gateway waits, they are lost, and join again.
+
+FaultKind = Literal["lose", "wave", "upgrade", "cut"]
+NodeEvent = NodeLost | NodeJoined | NodeClosed | NodeOpened
+#: Seconds of silence until a gateway places nothing on a node, and until it takes it for lost: the roster's defaults.
+SUSPECT_S = 3.0
+LOST_S = 60.0
+#: Most events that the faults of one simulation may make.
+EVENTS_MAX = 100_000
+_FAULT = re.compile(r"(?P<kind>[a-z]+):(?P<nodes>\d{1,6})@(?P<start>\d+(?:\.\d+)?)(?:\+(?P<span>\d+(?:\.\d+)?))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFault:
+    """One fault. ``for_s`` is None where it was not said."""
+
+    kind: FaultKind
+    nodes: int
+    start_s: float
+    for_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultEvent:
+    """Something that happens to a node; in silence its ends are told at ``silent_until_s``."""
+
+    instant_s: float
+    event: NodeEvent | None
+    node: str
+    silent_until_s: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class FaultTally:
+    """What faults have cost."""
+
+    nodes_lost: int = 0
+    #: Trajectories that lost their sandbox and began again.
+    trajectories: int = 0
+    #: Actions that were ended by the loss of their node or their trajectory's, and tries that ran again by themselves.
+    actions: int = 0
+    again: int = 0
+    #: Unit-seconds by kind of what was lost while it ran.
+    wasted: dict[str, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "nodes_lost": self.nodes_lost,
+            "trajectories_begun_again": self.trajectories,
+            "actions_lost": self.actions,
+            "actions_run_again": self.again,
+            "wasted_unit_s": {kind: round(spent, 6) for kind, spent in sorted(self.wasted.items())},
+        }
+
+    def line(self) -> str:
+        """Return it for people."""
+        wasted = ", ".join(f"{spent:.0f} s of {kind}" for kind, spent in sorted(self.wasted.items())) or "nothing"
+        return (
+            f"{self.nodes_lost} nodes lost: {self.trajectories} trajectories began again, {self.actions} actions lost "
+            f"({self.again} ran again by themselves), wasted {wasted}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What befalls a cluster."""
+
+    faults: tuple[NodeFault, ...] = ()
+    #: Draws the nodes that faults meet.
+    seed: int = 0
+
+
+def read_fault(text: str) -> NodeFault:
+    """Return the fault that a text describes; raises InvalidInput."""
+    found = _FAULT.fullmatch(text)
+    kinds = get_args(FaultKind)
+    if found is None or found["kind"] not in kinds:
+        hint = f"KIND:NODES@START or KIND:NODES@START+FOR, in seconds; kinds are {', '.join(kinds)}"
+        raise InvalidInput(f"fault {text!r}: written {hint}", component="simulate")
+    for_s = None if found["span"] is None else float(found["span"])
+    fault = NodeFault(kind=found["kind"], nodes=int(found["nodes"]), start_s=float(found["start"]), for_s=for_s)  # type: ignore[arg-type]
+    if fault.nodes == 0:
+        raise InvalidInput(f"fault {text!r}: names no node", component="simulate")
+    if not fault.for_s and fault.kind != "lose":
+        raise InvalidInput(f"fault {text!r}: how long? {fault.kind}:NODES@START+SECONDS", component="simulate")
+    return fault
+
+
+def fault_events(faults: Sequence[NodeFault], nodes: Sequence[NodeSpec], seed: int) -> list[FaultEvent]:
+    """Return what happens, in order of time; which nodes it meets is drawn by ``seed``, each fault anew.
+
+    Raises InvalidInput where a fault names more nodes than there are.
+    """
+    chance = random.Random(seed)
+    events: list[FaultEvent] = []
+    for fault in faults:
+        if fault.nodes > len(nodes):
+            told = f"{fault.kind} of {fault.nodes} nodes: the cluster has {len(nodes)}"
+            raise InvalidInput(told, component="simulate")
+        drawn = chance.sample(list(nodes), len(nodes) if fault.kind == "upgrade" else fault.nodes)
+        events += _events(fault, drawn, chance)
+        if len(events) > EVENTS_MAX:
+            raise InvalidInput(f"the faults make more than {EVENTS_MAX} events", component="simulate")
+    return sorted(events, key=lambda each: each.instant_s)
+
+
+def _events(fault: NodeFault, drawn: Sequence[NodeSpec], chance: random.Random) -> list[FaultEvent]:
+    start_s, for_s = fault.start_s, fault.for_s or 0.0
+    match fault.kind:
+        case "lose":
+            back_s = None if fault.for_s is None else start_s + for_s
+            return [each for node in drawn for each in _loss(node, start_s, back_s)]
+        case "wave":
+            return [each for node in drawn for each in _loss(node, start_s + chance.uniform(0.0, for_s), None)]
+        case "upgrade":
+            turns = [drawn[first : first + fault.nodes] for first in range(0, len(drawn), fault.nodes)]
+            return [
+                each
+                for turn, batch in enumerate(turns)
+                for node in batch
+                for each in _upgrade(node, start_s + turn * for_s, for_s)
+            ]
+        case "cut":
+            return [each for node in drawn for each in _silence(node, start_s, start_s + for_s)]
+
+
+def _loss(node: NodeSpec, lost_s: float, back_s: float | None) -> list[FaultEvent]:
+    lost = FaultEvent(instant_s=lost_s, event=NodeLost(node=node.name), node=node.name)
+    if back_s is None:
+        return [lost]
+    return [lost, FaultEvent(instant_s=back_s, event=NodeJoined(node=node), node=node.name)]
+
+
+def _upgrade(node: NodeSpec, start_s: float, drain_s: float) -> list[FaultEvent]:
+    closed = FaultEvent(
+        instant_s=start_s, event=NodeClosed(node=node.name, why="upgrade", finishing=True), node=node.name
+    )
+    return [closed, *_loss(node, start_s + drain_s, start_s + drain_s)]
+
+
+def _silence(node: NodeSpec, start_s: float, until_s: float) -> list[FaultEvent]:
+    begins = FaultEvent(instant_s=start_s, event=None, node=node.name, silent_until_s=until_s)
+    if until_s - start_s <= SUSPECT_S:
+        return [begins]
+    closed = NodeClosed(node=node.name, why="silent")
+    suspected = FaultEvent(instant_s=start_s + SUSPECT_S, event=closed, node=node.name)
+    if until_s - start_s > LOST_S:
+        return [begins, suspected, *_loss(node, start_s + LOST_S, until_s)]
+    return [begins, suspected, FaultEvent(instant_s=until_s, event=NodeOpened(node=node.name), node=node.name)]
+
+
+#: Seconds of one cell of the utilisation over time.
+CELL_S = 1.0
+
+
+class LeaseAudit:
+    """Leases by action. Cores and devices are told apart one by one; other units are summed."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, Lease] = {}
+        self._owner: dict[tuple[str, int], str] = {}
+        self._units: defaultdict[str, int] = defaultdict(int)
+        self._since_s = 0.0
+        #: Unit-seconds by kind.
+        self.used: defaultdict[str, float] = defaultdict(float)
+        self._cells: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        self.granted = 0
+
+    def grant(self, lease: Lease, now_s: float) -> None:
+        """Enter a new lease; a unit that somebody holds is an error of the core."""
+        assert lease.action_id not in self._leases, f"{lease.action_id} is leased twice"
+        self._flow(now_s)
+        self._leases[lease.action_id] = lease
+        self.granted += 1
+        for kind, grant in lease.grants.items():
+            if self._shares(lease):
+                continue
+            self._units[kind] += grant.units
+            for place in _places(kind, lease.node, grant):
+                holder = self._owner.setdefault(place, lease.action_id)
+                assert holder == lease.action_id, f"{place} is leased to {holder} and to {lease.action_id}"
+
+    def settle(self, action_id: str, now_s: float) -> None:
+        """Take a lease back; nothing for an action that never started."""
+        lease = self._leases.pop(action_id, None)
+        if lease is None:
+            return
+        self._flow(now_s)
+        if self._shares(lease):
+            return
+        for kind, grant in lease.grants.items():
+            self._units[kind] -= grant.units
+            for place in _places(kind, lease.node, grant):
+                assert self._owner.pop(place) == action_id
+
+    def change(self, lease: Lease, now_s: float) -> None:
+        """Replace a lease by its resized one."""
+        self.settle(lease.action_id, now_s)
+        self.grant(lease, now_s)
+        self.granted -= 1
+
+    def occupy(self, kind: str, units: int, now_s: float) -> None:
+        """Count ``units`` more (or, negative, fewer) as in use: for baselines, which lease nothing."""
+        self._flow(now_s)
+        self._units[kind] += units
+        assert self._units[kind] >= 0, f"more of {kind} was given back than was taken"
+
+    @property
+    def empty(self) -> bool:
+        return not self._leases and not self._owner
+
+    def series(self, kind: str) -> list[float]:
+        """Mean units in use in each `CELL_S`."""
+        cells = self._cells[kind]
+        return [cells.get(cell, 0.0) / CELL_S for cell in range(max(cells, default=-1) + 1)]
+
+    def _shares(self, lease: Lease) -> bool:
+        """Whether it runs on the units of its batch's leader."""
+        return bool(lease.batch) and lease.batch[0] != lease.action_id
+
+    def _flow(self, now_s: float) -> None:
+        """Account what was in use since the last change."""
+        start_s, self._since_s = self._since_s, now_s
+        if now_s <= start_s:
+            return
+        for kind, units in self._units.items():
+            if units:
+                self.used[kind] += units * (now_s - start_s)
+                cells = self._cells[kind]
+                for cell, span_s in _cells(start_s, now_s):
+                    cells[cell] = cells.get(cell, 0.0) + units * span_s
+
+
+def _places(kind: str, node: str, grant: Grant) -> Iterator[tuple[str, int]]:
+    where = f"{kind}:{node}"
+    if grant.chunk is not None:
+        where = grant.pool
+        for device in grant.chunk.devices:
+            yield where, device
+    for core in grant.cores:
+        yield where, core
+
+
+def _cells(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:
+    while start_s < end_s:
+        cell = int(start_s / CELL_S)
+        until_s = min(end_s, (cell + 1) * CELL_S)
+        if until_s <= start_s:  # a rounding at the edge of a cell
+            until_s = min(end_s, (cell + 2) * CELL_S)
+        yield cell, until_s - start_s
+        start_s = until_s
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRestore:
+    """A service on its way."""
+
+    node: str
+    service: str
+    chunk: Chunk
+    arrives_s: float
+
+
+class PendingRestores:
+    """What is under way. The link of a device carries one service at a time, in the order that they were asked for."""
+
+    def __init__(self) -> None:
+        self._under_way: list[PendingRestore] = []
+        self.count = 0
+
+    def add(self, node: str, service: str, chunk: Chunk, from_s: float, restore_s: float) -> float:
+        """Send a service on its way once the link is free, from ``from_s`` on; the instant of its arrival."""
+        arrives_s = max(from_s, self.busy_until_s(node, chunk, from_s)) + restore_s
+        self._under_way.append(PendingRestore(node, service, chunk, arrives_s))
+        self.count += 1
+        return arrives_s
+
+    def busy_until_s(self, node: str, chunk: Chunk, now_s: float) -> float:
+        """When the links of these devices are free; ``now_s`` where they are."""
+        self._under_way = [one for one in self._under_way if one.arrives_s > now_s]
+        reaching = [one.arrives_s for one in self._under_way if one.node == node and one.chunk.meets(chunk)]
+        return max(reaching, default=now_s)
+
+    def of(self, service: str | None, lease: Lease, now_s: float) -> float:
+        """When a leased action's own service arrives, where it is on its way to that very place; else ``now_s``."""
+        where = (lease.node, service, lease.chunk)
+        mine = (one.arrives_s for one in self._under_way if (one.node, one.service, one.chunk) == where)
+        return max(now_s, max(mine, default=now_s))
+
+
+@dataclass(slots=True, eq=False)
+class PlayedAction:
+    """A leased action as it really goes."""
+
+    action: Action
+    step: TraceStep
+    lease: Lease
+    #: Worker processes that were started.
+    workers: int
+    #: Seconds of restore and of resizes so far: overhead.
+    lost_s: float
+    #: Instant from which the work goes on at the present units, and the fraction done before.
+    since_s: float
+    started_s: float
+    #: When its service was in place.
+    ready_s: float
+    done: float = 0.0
+    #: Unit-seconds held until the last resize.
+    area: float = 0.0
+    resized_s: float = 0.0
+    version: int = 0
+
+    @property
+    def units(self) -> int:
+        """Units of the key resource, or of the first of a rigid action."""
+        kind = self.step.key or next(iter(self.step.cost), "")
+        return self.lease.units(kind)
+
+
+def work_s(step: TraceStep, lease: Lease) -> float:
+    """Seconds of a step alone on the units of a lease."""
+    if step.key is None or step.elasticity is None:
+        return step.t_ori_s
+    units = lease.units(step.key)
+    return step.t_ori_s / (step.elasticity.efficiency(units) * units)
+
+
+class SandboxStarts:
+    """Sandboxes by trajectory; each takes ``start_s`` once its node gets to it, ``per_node_s`` of them a second."""
+
+    def __init__(self, start_s: float, per_node_s: float) -> None:
+        self._start_s = start_s
+        self._per_node_s = per_node_s
+        self._made: set[str] = set()
+        #: When a node can make the next one.
+        self._next_s: dict[str, float] = {}
+
+    def ready_s(self, trajectory: str, node: str, now_s: float) -> float:
+        """The instant from which an action of a trajectory can work; its first one asks for the sandbox."""
+        if trajectory in self._made:
+            return now_s
+        self._made.add(trajectory)
+        made_s = max(now_s, self._next_s.get(node, 0.0)) + 1.0 / self._per_node_s
+        self._next_s[node] = made_s
+        return made_s + self._start_s
+
+    def lost(self, trajectory: str) -> None:
+        """Its sandbox went with its node: the trajectory will ask for another one."""
+        self._made.discard(trajectory)
+
+
+# The simulator: the same core, policies and managers as the engine's, under a virtual clock.
+#
+# A workload is played in a closed loop: a trajectory thinks, submits its next action, and goes on when that has
+# settled. Every run asserts that each action completed, that no unit was leased twice, and the core's own invariants.
+# The same workload and cluster give the same run, byte for byte.
 
 #: Steps between two checks of all the core's invariants.
 CHECK_EVERY = 512
@@ -127,7 +654,7 @@ class Simulation:
         knowledge: DurationModel | None = None,
         faults: Sequence[FaultEvent] = (),
     ) -> None:
-        """``faults``: what happens to nodes, in order of time (`manager.simulation.faults`)."""
+        """``faults``: what happens to nodes, in order of time (`manager.simulation.simulator`)."""
         self._spec = spec
         self._core = build_core(spec)
         self._trajectories = trajectories

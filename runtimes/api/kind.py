@@ -9,8 +9,7 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Meta
 
 from manager.errors import InvalidConfig
-from manager.function import FunctionSpec, RequestSpec
-from manager.setting import Setting
+from manager.function import FunctionSpec, RequestSpec, Setting
 from runtimes.api.template import RequestTemplate
 from runtimes.kind import DeclarationSite, Kind, Schema, schema_of
 from runtimes.materials import Materials

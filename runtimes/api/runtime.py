@@ -20,10 +20,9 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 import httpx
 import orjson
 
-from manager.action import Action
+from manager.action import Action, Lease
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, RequestSpec, RetrySpec
-from manager.lease import Lease
 from runtimes import exact_json
 from runtimes.api.connections import OriginConnections
 from runtimes.api.secrets import Secrets, redact, redact_json

@@ -8,8 +8,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from manager.function import FunctionSpec, ModelAction, ModelSpec
-from manager.setting import Setting
+from manager.function import FunctionSpec, ModelAction, ModelSpec, Setting
 from runtimes.kind import DeclarationSite, Kind, Schema, schema_of
 from runtimes.materials import Materials
 from runtimes.model.checkpoint.checkpoint import fingerprint

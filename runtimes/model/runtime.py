@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, InvalidInput, Reason, Unsupported
 from manager.function import FunctionSpec
-from manager.lease import Lease
 from runtimes.model.device.devices import require_torch
 from runtimes.model.device.process import ForkServer
 from runtimes.model.engine.batch import BatchJob, BatchMember

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from manager.setting import Setting
+from manager.function import Setting
 
 DeviceKind = Literal["cpu", "cuda", "auto", "none"]
 

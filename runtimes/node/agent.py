@@ -16,11 +16,11 @@ from typing import Annotated
 
 import structlog
 
+from manager.action import Outcome, State
 from manager.clock import Clock, MonotonicClock
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason, StorageUnavailable
 from manager.executor import Call
-from manager.outcome import Outcome, State
-from manager.setting import Setting
+from manager.function import Setting
 from runtimes.kinds import KINDS
 from runtimes.node import wire
 from runtimes.node.attempt import NodeAttempt, SettledAttempts, is_session, spool_name

@@ -25,8 +25,7 @@ from manager.clock import Clock, MonotonicClock
 from manager.config import NodeSpec
 from manager.errors import CodedError, Conflict, InvalidConfig, StorageUnavailable, Unauthorized
 from manager.executor import Executor
-from manager.function import FunctionSpec
-from manager.setting import Setting
+from manager.function import FunctionSpec, Setting
 from runtimes.node import wire
 from runtimes.node.agent import Agent, AgentSettings
 from runtimes.node.certificate import node_side, shows

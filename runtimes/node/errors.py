@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from manager.action import Outcome, State
 from manager.errors import ActionFailed, CodedError, Reason, Unsupported
-from manager.outcome import Outcome, State
 from runtimes.node.message import ErrorFacts
 from runtimes.node.wire import COMPONENT, pack, unicode, unpack, unpack_object
 

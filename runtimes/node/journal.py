@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from manager.setting import Setting
+from manager.function import Setting
 from runtimes.node.message import Message
 from runtimes.node.wire import (
     HEADER,

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar, cast
 
 from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError
-from manager.setting import Setting
+from manager.function import Setting
 from runtimes.node.message import Message
 from runtimes.node.wire import (
     COMPONENT,

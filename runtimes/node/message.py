@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from manager.action import State
 from manager.errors import Reason
-from manager.outcome import State
 
 
 class Message(msgspec.Struct, array_like=True, gc=False):
@@ -26,7 +26,7 @@ class ErrorFacts(Message, kw_only=True):
 
 
 class ToldOutcome(msgspec.Struct, kw_only=True, gc=False):
-    """A `manager.outcome.Outcome` without result and detail, by the same names, as it is made and read in no time."""
+    """A `manager.action.Outcome` without result and detail, by the same names, as it is made and read in no time."""
 
     state: State
     reason: Reason | None

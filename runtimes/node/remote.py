@@ -14,13 +14,10 @@ from dataclasses import replace
 import msgspec
 import structlog
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.errors import ActionFailed, CodedError, Reason, Unsupported
 from manager.executor import Call
 from manager.function import FunctionSpec, SandboxSpec
-from manager.lease import Lease
-from manager.outcome import Outcome, State
 from runtimes.kinds import KINDS
 from runtimes.node import wire
 from runtimes.node.errors import facts_of, failed

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from manager.action import Lease, Outcome
 from manager.executor import Call
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome
 from runtimes.node import wire
 from runtimes.node.spool import records
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.errors import ActionFailed, CodedError, Reason, Unsupported
 from manager.function import FunctionSpec
 from runtimes.node import wire

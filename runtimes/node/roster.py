@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from manager.setting import Setting
+from manager.function import Setting
 from runtimes.node.node_state import HEARD, LEGAL_NODE_MOVES, UNSURE, NodeState
 
 #: Seconds after which a daemon whose name is taken may ask again: the other one may be dying.

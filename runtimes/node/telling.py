@@ -12,7 +12,7 @@ from typing import Annotated
 
 import structlog
 
-from manager.setting import Setting
+from manager.function import Setting
 from runtimes.node.attempt import NodeAttempt
 from runtimes.node.link import NodeLink
 from runtimes.node.spool import Spool

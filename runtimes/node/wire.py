@@ -16,13 +16,10 @@ from typing import TypeVar
 
 import msgspec
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease, Outcome
 from manager.config import NodeSpec
 from manager.errors import CodedError
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome
 from runtimes.node.files.messages import FILES_MESSAGES
 from runtimes.node.fitness.messages import FitnessChanged
 from runtimes.node.message import ErrorFacts, Message, ToldOutcome

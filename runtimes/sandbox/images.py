@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
 from manager.errors import InvalidConfig
-from manager.setting import Setting
+from manager.function import Setting
 
 #: What engines take for the name of an image: [registry[:port]/]part[/part ...][:tag][@digest], or an image's id. It
 #: becomes a part of a request's path, in which anything else could lead to another route of the engine.

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import structlog
 
 from manager.errors import InvalidConfig, Unsupported
-from manager.setting import Setting
+from manager.function import Setting
 from runtimes.api.secrets import Secrets
 from runtimes.sandbox.creation_gate import CreationGate
 from runtimes.sandbox.disk.bound import DiskSettings, WalkBound, choose_bound

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple, Protocol
 
 from manager.errors import CapacityExceeded, Conflict, InvalidInput
-from manager.setting import Setting
+from manager.function import Setting
 from runtimes.sandbox.output_tail import OutputTail, SessionPiece
 
 COMPONENT = "session"

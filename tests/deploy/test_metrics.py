@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from gateway.errors import FACES
+from manager.action import State
 from manager.errors import Reason
-from manager.outcome import State
 from tests.deploy.metrics import (
     DEPLOY,
     GIVEN,

@@ -23,7 +23,7 @@ from manager.clock import Clock
 from manager.config import TaskSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, RetrySpec
-from manager.resources.declared import ResourceSpec
+from manager.resources.pools import ResourceSpec
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import LocalExecutor
 from runtimes.model.runtime import ModelRuntime

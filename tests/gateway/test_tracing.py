@@ -23,8 +23,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from gateway.config.sections import TracesSection
 from gateway.invocations.record import Mode, Record
 from gateway.tracing import TraceExporter, context_of, execution_id, spans_of
+from manager.action import State
 from manager.errors import Reason
-from manager.outcome import State
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
 from tangram.types import Attempt

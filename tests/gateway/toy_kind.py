@@ -13,10 +13,8 @@ from typing import Annotated, TypedDict
 import httpx
 
 import runtimes.kinds
-from manager.action import Action
-from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.setting import Setting
+from manager.action import Action, Lease
+from manager.function import FunctionSpec, Setting
 from runtimes.kind import Kind, schema_of
 from runtimes.runtime import Execution, Result
 from tangram.client.credentials import Bearer

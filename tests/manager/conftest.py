@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from manager.action import Action, UnitSet
+from manager.action import Action, Outcome, Settlement, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
 from manager.core.core import Core
 from manager.events import Command, Event, Execute, Settle
-from manager.outcome import Outcome, Settlement, State
 from manager.scheduler.policy import PolicySpec
 
 DONE = Outcome(state=State.SUCCEEDED)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manager.batch import Work, expected_s
+from manager.action import Work, expected_s
 
 seconds = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=12)
 marginals = st.floats(0.0, 1.0)

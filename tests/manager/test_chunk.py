@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manager.chunk import Chunk, power_at_least
+from manager.action import Chunk, power_at_least
 
 
 def test_a_chunk_knows_its_devices_and_what_lies_in_it() -> None:

@@ -8,19 +8,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from manager.action import Action, UnitSet
+from manager.action import Action, Chunk, Lease, Settlement, State, UnitSet
 from manager.assembly import build_core
-from manager.chunk import Chunk
 from manager.config import ServiceSpec
 from manager.engine import Engine, Submission
 from manager.errors import CapacityExceeded, CodedError, Conflict, Draining, Reason, Unsatisfiable
 from manager.events import Command
 from manager.executor import Call
 from manager.function import FunctionSpec, SandboxSpec
-from manager.learning.history import History
-from manager.lease import Lease
-from manager.outcome import Settlement, State
-from manager.resources.quota import QuotaSpec
+from manager.learning import History
+from manager.resources.pools import QuotaSpec
 from manager.scheduler.policy import Decision, PoolView
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import Deadlines, LocalExecutor

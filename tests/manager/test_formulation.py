@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from manager.action import PRIOR_BATCH_MARGINAL, Action, Amdahl, UnitSet
-from manager.batch import Kin
+from manager.action import PRIOR_BATCH_MARGINAL, Action, Amdahl, Kin, UnitSet
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.formulation import check_satisfiable, formulate
 from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, SandboxSpec
-from manager.learning.history import History
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.learning import History
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from tests.manager.conftest import node, spec
 
 TESTS = FunctionSpec(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manager.input_size import SIZE_MAX, size_at
+from manager.action import SIZE_MAX, size_at
 
 INPUT = {
     "max_tokens": 64,

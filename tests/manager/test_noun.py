@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from manager.noun import noun
+from manager.action import noun
 
 
 @noun

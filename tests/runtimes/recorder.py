@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from jsonschema import Draft202012Validator
 
-from manager.action import Action
+from manager.action import Action, Grant, Lease
 from manager.executor import Call
 from manager.function import FunctionSpec
-from manager.lease import Grant, Lease
 from runtimes.kinds import result_schema
 from runtimes.runtime import Execution
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from manager.action import Action
+from manager.action import Action, Lease
 from manager.errors import ActionFailed, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
-from manager.lease import Lease
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
 from tests.runtimes.test_local import Lines

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.errors import Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome, State
 from runtimes.fleet import FleetExecutor
 
 SHELL, API = FunctionSpec(name="shell", runtime="exec"), FunctionSpec(name="call", runtime="api")

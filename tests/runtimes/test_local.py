@@ -7,13 +7,10 @@ import os
 
 import pytest
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.errors import EXHAUSTED, ActionFailed, InvalidInput, NotFound, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome, State
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import Deadlines, LocalExecutor
 

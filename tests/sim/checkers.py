@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Protocol
 
-from manager.action import Action
+from manager.action import Action, Lease
 from manager.config import ManagerSpec, NodeSpec
 from manager.events import (
     Command,
@@ -24,9 +24,7 @@ from manager.events import (
     Settle,
     Submitted,
 )
-from manager.lease import Lease
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 
 #: A node, and the first device and the number of devices there.
 Place = tuple[str, int, int]

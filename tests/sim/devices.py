@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import ManagerSpec
 from manager.core.core import Core
 from manager.events import Command, Event, Execute, Finished, NodeLost, ReplicaEnded, Replicate, ResidencyReported

@@ -8,15 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from manager.action import Action, UnitSet
+from manager.action import Action, Outcome, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, TaskSpec
 from manager.events import Command, Event, Execute, Finished, Submitted
-from manager.outcome import Outcome, State
 from manager.scheduler.policy import PolicySpec
-from manager.simulation.cluster import cluster
 from manager.simulation.simulate import preset
-from manager.simulation.simulator import Simulation
+from manager.simulation.simulator import Simulation, cluster
 from tests.sim.checkers import FairShares
 
 WEIGHTS = {"blue": 1.0, "green": 2.0, "red": 5.0}

@@ -12,13 +12,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manager.action import Action, UnitSet
+from manager.action import Action, Outcome, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
 from manager.events import Event, Execute, Finished, Submitted, Tick, TrajectoryOpened, WakeAt
-from manager.outcome import Outcome, State
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from manager.scheduler.policy import PolicySpec
 
 CORES = (4, 3, 3)

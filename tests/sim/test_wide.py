@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from manager.action import Amdahl, UnitSet
-from manager.simulation.cluster import cluster
-from manager.simulation.simulator import Simulation
-from manager.simulation.trace import TracedTrajectory, TraceStep
+from manager.simulation.simulator import Simulation, cluster
+from manager.simulation.workloads import TracedTrajectory, TraceStep
 
 UNITS = 16
 SPAN_S = 60.0

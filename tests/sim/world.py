@@ -8,9 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from manager.action import ANYWHERE, Action, Amdahl, NodeChoice, UnitSet
+from manager.action import ANYWHERE, Action, Amdahl, Chunk, NodeChoice, Outcome, State, UnitSet
 from manager.assembly import build_core
-from manager.chunk import Chunk
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec, TaskSpec
 from manager.core.core import Core
 from manager.core.scheduling_pass import SchedulingPass
@@ -38,9 +37,7 @@ from manager.events import (
     TrajectoryOpened,
     WakeAt,
 )
-from manager.outcome import Outcome, State
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from manager.scheduler.policy import Policy, PolicySpec
 from manager.scheduler.registry import make_policy
 from tests.sim.checkers import (

@@ -8,10 +8,8 @@ from typing import Any
 
 from gateway.cli.trace_export import recorded
 from manager.errors import CodedError
-from manager.simulation.results import Row
-from manager.simulation.simulate import Size, capacity_of, simulate, with_services
-from manager.simulation.trace import TracedTrajectory
-from manager.simulation.workloads import Workload
+from manager.simulation.simulate import Row, Size, capacity_of, simulate, with_services
+from manager.simulation.workloads import TracedTrajectory, Workload
 from tangram import InvocationResult
 
 #: What a run is compared with: name of the policy or baseline, and what it is called.

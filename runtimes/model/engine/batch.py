@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from runtimes.model.engine.contract import ModelBackend, ModelJob, ModelRequest
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import ServiceSpec
 from manager.function import FunctionSpec
 from runtimes.model.request import ModelInput

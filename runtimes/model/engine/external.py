@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, ModelAction, ModelSpec

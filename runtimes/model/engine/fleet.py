@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.errors import ActionFailed, Reason
 from runtimes.model.device.devices import Device
 from runtimes.model.device.messages import (

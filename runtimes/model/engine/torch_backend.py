@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, CodedError, InvalidConfig, InvalidInput, Reason, Unsupported
 from manager.function import FunctionSpec, ModelAction, ModelSpec

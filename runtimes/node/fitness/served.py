@@ -17,7 +17,7 @@ from typing import Annotated
 
 import structlog
 
-from manager.setting import Setting
+from manager.function import Setting
 from runtimes.node.fitness.messages import FitnessChanged
 from runtimes.sandbox.disk.room import REMEDY, shortage_of
 

@@ -19,8 +19,7 @@ from typing import Annotated
 import structlog
 
 from manager.errors import ActionFailed, CapacityExceeded, CodedError, InvalidInput, Reason, TooLarge, exhaustion
-from manager.function import FunctionSpec
-from manager.setting import Setting
+from manager.function import FunctionSpec, Setting
 from runtimes.node.handlers.archive import ARCHIVE_MAX_BYTES, COMPONENT, digest_of
 from runtimes.node.wire import ChannelError
 from runtimes.sandbox.files.archiver import Refused

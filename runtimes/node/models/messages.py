@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import ServiceSpec
 from runtimes.node.message import Message
 

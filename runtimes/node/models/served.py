@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import ServiceSpec
 from manager.errors import Unsupported
 from manager.function import FunctionSpec

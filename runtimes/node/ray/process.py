@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from manager.clock import Clock, MonotonicClock
-from manager.setting import Setting
+from manager.function import Setting
 from runtimes.node.ray.messages import AnyKeeperMessage, KeeperPong, RayConnected, RayUnreachable
 
 KEEPER = Path(__file__).with_name("keeper.py")

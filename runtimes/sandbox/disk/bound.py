@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Protocol
 import structlog
 
 from manager.errors import Unsupported
-from manager.setting import Setting
+from manager.function import Setting
 from runtimes.sandbox.disk.image import ImageBound, probe, take_away
 
 logger = structlog.get_logger("sandbox.disk")

@@ -15,11 +15,10 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from manager.action import Action
+from manager.action import Action, Lease
 from manager.errors import ActionFailed, CodedError, Reason
 from manager.executor import Call, LogSink
 from manager.function import AUTO, Background, FunctionSpec, SandboxSpec
-from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import (
     ARGUMENT_MAX_BYTES,

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from manager.function import FunctionSpec, HandlerSpec
-from manager.setting import Setting
+from manager.function import FunctionSpec, HandlerSpec, Setting
 from runtimes.kind import DeclarationSite, Kind
 from runtimes.materials import Materials
 from runtimes.runtime import Runtime

@@ -10,8 +10,7 @@ from typing import Annotated
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from manager.function import AllowedPlace
-from manager.setting import Setting
+from manager.function import AllowedPlace, Setting
 
 #: Bounds of what one function may ask for, and of a file that lists it.
 LINES_MAX, LINE_CHARS, FILE_BYTES = 500, 4000, 2**20

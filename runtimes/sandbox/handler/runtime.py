@@ -12,10 +12,9 @@ from typing import Any
 
 import structlog
 
-from manager.action import Action
+from manager.action import Action, Lease
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason
 from manager.function import FunctionSpec
-from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.handler.instance import HandlerSettings, ImportFailed, Instance, handler_of
 from runtimes.sandbox.handler.layers import LayerStore

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Annotated
 
 from manager.errors import CapacityExceeded, InvalidConfig
-from manager.setting import Setting
+from manager.function import Setting
 
 COMPONENT = "sandbox.process"
 #: Ids of one sandbox: those that images and programs know.

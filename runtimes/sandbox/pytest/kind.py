@@ -7,8 +7,7 @@ from typing import Annotated, Literal, TypedDict
 
 from msgspec import Meta
 
-from manager.function import FunctionSpec, PytestSpec
-from manager.setting import Setting
+from manager.function import FunctionSpec, PytestSpec, Setting
 from runtimes.kind import Kind, Schema, schema_of
 from runtimes.sandbox.pytest.plan import PytestInput
 from runtimes.sandbox.pytest.runtime import Check, PytestRuntime

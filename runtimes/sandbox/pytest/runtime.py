@@ -13,10 +13,9 @@ from typing import Literal
 
 import orjson
 
-from manager.action import Action
+from manager.action import Action, Lease
 from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound, Reason, TooLarge
 from manager.function import FunctionSpec
-from manager.lease import Lease
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_ended, processes_refused
 from runtimes.sandbox.disk.bound import WalkBound

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from manager.function import SandboxSpec
-from manager.setting import Setting
+from manager.function import SandboxSpec, Setting
 
 #: In a provider's state directory: a directory for each snapshot.
 SNAPSHOTS = "snapshots"

@@ -6,10 +6,8 @@ import pytest
 
 from bench.figures.weights import CORES, HEAVY, LIGHT, QUEUES, play_weighted, queue_row, share_of
 from manager.action import UnitSet
-from manager.simulation.lease_audit import LeaseAudit
-from manager.simulation.simulator import SimulatedAction, SimulationRun
-from manager.simulation.trace import TracedTrajectory, TraceStep
-from manager.simulation.workloads import Workload
+from manager.simulation.simulator import LeaseAudit, SimulatedAction, SimulationRun
+from manager.simulation.workloads import TracedTrajectory, TraceStep, Workload
 
 
 def ran(trajectory: str, began_s: float, ended_s: float, units: int) -> SimulatedAction:

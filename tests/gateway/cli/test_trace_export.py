@@ -9,8 +9,7 @@ import pytest
 
 from gateway.cli.trace_export import recorded
 from manager.simulation.simulate import Size, run
-from manager.simulation.trace import read_trace, write_trace
-from manager.simulation.workloads import Workload
+from manager.simulation.workloads import Workload, read_trace, write_trace
 from tangram import InvocationResult
 
 FUNCTIONS: dict[str, Any] = {

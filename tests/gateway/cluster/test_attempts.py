@@ -10,8 +10,8 @@ from gateway.cluster.attempts import NodeReattachment
 from gateway.invocations.invocation import LiveInvocation
 from gateway.invocations.reattach import claims_of_try
 from gateway.invocations.record import Mode, Record
+from manager.action import State
 from manager.function import FunctionSpec
-from manager.outcome import State
 from runtimes.node import wire
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.handlers.test_store import function as handler

@@ -11,7 +11,7 @@ import pytest
 from gateway.cluster.greeting import CORES_MAX, DEVICES_MAX, described, is_changed
 from manager.config import NodeSpec
 from manager.errors import InvalidConfig
-from manager.resources.chunks import split
+from manager.resources.devices import split
 from runtimes.node.wire import NodeHello
 from tests.runtimes.node.session import hello
 

@@ -14,8 +14,7 @@ from manager.action import Amdahl, EfficiencyTable, UnitSet
 from manager.config import TaskSpec
 from manager.errors import InvalidConfig, Reason
 from manager.function import Background, Network, SandboxSpec, Warm
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from runtimes.kinds import KINDS
 
 #: The example of the design, section 5.

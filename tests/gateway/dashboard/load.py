@@ -17,7 +17,7 @@ from manager.action import UnitSet
 from manager.config import TaskSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import QuotaSpec
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving

@@ -6,10 +6,8 @@ import pytest
 
 from gateway.dashboard.activity import BARS_MAX, ENDS_MAX, FAILURES_MAX, FUNCTIONS_MAX, KEPT_S, Activity
 from gateway.invocations.record import Mode, Record, new_id
-from manager.action import Action, UnitSet
+from manager.action import Action, Grant, Lease, Outcome, Settlement, State, UnitSet
 from manager.errors import Reason
-from manager.lease import Grant, Lease
-from manager.outcome import Outcome, Settlement, State
 
 
 class Clocks:

@@ -11,10 +11,9 @@ import pytest
 from gateway.errors import FACES
 from gateway.facades.calls import deadline_s
 from gateway.facades.faults import KIND_BY_CODE, KIND_BY_REASON, TABLE, Dialect, FaultKind
-from manager.action import UnitSet
+from manager.action import State, UnitSet
 from manager.errors import Reason
-from manager.outcome import State
-from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.pools import ConcurrencySpec
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.facades.world import doors

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from gateway.invocations.invocation import LiveInvocation
-from manager.action import UnitSet
+from manager.action import State, UnitSet
 from manager.errors import Reason
 from manager.events import NodeLost
 from manager.function import FunctionSpec, ModelAction, ModelSpec, RetrySpec
-from manager.outcome import State
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 
 HOUR_S = 3600.0

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from manager.action import UnitSet
 from manager.config import TaskSpec
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, function, serving
 
 

@@ -15,8 +15,8 @@ import pytest
 from gateway.http import sending, server
 from gateway.invocations.record import Record, _written
 from gateway.wire import DEPTH_MAX
+from manager.action import Outcome, Settlement, State
 from manager.errors import Reason
-from manager.outcome import Outcome, Settlement, State
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until

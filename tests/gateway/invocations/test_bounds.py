@@ -11,9 +11,9 @@ from msgspec import Raw
 from gateway import wire
 from gateway.invocations.admission import Admission
 from gateway.invocations.retries import next_try_s
+from manager.action import Outcome, State
 from manager.errors import CANCEL_ASKED, NOT_BEGUN, CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec, RetrySpec
-from manager.outcome import Outcome, State
 from tangram.types import BatchItem, FileEntry, FileList
 from tangram.types.values import quantities
 

@@ -14,11 +14,11 @@ from gateway.app import gateway
 from gateway.config.load import load
 from gateway.invocations.quota_record import QuotaRecord
 from gateway.store.store import Store, StoreSpec
+from manager.action import Grant, Lease
 from manager.assembly import build_core
 from manager.config import ManagerSpec, NodeSpec
 from manager.engine import Engine
-from manager.lease import Grant, Lease
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import QuotaSpec
 from runtimes.fake import ScriptedRuntime
 from runtimes.local import LocalExecutor
 

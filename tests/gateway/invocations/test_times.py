@@ -13,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.invocations.record import Mode, Record
-from manager.action import Action
+from manager.action import Action, Lease, Outcome, Settlement, State
 from manager.errors import Reason
-from manager.lease import Lease
-from manager.outcome import Outcome, Settlement, State
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 from tests.gateway.invocations.test_restart import crash, ended
 

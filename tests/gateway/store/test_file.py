@@ -11,8 +11,8 @@ import pytest
 from gateway.store import file
 from gateway.store.file import schema
 from gateway.store.store import LogRow, OpenTrajectory, Store, StoreSpec
+from manager.action import State
 from manager.errors import StorageUnavailable
-from manager.outcome import State
 from tests.gateway.records import accepted
 
 

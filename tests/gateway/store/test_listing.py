@@ -14,8 +14,8 @@ from gateway.invocations.record import Record
 from gateway.store import listing
 from gateway.store.listing import Filter
 from gateway.store.store import Store, StoreSpec
+from manager.action import State
 from manager.errors import Reason
-from manager.outcome import State
 from tests.gateway.records import accepted
 
 CHOICES: dict[str, list[object]] = {

@@ -13,8 +13,8 @@ from gateway.invocations.record import Record
 from gateway.store import retention
 from gateway.store.retention import prune
 from gateway.store.store import LogRow, Store, StoreSpec
+from manager.action import State
 from manager.errors import Reason
-from manager.outcome import State
 from tests.gateway.records import accepted
 
 NOW_S = 1000.0

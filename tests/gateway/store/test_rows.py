@@ -11,8 +11,8 @@ import pytest
 from gateway.invocations.record import Mode, Record, new_id
 from gateway.store.file import make_ready, queries, schema
 from gateway.store.rows import COLUMNS, record_of, row_of
+from manager.action import Outcome, State
 from manager.errors import Reason
-from manager.outcome import Outcome, State
 
 
 @pytest.fixture

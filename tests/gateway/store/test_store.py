@@ -15,8 +15,8 @@ from gateway.invocations.record import new_id, seq_of
 from gateway.store.file import mended_by
 from gateway.store.listing import Filter
 from gateway.store.store import Durability, LogRow, Store, StoreSpec
+from manager.action import State
 from manager.errors import InvalidInput, NotFound, Reason, StorageUnavailable
-from manager.outcome import State
 from runtimes.sandbox.disk.room import REMEDY as ROOM
 from tests.gateway.records import accepted
 

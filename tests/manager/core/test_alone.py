@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from manager.action import UnitSet
+from manager.action import Outcome, State, UnitSet
 from manager.assembly import build_core
 from manager.config import TaskSpec
 from manager.core.core import Core
 from manager.events import Command, Event, Execute, Finished, Submitted, Tick
-from manager.outcome import Outcome, State
 from manager.scheduler.policy import Decision, Policy, PolicySpec, PoolView, PromptPolicy, Start
 from manager.scheduler.registry import make_policy
 from tests.manager.conftest import CoreDriver, action, node, spec

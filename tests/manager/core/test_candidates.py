@@ -7,10 +7,9 @@ import random
 import pytest
 
 from manager.assembly import build_core
-from manager.core.candidates import RoomiestFirst, Selector, StartOption, _Contender
-from manager.core.scheduling_pass import SchedulingPass
+from manager.core.scheduling_pass import RoomiestFirst, SchedulingPass, Selector, StartOption, _Contender
 from manager.events import Submitted
-from manager.resources.pool import Headroom
+from manager.resources.pools import Headroom
 from tests.manager.conftest import action, node, spec
 
 

@@ -9,11 +9,10 @@ import pytest
 
 from manager.action import Action, UnitSet
 from manager.config import ManagerSpec, TaskSpec
-from manager.core.causes import Cause, cause_of, counted_causes
-from manager.core.views import queue_view, resources_view
+from manager.core.state import Cause, cause_of, counted_causes
+from manager.core.views import CELLS_MAX, glance, queue_view, resources_view, runs_of
 from manager.events import Finished, NodeClosed, NodeOpened, Reconfigured, Submitted
-from manager.glance import CELLS_MAX, glance, runs_of
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import QuotaSpec
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 
 Drive = Callable[[ManagerSpec], CoreDriver]

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from manager.action import UnitSet
+from manager.action import Chunk, UnitSet
 from manager.assembly import build_core
-from manager.chunk import Chunk
 from manager.config import ManagerSpec, ServiceSpec, TaskSpec
 from manager.events import Finished, NodeJoined, Reconfigured, ResidencyReported, Submitted, Tick
-from manager.resources.concurrency import ConcurrencyPool, ConcurrencySpec
-from manager.resources.cpu import CpuPool
-from manager.resources.gpu import GpuPool
-from manager.resources.nodes import Nodes
-from manager.resources.pool import PoolRequest
-from manager.resources.quota import QuotaPool, QuotaSpec
-from manager.resources.resources import Resources
+from manager.resources.cores import CpuPool
+from manager.resources.devices import GpuPool
+from manager.resources.nodes import Nodes, Resources
+from manager.resources.pools import ConcurrencyPool, ConcurrencySpec, PoolRequest, QuotaPool, QuotaSpec
 from manager.scheduler.policy import Decision, PoolView, ResizeChoice, Start
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 

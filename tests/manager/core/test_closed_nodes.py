@@ -10,7 +10,7 @@ import pytest
 
 from manager.action import ANYWHERE, NodeChoice, UnitSet
 from manager.config import ManagerSpec, ServiceSpec
-from manager.core.causes import cause_of
+from manager.core.state import cause_of
 from manager.core.views import resources_view
 from manager.errors import Reason
 from manager.events import (
@@ -28,7 +28,7 @@ from manager.events import (
     TrajectoryOpened,
     TrajectoryPlaced,
 )
-from manager.resources.concurrency import ConcurrencySpec
+from manager.resources.pools import ConcurrencySpec
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 
 Drive = Callable[[ManagerSpec], CoreDriver]

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from manager.action import Action, UnitSet
+from manager.action import Action, Kin, Outcome, State, UnitSet
 from manager.assembly import build_core
-from manager.batch import Kin
 from manager.config import ManagerSpec, ServiceSpec, TaskSpec
 from manager.errors import CANCEL_ASKED, CapacityExceeded, QuotaExceeded, Reason
 from manager.events import (
@@ -31,9 +30,7 @@ from manager.events import (
     TryGranted,
     WakeAt,
 )
-from manager.outcome import Outcome, State
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from manager.scheduler.policy import Decision, PoolView, Start
 from manager.scheduler.policy import ResizeChoice as Widen
 from manager.scheduler.price import PricePolicy

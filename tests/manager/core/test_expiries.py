@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from manager.core.expiries import Expiries
+from manager.core.queue import Expiries
 
 
 def test_what_expires_comes_in_order_and_what_is_stale_does_not_come() -> None:

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from manager.action import NodeChoice, UnitSet
-from manager.chunk import Chunk
+from manager.action import Chunk, NodeChoice, UnitSet
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec
-from manager.core.causes import cause_of
+from manager.core.state import cause_of
 from manager.events import (
     Finished,
     NodeClosed,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import ManagerSpec, SchedulerSpec, ServiceSpec
 from manager.events import NodeJoined, NodeLost, ReplicaEnded, Replicate, Submitted
 from manager.scheduler.policy import PolicySpec

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from manager.action import Lease, State
 from manager.assembly import build_core
 from manager.clock import VirtualClock
 from manager.config import ManagerSpec
@@ -15,10 +16,7 @@ from manager.engine import Engine, Submission
 from manager.events import Finished, Refuse, Resumed, Submitted, Tick, TrajectoryOpened
 from manager.executor import Call
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import State
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.local import LocalExecutor
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec

@@ -12,8 +12,7 @@ from manager.core.core import Core
 from manager.core.views import queue_view, tasks_view, trajectories_view
 from manager.errors import InvalidInput
 from manager.events import CancelRequested, Finished, NodeLost, Submitted, TrajectoryEnded, TrajectoryOpened
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 
 

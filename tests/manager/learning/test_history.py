@@ -12,11 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manager.action import PRIOR_BATCH_MARGINAL, UnitSet
-from manager.batch import Kin, Work
-from manager.learning.history import PRIOR_SERIAL_FRACTION, History
-from manager.lease import Grant, Lease
-from manager.outcome import Outcome, Settlement, State
+from manager.action import PRIOR_BATCH_MARGINAL, Grant, Kin, Lease, Outcome, Settlement, State, UnitSet, Work
+from manager.learning import PRIOR_SERIAL_FRACTION, History
 from tests.manager.conftest import action
 
 

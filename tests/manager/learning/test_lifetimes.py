@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from manager.learning.lifetimes import BatchState, Lifetimes
+from manager.learning import BatchState, Lifetimes
 
 
 def ends_in_s(seen_s: list[float], ages_s: list[float], *, needed: int, at_once: int = 0) -> float | None:

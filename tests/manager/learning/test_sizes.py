@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manager.batch import Kin
-from manager.learning.history import History
+from manager.action import Kin
+from manager.learning import History
 
 Truth = Callable[[float], float]
 

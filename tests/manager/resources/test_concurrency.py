@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from manager.resources.concurrency import ConcurrencyPool, ConcurrencySpec
-from manager.resources.pool import PoolRequest
+from manager.resources.pools import ConcurrencyPool, ConcurrencySpec, PoolRequest
 
 
 def test_a_lower_concurrency_limit_takes_nothing_away() -> None:

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.config import NodeSpec
-from manager.resources.cores import Cores
-from manager.resources.cpu import CpuPool
-from manager.resources.pool import PoolRequest
+from manager.resources.cores import Cores, CpuPool
+from manager.resources.pools import PoolRequest
 
 NUMA = (tuple(range(8)), tuple(range(8, 12)), tuple(range(12, 20)))
 

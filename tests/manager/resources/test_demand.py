@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manager.resources.demand import REUSE_S, Demand
+from manager.resources.cores import REUSE_S, Demand
 
 
 def test_uses_add_up_and_fade() -> None:

@@ -6,12 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import NodeSpec, ServiceSpec
-from manager.resources.chunks import Chunks
-from manager.resources.gpu import GpuPool
-from manager.resources.pool import PoolRequest
-from manager.resources.residency import Residency, ResidentCopy
+from manager.resources.devices import Chunks, GpuPool, Residency, ResidentCopy
+from manager.resources.pools import PoolRequest
 
 SERVICES = {
     name: ServiceSpec(

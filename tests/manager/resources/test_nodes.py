@@ -8,9 +8,8 @@ import pytest
 
 from manager.action import Demand
 from manager.config import NodeSpec
-from manager.resources.cpu import CpuPool
-from manager.resources.nodes import Node, Nodes
-from manager.resources.resources import Resources
+from manager.resources.cores import CpuPool
+from manager.resources.nodes import Node, Nodes, Resources
 
 
 def spec(name: str, cores: int, memory_bytes: int) -> NodeSpec:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manager.resources.pool import PoolRequest
-from manager.resources.quota import QuotaPool, QuotaSpec
+from manager.resources.pools import PoolRequest, QuotaPool, QuotaSpec
 
 
 @given(

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import NodeSpec, ServiceSpec
-from manager.resources.gpu import GpuPool
-from manager.resources.placed import Replica
-from manager.resources.pool import PoolRequest
+from manager.resources.cores import Replica
+from manager.resources.devices import GpuPool
+from manager.resources.pools import PoolRequest
 
 
 def service(name: str, size: int, *, replicable: bool = True) -> ServiceSpec:

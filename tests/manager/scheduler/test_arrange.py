@@ -10,12 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manager.action import Amdahl, UnitSet
-from manager.chunk import Chunk, power_at_least
-from manager.scheduler.arrange import ArrangeItem, GreedyArrangement, TableArrangement, arrange
-from manager.scheduler.chunk_operator import ChunkOperator, best_fit, take
-from manager.scheduler.durations import shape_of
-from manager.scheduler.operator import BasicOperator
+from manager.action import Amdahl, Chunk, UnitSet, power_at_least
+from manager.scheduler.paper import (
+    ArrangeItem,
+    BasicOperator,
+    ChunkOperator,
+    GreedyArrangement,
+    TableArrangement,
+    arrange,
+    best_fit,
+    take,
+)
+from manager.scheduler.rank import shape_of
 
 
 def item(unit_set: UnitSet, t_ori_s: float, serial: float) -> ArrangeItem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from manager.scheduler.backfill import Backfill
+from manager.scheduler.price import Backfill
 
 
 def test_what_ends_before_the_shadow_time_passes_and_the_rest_takes_extra_units() -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from manager.action import Action, UnitSet
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, UnitSet
 from manager.scheduler.policy import PoolView
 from manager.scheduler.price import PricePolicy
 from tests.manager.scheduler.world import check_sums, devices, running, teacher

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manager.scheduler.drawn import AHEAD, Drawn
+from manager.scheduler.rank import AHEAD, Drawn
 
 
 def test_a_look_makes_what_it_reads_and_nothing_twice() -> None:

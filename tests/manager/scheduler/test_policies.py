@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manager.action import Action
-from manager.chunk import Chunk
+from manager.action import Action, Chunk
 from manager.scheduler.adaptive import AdaptivePolicy
-from manager.scheduler.completion import CompletionHeap
-from manager.scheduler.paper import PaperPolicy
+from manager.scheduler.paper import CompletionHeap, PaperPolicy
 from manager.scheduler.policy import Decision, Policy, PolicySpec
 from manager.scheduler.price import PricePolicy
 from manager.scheduler.registry import make_policy

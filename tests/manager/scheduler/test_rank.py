@@ -9,8 +9,7 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manager.action import Action
-from manager.input_size import SizeLine
+from manager.action import Action, SizeLine
 from manager.scheduler.rank import TURNS_AHEAD, ranked, shortest_first
 from tests.manager.conftest import action
 from tests.manager.scheduler.world import teacher

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from manager.errors import InvalidConfig
+from manager.function import settings_of
 from manager.scheduler.policy import PolicySpec
 from manager.scheduler.registry import POLICIES, make_policy
-from manager.setting import settings_of
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

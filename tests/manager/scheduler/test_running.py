@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from manager.action import Action, UnitSet
-from manager.scheduler.policy import RunningView
-from manager.scheduler.running import RunningSet
+from manager.scheduler.policy import RunningSet, RunningView
 from tests.manager.scheduler.world import running
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from manager.action import Action, Amdahl, UnitSet
-from manager.chunk import Chunk
+from manager.action import Action, Amdahl, Chunk, UnitSet
 from manager.scheduler.policy import ChunkView, CrowdView, Decision, PoolView, RunningView, WaitingView
 
 

@@ -7,12 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manager.action import Amdahl, UnitSet
-from manager.resources.quota import QuotaSpec
-from manager.simulation.area_bound import shortest_remaining
-from manager.simulation.bound import LowerBound, lower_bound
-from manager.simulation.cluster import cluster
-from manager.simulation.simulator import Physics, Simulation
-from manager.simulation.trace import TracedTrajectory, TraceStep
+from manager.resources.pools import QuotaSpec
+from manager.simulation.bounds import LowerBound, lower_bound, shortest_remaining
+from manager.simulation.simulator import Physics, Simulation, cluster
+from manager.simulation.workloads import TracedTrajectory, TraceStep
 
 CORES = 4
 #: (kind of step, seconds of thought before it, seconds, units)

@@ -7,11 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manager.action import Amdahl, UnitSet
-from manager.simulation.bound import lower_bound
-from manager.simulation.cluster import cluster
-from manager.simulation.simulator import Physics, Simulation
-from manager.simulation.trace import TracedTrajectory, TraceStep
-from manager.simulation.workloads import Search, Teachers, coding, deepsearch, mopd
+from manager.simulation.bounds import lower_bound
+from manager.simulation.simulator import Physics, Simulation, cluster
+from manager.simulation.workloads import Search, Teachers, TracedTrajectory, TraceStep, coding, deepsearch, mopd
 
 FREE = Physics(worker_cost_s=0.0, resize_cost_s=0.0)
 

@@ -11,13 +11,19 @@ from manager.action import UnitSet
 from manager.config import ManagerSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.events import NodeClosed, NodeJoined, NodeLost, NodeOpened
-from manager.resources.quota import QuotaSpec
-from manager.simulation.cluster import cluster
-from manager.simulation.faults import LOST_S, NodeFault, Scenario, fault_events, read_fault
+from manager.resources.pools import QuotaSpec
 from manager.simulation.simulate import Size, preset, simulate
-from manager.simulation.simulator import Simulation, SimulationRun
-from manager.simulation.trace import TracedTrajectory, TraceStep
-from manager.simulation.workloads import TENSOR_PARALLEL, service
+from manager.simulation.simulator import (
+    LOST_S,
+    NodeFault,
+    Scenario,
+    Simulation,
+    SimulationRun,
+    cluster,
+    fault_events,
+    read_fault,
+)
+from manager.simulation.workloads import TENSOR_PARALLEL, TracedTrajectory, TraceStep, service
 
 TWO = cluster(cores=4, nodes=2)
 

@@ -8,18 +8,23 @@ from dataclasses import replace
 
 import pytest
 
-from manager.action import UnitSet
+from manager.action import Grant, Lease, Settlement, UnitSet
 from manager.config import ServiceSpec
 from manager.errors import InvalidInput
-from manager.lease import Grant, Lease
-from manager.outcome import Settlement
 from manager.simulation.baselines import BASELINES, POD_START_S, PODS_PER_NODE_S
-from manager.simulation.duration_model import Learning, Oracle
-from manager.simulation.lease_audit import LeaseAudit
 from manager.simulation.simulate import Size, preset, run, simulate
-from manager.simulation.simulator import Physics, SimulationRun
-from manager.simulation.trace import TracedTrajectory, TraceStep
-from manager.simulation.workloads import BATCH_TOKENS, Coding, Teachers, Workload, coding, mopd, service
+from manager.simulation.simulator import Learning, LeaseAudit, Oracle, Physics, SimulationRun
+from manager.simulation.workloads import (
+    BATCH_TOKENS,
+    Coding,
+    Teachers,
+    TracedTrajectory,
+    TraceStep,
+    Workload,
+    coding,
+    mopd,
+    service,
+)
 
 SMALL = Size(nodes=2, cores=64, gpus=8)
 POLICIES = ("adaptive", "price", "paper", "fixed:4")

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from manager.errors import InvalidInput
-from manager.simulation.trace import read_trace, write_trace
-from manager.simulation.workloads import PRESETS
+from manager.simulation.workloads import PRESETS, read_trace, write_trace
 
 LINE = {
     "id": "t1",

@@ -6,11 +6,9 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from manager.action import Action, UnitSet
-from manager.chunk import Chunk
+from manager.action import Action, Chunk, Grant, Lease, UnitSet
 from manager.executor import Call
 from manager.function import FunctionSpec, ModelAction, ModelSpec
-from manager.lease import Grant, Lease
 from runtimes.runtime import Execution
 
 _numbers = itertools.count(1)

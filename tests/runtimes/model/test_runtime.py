@@ -21,7 +21,7 @@ import structlog
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from manager.chunk import Chunk  # noqa: E402
+from manager.action import Chunk  # noqa: E402
 from manager.config import ServiceSpec  # noqa: E402  # torch may be missing
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # noqa: E402
 from manager.function import FunctionSpec, ModelAction  # noqa: E402

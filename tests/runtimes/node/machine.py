@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manager.action import Action
+from manager.action import Action, Lease
 from manager.errors import ActionFailed, Reason
 from manager.executor import Executor
 from manager.function import FunctionSpec, SandboxSpec
-from manager.lease import Lease
 from runtimes.local import LocalExecutor
 from runtimes.node.fitness.served import Trouble
 from runtimes.node.models.served import NodeModels

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from manager.action import Action
+from manager.action import Action, Lease, Outcome
 from manager.config import NodeSpec
 from manager.errors import CodedError
 from manager.executor import Call
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import Outcome
 from runtimes.node import wire
 from runtimes.node.agent import Agent, AgentSettings
 from runtimes.node.message import Message

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from manager.action import Outcome, State
 from manager.errors import InvalidConfig, Reason
 from manager.function import FunctionSpec
-from manager.outcome import Outcome, State
 from runtimes.node import wire
 from runtimes.node.agent import Agent
 from runtimes.node.handlers.store import HandlerStore

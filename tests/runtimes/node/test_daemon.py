@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from manager.action import Action
+from manager.action import Action, Lease, Outcome, State
 from manager.config import NodeSpec
 from manager.errors import CodedError, Conflict, InvalidConfig, Unauthorized
 from manager.executor import Call
-from manager.lease import Lease
-from manager.outcome import Outcome, State
 from runtimes.node import wire
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
 from runtimes.node.daemon import Daemon, DaemonSettings, HostWork

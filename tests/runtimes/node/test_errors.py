@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from manager.action import State
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason, Unsupported
-from manager.outcome import State
 from runtimes.node.errors import as_failure, error_of, facts_of, failed
 
 

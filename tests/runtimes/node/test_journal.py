@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.outcome import Outcome, State
+from manager.action import Outcome, State
 from runtimes.node import wire
 from runtimes.node.journal import AttemptJournal, JournalSettings, epoch
 from runtimes.node.spool import TAIL_BYTES, TEXT_BYTES, Spool, records

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.config import ServiceSpec
 from manager.errors import Unsupported
 from manager.function import FunctionSpec, ModelAction, ModelSpec

@@ -11,11 +11,10 @@ import msgspec
 import pytest
 
 from bench.sandbox import DiscardedOutput
+from manager.action import Lease, State
 from manager.errors import ActionFailed, Reason, Unsupported
 from manager.executor import Call
 from manager.function import FunctionSpec
-from manager.lease import Lease
-from manager.outcome import State
 from runtimes.node import remote_call, wire
 from runtimes.node.message import Message
 from runtimes.node.remote import RemoteNode

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from manager.action import Outcome, State
 from manager.function import FunctionSpec
-from manager.outcome import Outcome, State
 from runtimes.node import wire
 from runtimes.node.attempt import NodeAttempt
 from runtimes.node.message import Message

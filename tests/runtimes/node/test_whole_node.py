@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from manager.action import Action, UnitSet
+from manager.action import Action, Grant, Lease, Outcome, State, UnitSet
 from manager.executor import Call
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
-from manager.lease import Grant, Lease
-from manager.outcome import Outcome, State
 from runtimes.node.certificate import ensure_certificate
 from tests.runtimes.node.session import KeptLog
 from tests.runtimes.node.test_daemon import StandInDoor

@@ -10,13 +10,10 @@ import msgspec
 import pytest
 
 from gateway.config.load import load
-from manager.action import Action, Amdahl, UnitSet
-from manager.chunk import Chunk
+from manager.action import Action, Amdahl, Chunk, Grant, Lease, Outcome, State, UnitSet
 from manager.config import NodeSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
-from manager.lease import Grant, Lease
-from manager.outcome import Outcome, State
 from runtimes.kinds import KINDS
 from runtimes.node import wire
 

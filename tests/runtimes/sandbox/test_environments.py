@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from manager.action import Grant, Lease
 from manager.clock import VirtualClock
 from manager.errors import (
     ActionFailed,
@@ -24,7 +25,6 @@ from manager.errors import (
     Unsupported,
 )
 from manager.function import Background, FunctionSpec, Isolation, SandboxSpec, Warm
-from manager.lease import Grant, Lease
 from runtimes.api.secrets import Secrets
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.creation_gate import CreationGate

@@ -14,11 +14,10 @@ import msgspec
 import pytest
 
 from gateway.invocations.record import Mode as RecordMode
+from manager.action import State as ManagerState
 from manager.action import UnitSet
 from manager.errors import Reason as ManagerReason
-from manager.outcome import State as ManagerState
-from manager.resources.concurrency import ConcurrencySpec
-from manager.resources.quota import QuotaSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from tangram import types
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving
 

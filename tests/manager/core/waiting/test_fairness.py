@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manager.core.waiting import fairness
-from manager.core.waiting.fairness import FairShare
+from manager.core import queue
+from manager.core.queue import FairShare
 from tests.manager.conftest import action
 
 
@@ -68,11 +68,11 @@ def test_what_was_really_used_replaces_the_guess() -> None:
 
 def test_an_unknown_duration_is_charged_a_little() -> None:
     fair = FairShare(frozenset())
-    assert fair.charge(action("a", {"cpu": 3}), "cpu") == 3 * fairness.UNKNOWN_DURATION_S
+    assert fair.charge(action("a", {"cpu": 3}), "cpu") == 3 * queue.UNKNOWN_DURATION_S
 
 
 def test_names_that_callers_invent_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fairness, "FLOWS_MAX", 10)
+    monkeypatch.setattr(queue, "FLOWS_MAX", 10)
     fair = FairShare(frozenset())
     fair.stamp(action("kept", task="kept", t_ori_s=5.0), 1.0)
     for index in range(100):

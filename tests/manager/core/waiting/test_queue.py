@@ -8,7 +8,7 @@ import pytest
 
 from manager.action import Action, UnitSet
 from manager.config import TaskSpec
-from manager.core.waiting.queue import Bounds, Queue, Waiting
+from manager.core.queue import Bounds, Queue, Waiting
 from manager.errors import CapacityExceeded, QuotaExceeded
 from tests.manager.conftest import action
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from manager.chunk import Chunk
+from manager.action import Chunk
 from manager.errors import ActionFailed, InvalidConfig, Reason
 from manager.function import FunctionSpec, ModelAction
 from runtimes.model.runtime import ModelRuntime

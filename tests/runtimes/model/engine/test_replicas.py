@@ -12,17 +12,19 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from manager.action import Action  # noqa: E402  # torch may be missing
+from manager.action import (
+    Action,  # torch may be missing
+    Chunk,
+    Lease,
+    Outcome,
+)
 from manager.assembly import build_core  # noqa: E402
-from manager.chunk import Chunk  # noqa: E402
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec  # noqa: E402
 from manager.engine import Engine, Submission  # noqa: E402
 from manager.executor import Call  # noqa: E402
 from manager.formulation import formulate  # noqa: E402
 from manager.function import FunctionSpec, ModelAction  # noqa: E402
-from manager.learning.history import History  # noqa: E402
-from manager.lease import Lease  # noqa: E402
-from manager.outcome import Outcome  # noqa: E402
+from manager.learning import History  # noqa: E402
 from manager.scheduler.policy import PolicySpec  # noqa: E402
 from runtimes.local import LocalExecutor  # noqa: E402
 from runtimes.model.device.process import ForkServer  # noqa: E402

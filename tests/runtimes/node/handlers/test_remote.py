@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from manager.action import State
 from manager.errors import InvalidConfig, Reason, Unsupported
 from manager.function import FunctionSpec
-from manager.outcome import State
 from runtimes.node import wire
 from runtimes.node.files.messages import FilesAsk, FilesEnded, FilesPiece
 from runtimes.node.message import Message

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from manager.action import UnitSet
+from manager.action import State, UnitSet
 from manager.errors import ActionFailed, Reason
 from manager.function import PytestSpec
-from manager.outcome import State
 from runtimes.local import LocalExecutor
 from runtimes.sandbox.pytest.plan import PytestSettings
 from runtimes.sandbox.pytest.runtime import _COMPILED, PytestRuntime

@@ -1,1 +1,0 @@
-"""What waits: the queue, its fair order, and what a trajectory's turn changes of it."""
