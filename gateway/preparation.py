@@ -10,7 +10,7 @@ import structlog
 
 from manager.errors import CapacityExceeded, CodedError, FunctionUnavailable, InvalidConfig
 from manager.function import FunctionSpec
-from tangram.types.values.backoff import backoff_s
+from tangram.types import backoff_s
 
 #: Functions whose preparation runs at once.
 CONCURRENCY = 4

@@ -15,9 +15,7 @@ from manager.action import State
 from manager.errors import InvalidInput, Reason
 from runtimes import exact_json
 from tangram import types
-from tangram.types.values import quantities
-from tangram.types.values.scalars import NAME_WORDS
-from tangram.types.values.wording import explained
+from tangram.types import NAME_WORDS, explained
 
 T = TypeVar("T")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -119,7 +117,7 @@ def read(value: object, kind: type[T], what: str = "") -> T:
 
 def name(text: str, what: str) -> str:
     """Return a name that a caller chose (trajectory, task, invocation); raises InvalidInput for odd characters."""
-    if not quantities.is_name(text):
+    if not types.is_name(text):
         raise InvalidInput(f"{what} {text[:64]!r} must be {NAME_WORDS}", detail={"path": what})
     return text
 
@@ -127,7 +125,7 @@ def name(text: str, what: str) -> str:
 def duration_s(text: str, what: str) -> float:
     """Return the seconds of ``500ms 30s 1h30m``, or of a bare number of them; raises InvalidInput."""
     try:
-        return quantities.wait_s(text)
+        return types.wait_s(text)
     except ValueError as error:
         raise InvalidInput(f"{what}: {error}", detail={"path": what}) from None
 

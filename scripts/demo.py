@@ -21,8 +21,8 @@ import orjson
 
 from scripts.demo_projects import PROJECTS, Project, checkout, fix
 from tangram import AsyncClient, AsyncTrajectory, InvocationResult
-from tangram.client.credentials import Bearer
-from tangram.types.local_tokens import find_token
+from tangram.client.requests import Bearer
+from tangram.types import find_token
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".demo"

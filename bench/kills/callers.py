@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from bench.kills.history import KilledCall, KillHistory, Line, Record
-from tangram.client.credentials import Bearer
+from tangram.client.requests import Bearer
 
 #: Nothing may take longer, whatever is killed meanwhile.
 HUNG_S = 120.0

@@ -11,7 +11,7 @@ import httpx
 
 from bench.kills.census import MARKER
 from bench.serving import GATEWAY, IMAGE, ServerProcess, free_port
-from tangram.client.credentials import Bearer
+from tangram.client.requests import Bearer
 
 
 class KilledGateway(ServerProcess):

@@ -10,7 +10,7 @@ from enum import IntEnum
 from gateway.access.tokens import DoorTokens
 from gateway.config.sections import ServerConfig
 from manager.errors import Forbidden, InvalidConfig, Unauthorized
-from tangram.types.local_tokens import is_loopback
+from tangram.types import is_loopback
 
 REMEDY = "send 'Authorization: Bearer TOKEN' (`tangram token` prints it)"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from manager.errors import InvalidConfig, StorageUnavailable
-from tangram.types.local_tokens import ADMIN, INVOKE, TOKEN_BYTES_MAX, links_dir, served_at
+from tangram.types import ADMIN, INVOKE, TOKEN_BYTES_MAX, links_dir, served_at
 
 _DRAWN_BYTES = 32
 _TOKEN = re.compile(r"[!-~]{1,4096}")

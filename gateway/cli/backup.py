@@ -9,7 +9,7 @@ import click
 
 from tangram.cli.options import json_option, paths_argument
 from tangram.cli.output import print_json
-from tangram.types.values.quantities import show_size
+from tangram.types import show_size
 
 
 @click.command()

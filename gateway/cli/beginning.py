@@ -13,7 +13,7 @@ from manager.errors import Conflict
 from runtimes.sandbox.provider import docker_installed
 from tangram.cli.options import json_option
 from tangram.cli.output import print_json
-from tangram.types.config_files import files_of
+from tangram.types import files_of
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 #: Served where a directory has no configuration, and not written by `init`.

@@ -17,8 +17,7 @@ from gateway.config.load import GatewayConfig
 from tangram.cli import exit_status
 from tangram.cli.options import json_option, paths_argument
 from tangram.cli.output import print_json, say, show, table
-from tangram.types.config_files import files_of
-from tangram.types.values.quantities import show_size
+from tangram.types import files_of, show_size
 
 
 @click.command()

@@ -17,7 +17,7 @@ from gateway.facades.docker.listener import require_place
 from manager.errors import CodedError
 from tangram.cli.options import json_option, paths_argument
 from tangram.cli.output import TableColumn, print_json, show, table
-from tangram.types.values.quantities import show_size
+from tangram.types import show_size
 
 
 @click.command()

@@ -29,7 +29,7 @@ from runtimes.node.fitness.served import FitnessSettings
 from runtimes.node.models.served import NodeModels
 from runtimes.node.sandboxes import EnvironmentSandboxes
 from runtimes.node.snapshots.served import ServedSnapshots
-from tangram.types.values.quantities import size_bytes
+from tangram.types import size_bytes
 
 
 class NodeVerbs(click.Group):

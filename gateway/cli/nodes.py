@@ -11,9 +11,7 @@ from gateway.cluster.tickets import TICKET_VARIABLE
 from tangram import Client
 from tangram.cli.options import connected, json_option
 from tangram.cli.output import print_json, say, show, show_seconds, table
-from tangram.types.functions import FunctionInfo
-from tangram.types.nodes import NodeStatus
-from tangram.types.values.quantities import show_size
+from tangram.types import FunctionInfo, NodeStatus, show_size
 
 
 @click.command("list")

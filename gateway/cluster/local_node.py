@@ -23,7 +23,7 @@ from gateway.cluster.tickets import TICKET_VARIABLE
 from manager.clock import Clock
 from manager.errors import InvalidConfig
 from runtimes.node.daemon import LOCK, PID
-from tangram.types.nodes import NodeTicket
+from tangram.types import NodeTicket
 
 #: Its state directory, in the gateway's, and its log there.
 DIRECTORY, LOG = "node", "daemon.log"

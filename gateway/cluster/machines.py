@@ -23,8 +23,7 @@ from manager.function import FunctionSpec
 from runtimes.node.fitness.served import Trouble
 from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.files.files import SandboxFiles
-from tangram.types import LivingSandbox
-from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
+from tangram.types import LivingSandbox, NodeStatus, NodeStatusList, NodeTicket
 
 #: Seconds between two looks at this machine's sandboxes.
 LOOK_S = 1.0

@@ -31,7 +31,7 @@ from runtimes.node.ray.messages import (
     StewardReady,
 )
 from runtimes.node.ray.process import RaySettings
-from tangram.types.nodes import NodeTicket, RayMachineState, RayMachineStatus
+from tangram.types import NodeTicket, RayMachineState, RayMachineStatus
 
 #: Seconds between two looks at who has not joined yet, and longest wait until such a one gets another ticket.
 LOOK_S, AGAIN_MAX_S = 1.0, 600.0

@@ -23,8 +23,7 @@ from runtimes.node.remote import RemoteNode
 from runtimes.node.roster import DrainAsked, Member, RaySaid, Roster, RosterEvent
 from runtimes.node.wire import NodeHello
 from runtimes.sandbox.files.files import SandboxFiles
-from tangram.types import LivingSandbox
-from tangram.types.nodes import NodeStatus, NodeStatusList, NodeTicket
+from tangram.types import LivingSandbox, NodeStatus, NodeStatusList, NodeTicket
 
 #: Seconds for which a node that was lost is among what should be looked at, unless it joins again.
 LOST_TOLD_S = 86400.0

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
 
 from manager.function import Setting, settings_of
-from tangram.types.values import quantities, wording
+from tangram import types
 
 #: How a number is written, by the unit of its field's name.
 _UNITS = ("s", "bytes")
@@ -39,16 +39,16 @@ def refuse_boolean(value: object) -> object:
 
 Seconds = Annotated[
     float,
-    BeforeValidator(quantities.duration_s),
-    WithJsonSchema({"type": "string", "pattern": f"^{quantities.DURATION_PATTERN}$", "examples": ["30s"]}),
+    BeforeValidator(types.duration_s),
+    WithJsonSchema({"type": "string", "pattern": f"^{types.DURATION_PATTERN}$", "examples": ["30s"]}),
 ]
 Bytes = Annotated[
     int,
-    BeforeValidator(quantities.size_bytes),
+    BeforeValidator(types.size_bytes),
     WithJsonSchema(
         {
             "anyOf": [
-                {"type": "string", "pattern": f"^{quantities.SIZE_PATTERN}$"},
+                {"type": "string", "pattern": f"^{types.SIZE_PATTERN}$"},
                 {"type": "integer", "minimum": 0},
             ],
             "examples": ["512Mi"],
@@ -60,7 +60,7 @@ Bytes = Annotated[
 def _at_least_bytes(least: int, value: int) -> int:
     """Refuse fewer bytes; the least is told as sizes are written."""
     if value < least:
-        raise ValueError(f"must be at least {quantities.show_size(least)}")
+        raise ValueError(f"must be at least {types.show_size(least)}")
     return value
 
 
@@ -170,6 +170,6 @@ def _bounds(said: tuple[object, ...]) -> dict[str, Any]:
     settings = [each for each in said if isinstance(each, Setting)]
     for each in settings:
         if each.pattern is not None:
-            wording.declare(each.pattern, each.words)
+            types.declare(each.pattern, each.words)
     found = {name: bound for each in settings for name in _BOUNDS if (bound := getattr(each, name)) is not None}
     return {**found, "coerce_numbers_to_str": True} if any(each.number_too for each in settings) else found

@@ -19,13 +19,13 @@ from gateway.config.sections import ClusterConfig, NodeConfig, SandboxConfig, Sc
 from gateway.config.yaml import ConfigProblem, KeyPath, Position, walk_up
 from manager.config import TaskSpec
 from runtimes.model.settings import ModelSettings
-from tangram.types.values import quantities
-from tangram.types.values.wording import mismatch
+from tangram import types
+from tangram.types import mismatch
 
 #: Kinds that the machine itself has; a cost may name them without a declaration.
 MACHINE_KINDS = ("cpu", "gpu")
 
-FunctionName = Annotated[str, Field(pattern=f"^{quantities.NAME_PATTERN}$")]
+FunctionName = Annotated[str, Field(pattern=f"^{types.NAME_PATTERN}$")]
 
 #: Checks one kind of value. Any: what comes out is told by its class.
 Adapter = TypeAdapter[Any]
@@ -197,9 +197,9 @@ def _write_defaults(node: object) -> None:
     if "default" in node and (default is None or isinstance(default, dict | list)):
         del node["default"]
     elif isinstance(default, int | float) and node.get("type") == "string":
-        node["default"] = quantities.write_duration(default)
+        node["default"] = types.write_duration(default)
     elif isinstance(default, int) and node.get("examples") == ["512Mi"]:
-        node["default"] = quantities.show_size(default)
+        node["default"] = types.show_size(default)
     for each in node.values():
         _write_defaults(each)
 

@@ -30,7 +30,7 @@ from manager.function import FunctionSpec
 from manager.resources.pools import ResourceSpec
 from runtimes.kind import DeclarationSite
 from runtimes.model.settings import ModelSettings
-from tangram.types.config_files import files_of, nothing_there
+from tangram.types import files_of, nothing_there
 
 #: Most files of one configuration.
 FILES_MAX = 4096

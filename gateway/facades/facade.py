@@ -24,8 +24,7 @@ from gateway.invocations.record import Mode, Record
 from gateway.services import Services
 from manager.errors import InvalidInput
 from manager.function import FunctionSpec
-from tangram.types.requests import CallHeaders
-from tangram.types.values.wording import explained
+from tangram.types import CallHeaders, explained
 
 T = TypeVar("T", bound=msgspec.Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]

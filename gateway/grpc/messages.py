@@ -17,9 +17,8 @@ from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
-from tangram.types import SessionEnd, SessionOpening, SessionTerminal, TrajectoryOpening
-from tangram.types.steps import StepPath
-from tangram.types.values import quantities
+from tangram import types
+from tangram.types import SessionEnd, SessionOpening, SessionTerminal, StepPath, TrajectoryOpening
 
 #: Seconds that are no bound any more: ten years.
 SECONDS_END = 10 * 365 * 86400
@@ -117,7 +116,7 @@ def seconds(value: float, what: str) -> float | None:
 
 
 def _key(text: str) -> str | None:
-    if text and not quantities.is_key(text):
+    if text and not types.is_key(text):
         raise InvalidInput(
             "idempotency_key must be 1 to 255 visible ASCII characters", detail={"path": "idempotency_key"}
         )

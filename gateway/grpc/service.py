@@ -42,12 +42,12 @@ from gateway.store.store import LogRow
 from gateway.trajectories import open_trajectory
 from manager.errors import CodedError, InvalidInput, NotFound, TooLarge
 from runtimes.sandbox.session import InteractiveSession, TerminalSize
-from tangram.types import SessionSteering
-from tangram.types.requests import (
+from tangram.types import (
     BatchQuery,
     FileReadAtQuery,
     FileWriteAtQuery,
     SessionReadQuery,
+    SessionSteering,
     SessionWriteQuery,
 )
 

@@ -23,15 +23,18 @@ from tangram.types import (
     ActivityInfo,
     ConfigDiff,
     ConfigFiles,
+    ConfigQuery,
     FunctionInfo,
     FunctionList,
+    FunctionQuery,
     FunctionUpload,
     Health,
+    JsonObject,
+    Name,
     QueuePage,
+    QueueQuery,
     ResourcesInfo,
 )
-from tangram.types.requests import ConfigQuery, FunctionQuery, QueueQuery
-from tangram.types.values.scalars import JsonObject, Name
 
 TEXT_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -36,7 +36,7 @@ from gateway.http.trajectories import TrajectoryOperations
 from gateway.http.watch import WatchOperations
 from gateway.services import Services
 from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Unauthorized, exhaustion
-from tangram.types.values.scalars import JsonObject
+from tangram.types import JsonObject
 
 PAGE = "/"
 

@@ -15,8 +15,7 @@ from gateway.http.operation import BINARY, Operation, ResponseSpec, json_answer
 from gateway.http.trajectories import BYTES, TRAJECTORY_ID, asked_files
 from gateway.operations.files import read_archive, write_archive
 from gateway.services import Services
-from tangram.types import FileWritten
-from tangram.types.requests import ArchiveReadQuery, ArchiveWriteQuery, FileHeaders
+from tangram.types import ArchiveReadQuery, ArchiveWriteQuery, FileHeaders, FileWritten
 
 TAR = "application/x-tar"
 PLACE = "/v1/trajectories/{id}/archive"

@@ -21,9 +21,17 @@ from gateway.invocations.invocation import InvocationRequest
 from gateway.operations.batches import ReadCall, Verdict, check_batch, invoke_batch
 from gateway.services import Services
 from manager.errors import CodedError, InvalidInput
-from tangram.types import UNSET, BatchAnswer, BatchRequest, BatchVerdict, Invocation, Purged
-from tangram.types.requests import BatchQuery, PurgeQuery
-from tangram.types.values.scalars import Name
+from tangram.types import (
+    UNSET,
+    BatchAnswer,
+    BatchQuery,
+    BatchRequest,
+    BatchVerdict,
+    Invocation,
+    Name,
+    Purged,
+    PurgeQuery,
+)
 
 
 class BatchOperations:

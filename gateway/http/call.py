@@ -13,8 +13,7 @@ from gateway import wire
 from gateway.invocations.invocation import InvocationRequest
 from gateway.invocations.record import Mode
 from manager.errors import InvalidInput
-from tangram.types import BatchItem
-from tangram.types.requests import CallHeaders
+from tangram.types import BatchItem, CallHeaders
 
 T = TypeVar("T", bound=Struct)
 

@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from gateway.access.auth import REMEDY, Guard, PageSession, Role
 from manager.errors import Forbidden, Unauthorized
-from tangram.types.local_tokens import is_loopback
+from tangram.types import is_loopback
 
 #: Methods that change nothing: for these browsers send no Origin to a page's own server.
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})

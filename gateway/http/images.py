@@ -11,8 +11,7 @@ from gateway.http.messages import read_body, respond
 from gateway.http.operation import Operation, json_answer
 from gateway.operations.images import list_images, pull_images
 from gateway.services import Services
-from tangram.types import ImageList, ImagesWanted
-from tangram.types.requests import WaitQuery
+from tangram.types import ImageList, ImagesWanted, WaitQuery
 
 
 class ImageOperations:

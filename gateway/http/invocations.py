@@ -34,9 +34,22 @@ from gateway.invocations.record import Mode, Record, cursor_of
 from gateway.operations.lists import list_invocations
 from gateway.services import Services
 from gateway.store.store import LogRow
-from tangram.types import Invocation, InvocationPage, LogAccepted, LogEnd, LogRecord, LogResult
-from tangram.types.requests import CallHeaders, InvocationQuery, InvokeQuery, LogHeaders, LogQuery, WaitQuery
-from tangram.types.values.scalars import JsonObject, Name
+from tangram.types import (
+    CallHeaders,
+    Invocation,
+    InvocationPage,
+    InvocationQuery,
+    InvokeQuery,
+    JsonObject,
+    LogAccepted,
+    LogEnd,
+    LogHeaders,
+    LogQuery,
+    LogRecord,
+    LogResult,
+    Name,
+    WaitQuery,
+)
 
 INVOCATION_ID = PathParameter(name="id", about="Id of an invocation", shape=Name)
 INPUT = Annotated[JsonObject, Meta(description="The input, as the function declares it")]

@@ -18,8 +18,7 @@ from gateway.invocations.invocations import Invocations
 from gateway.invocations.record import Record
 from gateway.services import Services
 from manager.errors import CodedError, TooLarge
-from tangram.types import Problem
-from tangram.types.invocations import REPLAY
+from tangram.types import REPLAY, Problem
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"

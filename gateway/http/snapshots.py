@@ -11,8 +11,7 @@ from gateway.http.operation import Operation, PathParameter, ResponseSpec, json_
 from gateway.http.trajectories import TRAJECTORY_ID
 from gateway.services import Services
 from gateway.snapshots import fork_trajectory, list_snapshots, take_snapshot
-from tangram.types import ForkAnswer, ForkRequest, SnapshotInfo, SnapshotList
-from tangram.types.scheduling import SnapshotId
+from tangram.types import ForkAnswer, ForkRequest, SnapshotId, SnapshotInfo, SnapshotList
 
 SNAPSHOT_ID = PathParameter(name="id", about="Id of a snapshot, given when it was taken", shape=SnapshotId)
 

@@ -36,18 +36,22 @@ from gateway.trajectories import open_trajectory, trajectory_info
 from manager.errors import NotFound
 from runtimes.sandbox.command import FileStream
 from runtimes.sandbox.files.files import SandboxFiles
-from tangram.types import FileList, FileWritten, TrajectoryInfo, TrajectoryOpening, TrajectoryPage
-from tangram.types.requests import (
+from tangram.types import (
     FileHeaders,
+    FileList,
     FileReadAtQuery,
     FileReadQuery,
     FileWriteAtQuery,
     FileWriteQuery,
+    FileWritten,
+    Name,
     OpeningHeaders,
     SandboxPath,
+    TrajectoryInfo,
+    TrajectoryOpening,
+    TrajectoryPage,
     TrajectoryQuery,
 )
-from tangram.types.values.scalars import Name
 
 TRAJECTORY_ID = PathParameter(name="id", about="Name of a trajectory, chosen by its caller", shape=Name)
 FILE_PATH = PathParameter(name="path", about="Path in the sandbox, from its root", shape=SandboxPath)

@@ -15,7 +15,7 @@ from gateway.http.call import read_query
 from gateway.http.operation import ROLE, Operation, ResponseSpec
 from gateway.http.stream import EVENTS
 from gateway.services import Services
-from tangram.types.requests import WatchQuery
+from tangram.types import WatchQuery
 
 #: Seconds for which a viewer may take nothing before its connection is closed.
 SILENT_S = 30.0

@@ -31,7 +31,7 @@ from gateway.config.sections import CallbacksSection
 from gateway.invocations.record import Record
 from gateway.store.store import Store
 from manager.errors import InvalidInput, StorageUnavailable
-from tangram.types.values.backoff import backoff_s
+from tangram.types import backoff_s
 
 #: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
 CHANCE = random.SystemRandom()

@@ -14,8 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 from gateway import wire
 from manager.action import COMPLETED, LEGAL_MOVES, Lease, Outcome, Settlement, State
 from manager.errors import NotFound, Reason
-from tangram.types import Attempt, Invocation
-from tangram.types.values.scalars import Delivery
+from tangram.types import Attempt, Delivery, Invocation
 
 
 class Mode(StrEnum):

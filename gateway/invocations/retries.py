@@ -5,7 +5,7 @@ from __future__ import annotations
 from manager.action import Outcome
 from manager.errors import CANCEL_ASKED, FILES_LOST, NOT_BEGUN, Reason
 from manager.function import FunctionSpec
-from tangram.types.values.backoff import backoff_s
+from tangram.types import backoff_s
 
 #: Reasons that are the machinery's fault: an idempotent function is tried again without being asked to.
 INFRASTRUCTURE = frozenset({Reason.ENVIRONMENT_LOST, Reason.NODE_LOST, Reason.GATEWAY_RESTART})

@@ -11,8 +11,7 @@ from gateway.services import Services
 from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, TooLarge
 from runtimes.sandbox.command import FileStat, FileStream
 from runtimes.sandbox.files.files import SandboxFiles
-from tangram.types import FileEntry, FileWritten
-from tangram.types.requests import ArchiveReadQuery, ArchiveWriteQuery, FileReadQuery, FileWriteQuery
+from tangram.types import ArchiveReadQuery, ArchiveWriteQuery, FileEntry, FileReadQuery, FileWriteQuery, FileWritten
 
 PATH_BYTES_MAX = 4095
 

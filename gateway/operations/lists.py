@@ -13,8 +13,15 @@ from gateway.store.listing import Filter, Page
 from gateway.trajectories import leased
 from manager.action import State
 from manager.errors import Reason
-from tangram.types import FunctionInfo, QueuePage, TaskList, TrajectoryPage
-from tangram.types.requests import InvocationQuery, QueueQuery, TrajectoryQuery
+from tangram.types import (
+    FunctionInfo,
+    InvocationQuery,
+    QueuePage,
+    QueueQuery,
+    TaskList,
+    TrajectoryPage,
+    TrajectoryQuery,
+)
 
 
 async def list_invocations(services: Services, asked: InvocationQuery) -> Page:

@@ -16,7 +16,7 @@ from gateway.store.store import Store
 from manager.action import State
 from manager.errors import Reason
 from manager.learning import BatchState, Lifetimes
-from tangram.types.steps import StepInfo
+from tangram.types import StepInfo
 
 #: Steps of a task, the newest first, whose lifetimes tell of the next one's.
 LEARNED_STEPS = 4

@@ -17,7 +17,7 @@ from gateway.invocations.record import Record
 from gateway.store.rows import LISTED, record_of
 from manager.action import State
 from manager.errors import Reason
-from tangram.types.values.scalars import LIST_LIMIT_MAX
+from tangram.types import LIST_LIMIT_MAX
 
 #: Rows that one page looks at, at most, where more than one condition was given (some milliseconds).
 LOOKED_AT = 2000

@@ -28,7 +28,7 @@ from runtimes.api.connections import OriginConnections
 from runtimes.api.secrets import Secrets, redact, redact_json
 from runtimes.api.template import Rendered, RequestTemplate
 from runtimes.runtime import Execution, Result
-from tangram.types.values.backoff import backoff_s
+from tangram.types import backoff_s
 
 _COMPONENT = "api"
 _REDIRECTS_MAX = 5

@@ -12,8 +12,7 @@ from typing import Literal
 from manager.errors import Conflict, InvalidConfig, InvalidInput
 from manager.function import Network, SandboxSpec
 from runtimes.sandbox.snapshots.record import REPOSITORY, SnapshotRecord
-from tangram.types import SandboxChoice
-from tangram.types.values.quantities import duration_s, show_size, size_bytes, write_duration
+from tangram.types import SandboxChoice, duration_s, show_size, size_bytes, write_duration
 
 COMPONENT = "sandbox"
 #: Directories of the system: neither they nor what lies below them may become a user's own; and those above others.

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from manager.errors import TooLarge
 from runtimes.sandbox.session import InteractiveSession
-from tangram.types.values.quantities import show_size
+from tangram.types import show_size
 
 #: Bytes of one argument or variable from which on the kernel refuses it, and characters of a piece, however long each.
 ARGUMENT_MAX_BYTES = 128 * 2**10

@@ -4,7 +4,7 @@ Each is a module of its own that imports its framework when it is imported; this
 """
 
 from tangram.adapters.aio import AsyncSandboxProvider
-from tangram.adapters.outcomes import CommandEnd, CommandTimedOut, GradeReport, InfrastructureFailed
+from tangram.adapters.provider import CommandEnd, CommandTimedOut, GradeReport, InfrastructureFailed
 from tangram.adapters.sync import SandboxProvider
 
 __all__ = [

@@ -9,19 +9,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tangram.adapters.outcomes import (
+from tangram.adapters.provider import (
     CommandEnd,
     GradeReport,
     InfrastructureFailed,
     command_end,
     grade_report,
+    packed,
     refusal_of,
     result_of,
+    unpacked,
 )
-from tangram.adapters.trees import packed, unpacked
-from tangram.client.aio.client import AsyncClient
-from tangram.client.aio.running import aside
-from tangram.client.aio.trajectory import AsyncTrajectory
+from tangram.client.aio import AsyncClient, AsyncTrajectory, aside
 from tangram.errors import TangramError
 
 

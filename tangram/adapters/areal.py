@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from tangram.adapters.outcomes import InfrastructureFailed
+from tangram.adapters.provider import InfrastructureFailed
 from tangram.adapters.rewards import GatewayRewards
 
 #: Seconds that `reward` waits in one try, unless TANGRAM_REWARD_PATIENCE_S says otherwise: less than the 15 after which

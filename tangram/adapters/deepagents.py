@@ -8,8 +8,7 @@ from __future__ import annotations
 import posixpath
 from typing import Any
 
-from tangram.adapters.frameworks import missing
-from tangram.adapters.outcomes import CommandTimedOut
+from tangram.adapters.provider import CommandTimedOut, missing
 from tangram.adapters.sync import SandboxProvider
 
 try:

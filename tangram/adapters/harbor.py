@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tangram.adapters.aio import AsyncSandboxProvider
-from tangram.adapters.frameworks import missing
-from tangram.adapters.outcomes import CommandTimedOut
-from tangram.adapters.trees import read_file, write_file
-from tangram.client.aio.running import aside
+from tangram.adapters.provider import CommandTimedOut, missing, read_file, write_file
+from tangram.client.aio import aside
 
 try:
     from harbor.environments.base import BaseEnvironment, ExecResult

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tangram.adapters.aio import AsyncSandboxProvider
-from tangram.adapters.frameworks import missing
-from tangram.adapters.outcomes import CommandEnd, CommandTimedOut, InfrastructureFailed
-from tangram.client.aio.running import aside
+from tangram.adapters.provider import CommandEnd, CommandTimedOut, InfrastructureFailed, missing
+from tangram.client.aio import aside
 
 try:
     import yaml

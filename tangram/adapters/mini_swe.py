@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tangram.adapters.frameworks import missing
-from tangram.adapters.outcomes import CommandTimedOut
+from tangram.adapters.provider import CommandTimedOut, missing
 from tangram.adapters.sync import SandboxProvider
 
 try:

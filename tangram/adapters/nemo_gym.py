@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tangram.adapters.aio import AsyncSandboxProvider
-from tangram.adapters.frameworks import missing
-from tangram.adapters.outcomes import CommandTimedOut, InfrastructureFailed
-from tangram.adapters.trees import read_file, write_file
-from tangram.client.aio.running import aside
+from tangram.adapters.provider import CommandTimedOut, InfrastructureFailed, missing, read_file, write_file
+from tangram.client.aio import aside
 
 try:
     from nemo_gym.sandbox.providers.base import (

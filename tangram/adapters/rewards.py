@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, SupportsIndex
 
-from tangram.adapters.outcomes import InfrastructureFailed, failure_of, refusal_of
+from tangram.adapters.provider import InfrastructureFailed, failure_of, refusal_of
 from tangram.client import AsyncClient, InvocationResult
 from tangram.errors import TangramError
 

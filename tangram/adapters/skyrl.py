@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tangram.adapters.frameworks import missing
-from tangram.adapters.outcomes import CommandTimedOut, told_to_model
+from tangram.adapters.provider import CommandTimedOut, missing, told_to_model
 from tangram.adapters.sync import SandboxProvider
 
 try:

@@ -11,19 +11,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tangram.adapters.outcomes import (
+from tangram.adapters.provider import (
     CommandEnd,
     GradeReport,
     InfrastructureFailed,
     command_end,
     grade_report,
+    packed,
     refusal_of,
     result_of,
+    unpacked,
 )
-from tangram.adapters.trees import packed, unpacked
-from tangram.client.sync.client import Client
-from tangram.client.sync.running import aside
-from tangram.client.sync.trajectory import Trajectory
+from tangram.client.sync import Client, Trajectory, aside
 from tangram.errors import TangramError
 
 

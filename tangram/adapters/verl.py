@@ -18,8 +18,7 @@ from functools import cache
 from typing import Any
 
 from tangram.adapters.aio import AsyncSandboxProvider
-from tangram.adapters.frameworks import missing
-from tangram.adapters.outcomes import CommandTimedOut, InfrastructureFailed, told_to_model
+from tangram.adapters.provider import CommandTimedOut, InfrastructureFailed, missing, told_to_model
 from tangram.adapters.rewards import step_of
 
 try:

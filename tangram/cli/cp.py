@@ -22,7 +22,7 @@ from tangram import Client, FileEntry
 from tangram.cli import exit_status
 from tangram.cli.options import connected, json_option
 from tangram.cli.output import copying, print_json, say
-from tangram.client.sync.trajectory import Trajectory
+from tangram.client.sync import Trajectory
 from tangram.errors import ConflictError, NotFoundError, TooLargeError, UnsupportedError
 
 #: Files, directories and links of one copy: an agent may have made any number of them.

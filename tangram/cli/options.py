@@ -15,8 +15,8 @@ from click.shell_completion import BashComplete, CompletionItem, FishComplete, S
 from tangram import Client, ConnectionFailed, InvalidInputError, InvocationResult, NotFoundError, Retries, TangramError
 from tangram.cli.main import inherit
 from tangram.cli.output import short_id
-from tangram.client.address import DEFAULT, SERVER, TOKEN
-from tangram.types.values.quantities import duration_s
+from tangram.client.requests import DEFAULT, SERVER, TOKEN
+from tangram.types import duration_s
 
 #: Seconds for which a gateway that cannot be reached is waited for; it is said at once that it cannot.
 OUTAGE_S = 60.0

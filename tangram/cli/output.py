@@ -20,8 +20,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from tangram.types import LogLine
-from tangram.types.values.quantities import show_duration, show_size
+from tangram.types import LogLine, show_duration, show_size
 
 #: What stands for the end of a cell that was cut, and the spaces between columns.
 CUT, GAP = "~", "  "

@@ -22,8 +22,7 @@ from tangram import Client
 from tangram.cli import exit_status
 from tangram.cli.options import Duration, connected
 from tangram.cli.output import say
-from tangram.client.sync.session import SessionHandle
-from tangram.client.sync.trajectory import Trajectory
+from tangram.client.sync import SessionHandle, Trajectory
 from tangram.errors import ConflictError, NotFoundError, TangramError
 from tangram.types import SessionEnd
 

@@ -31,12 +31,18 @@ from tangram.cli.output import (
     transfers,
     visible,
 )
-from tangram.client.address import DEFAULT, SERVER, server_of
-from tangram.client.credentials import find_token_of, why_without
-from tangram.types import ConfigDiff, ImageInfo, TaskInfo
-from tangram.types.config_files import files_of, nothing_there
-from tangram.types.local_tokens import ADMIN, INVOKE, is_loopback
-from tangram.types.values.quantities import show_size
+from tangram.client.requests import DEFAULT, SERVER, find_token_of, server_of, why_without
+from tangram.types import (
+    ADMIN,
+    INVOKE,
+    ConfigDiff,
+    ImageInfo,
+    TaskInfo,
+    files_of,
+    is_loopback,
+    nothing_there,
+    show_size,
+)
 
 
 @click.group()

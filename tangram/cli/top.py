@@ -39,8 +39,16 @@ from tangram.cli.output import (
 )
 from tangram.cli.sessions import LocalTerminal
 from tangram.cli.state import TASKS, task_rows
-from tangram.types import ActivityInfo, FunctionInfo, ModelDevice, PlacedModel, QueueEntry, ResourcesInfo, TaskInfo
-from tangram.types.values.quantities import show_size
+from tangram.types import (
+    ActivityInfo,
+    FunctionInfo,
+    ModelDevice,
+    PlacedModel,
+    QueueEntry,
+    ResourcesInfo,
+    TaskInfo,
+    show_size,
+)
 
 #: Waiting actions that causes are counted of, and rows of a list.
 QUEUE_MAX, LISTED_MAX = 1000, 200

@@ -14,11 +14,9 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
-from tangram.client.address import trust_of
-from tangram.client.credentials import Bearer
+from tangram.client.requests import Bearer, trust_of
 from tangram.errors import InvalidInputError
-from tangram.types import LeaseRequest
-from tangram.types.leases import LEASE_MAX_S, LEASE_MIN_S, LEASES_MAX
+from tangram.types import LEASE_MAX_S, LEASE_MIN_S, LEASES_MAX, LeaseRequest
 
 #: Seconds for which a trajectory is held without a heartbeat.
 LEASE_S = 300.0

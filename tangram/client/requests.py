@@ -1,24 +1,47 @@
-"""The requests of both clients, made without sending anything."""
+"""Requests and answers, whatever carries them."""
 
 from __future__ import annotations
 
 import base64
+import logging
+import math
+import os
 import posixpath
+import random
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
-from urllib.parse import quote
+from typing import Any, Generic, Self, TypeVar
+from urllib.parse import SplitResult, quote, urlsplit
 
 import httpx
 import msgspec
 
-from tangram.client.answers import error_of, is_answered, read_invocation, reader
-from tangram.client.body import json_body
-from tangram.client.headers import given_headers
-from tangram.client.results import InvocationResult, result_of
-from tangram.errors import InvalidInputError, TangramError, from_problem
+from tangram.errors import (
+    CapacityExceededError,
+    ConnectionFailed,
+    DrainingError,
+    FunctionUnavailableError,
+    InvalidConfigError,
+    InvalidInputError,
+    InvocationFailed,
+    QuotaExceededError,
+    StorageUnavailableError,
+    TangramError,
+    UnauthorizedError,
+    UnreadableAnswerError,
+    from_problem,
+)
 from tangram.types import (
+    ADMIN,
+    INVOKE,
+    NAME_WORDS,
+    REPLAY,
     ActivityInfo,
     BatchAnswer,
     BatchItem,
@@ -27,27 +50,438 @@ from tangram.types import (
     ConfigDiff,
     ConfigFile,
     ConfigFiles,
+    DrainWanted,
     FileEntry,
     FileList,
+    ForkAnswer,
+    ForkRequest,
     FunctionInfo,
     FunctionList,
     FunctionUpload,
     ImageList,
     ImagesWanted,
+    Invocation,
     InvocationPage,
+    LogLine,
+    NodeStatus,
+    NodeStatusList,
+    NodeTicket,
+    Problem,
     Purged,
     QueuePage,
     ResourcesInfo,
     SandboxChoice,
+    SessionFed,
+    SnapshotInfo,
+    SnapshotList,
+    StepExpectation,
+    StepInfo,
+    StepList,
+    TaskList,
+    TicketWanted,
     TrajectoryInfo,
     TrajectoryOpening,
     TrajectoryPage,
+    backoff_s,
+    explained,
+    find_token,
+    is_name,
+    lost_state_dir,
+    served_by_us,
 )
-from tangram.types.values.quantities import is_name
-from tangram.types.values.scalars import NAME_WORDS
-from tangram.types.values.wording import explained
+
+COMPONENT = "client"
+
+
+def json_body(value: object) -> bytes:
+    """Return a value as JSON; raises InvalidInputError for what JSON cannot hold, with its place.
+
+    That is text which is no Unicode, numbers that are none (NaN, infinity), and objects of other libraries.
+    """
+    try:
+        body = msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        place = error.object[max(0, error.start - 20) : error.end + 20]
+        told = f"the input has text that is no Unicode, a lone surrogate in {place!r}"
+        raise InvalidInputError(f"{told}; send bytes as stdin_base64 or in a file", component=COMPONENT) from None
+    except TypeError as error:
+        told = f"the input is no JSON: {error}; of numpy and torch send .item() or .tolist()"
+        raise InvalidInputError(told, component=COMPONENT) from None
+    if b"null" in body:  # as which msgspec writes numbers that are none
+        for path, number in _not_finite(value, "$"):
+            told = f"{path} is {number}, which JSON does not have: send null or a text, as the function expects it"
+            raise InvalidInputError(told, component=COMPONENT, detail={"path": path})
+    return body
+
+
+def _not_finite(value: object, path: str) -> Iterator[tuple[str, float]]:
+    """Yield the numbers that are none, with their places; the value could be written, so it is no circle."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            yield path, value
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from _not_finite(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _not_finite(each, f"{path}.{name}")
+    elif isinstance(value, list | tuple | set | frozenset):
+        for index, each in enumerate(value):
+            yield from _not_finite(each, f"{path}[{index}]")
+
+
+_CARRIED = re.compile(r"[ -~]*", re.ASCII)
+
+
+def given_headers(values: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the headers that have a value; raises InvalidInputError where one has more than visible ASCII."""
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if _CARRIED.fullmatch(value) is None:
+            raise InvalidInputError(
+                f"{name}: {value[:64]!r} has characters that no header carries; write it in ASCII",
+                component="client",
+                detail={"path": name},
+            )
+    return given
+
+
+class InvocationResult(Invocation, frozen=True, kw_only=True, omit_defaults=True):
+    """An invocation as its record stood when it was answered; its times are those of all its tries."""
+
+    #: The log, if it was asked for with ``logs=True``.
+    logs: tuple[LogLine, ...] = ()
+    #: Whether the call's key was known: it ran nothing, and this is the invocation of the first call.
+    replayed: bool = False
+
+    def raise_for_failure(self) -> Self:
+        """Return itself if it succeeded or has not ended; raises InvocationFailed."""
+        if self.ended and not self.ok:
+            raise InvocationFailed(self)
+        return self
+
+
+def result_of(invocation: Invocation, *, replayed: bool = False) -> InvocationResult:
+    """Return the result of a call whose record is part of another answer."""
+    fields = {name: getattr(invocation, name) for name in msgspec.structs.asdict(invocation)}
+    return InvocationResult(**{**fields, "replayed": replayed})
+
+
+#: Calls of one ``map`` that are under way at once.
+CONCURRENCY = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapProgress:
+    """How far a ``map`` has come; told after each end, never twice at once."""
+
+    #: Calls that have an end, and how many of them raised an error.
+    done: int
+    failed: int
+    #: How many there will be, if the inputs can be counted.
+    total: int | None
+    #: The index of the input whose call has just ended, and its end.
+    index: int
+    result: InvocationResult | TangramError
+
+
+OnProgress = Callable[[MapProgress], None]
+
+
+class MapEnds:
+    """The ends of the calls of one ``map``, as they come in: from one event loop, or from many threads."""
+
+    def __init__(self, inputs: Iterable[Mapping[str, Any]], progress: OnProgress | None) -> None:
+        self._total = len(inputs) if isinstance(inputs, Sized) else None
+        self._progress = progress
+        self._by_index: dict[int, InvocationResult | TangramError] = {}
+        self._failed = 0
+        self._lock = threading.Lock()
+
+    def take(self, index: int, result: InvocationResult | TangramError) -> None:
+        """Note how the call of the input at ``index`` has ended, and tell; one at a time."""
+        with self._lock:
+            self._by_index[index] = result
+            self._failed += isinstance(result, TangramError)
+            if self._progress is not None:
+                done, failed = len(self._by_index), self._failed
+                self._progress(MapProgress(done=done, failed=failed, total=self._total, index=index, result=result))
+
+    def ordered(self) -> list[InvocationResult | TangramError]:
+        """Return the ends in the order of the inputs."""
+        return [self._by_index[index] for index in range(len(self._by_index))]
+
+    def succeeded(self) -> list[InvocationResult] | None:
+        """Return the results in the order of the inputs; None if any call raised an error."""
+        results = [each for each in self.ordered() if not isinstance(each, TangramError)]
+        return results if len(results) == len(self._by_index) else None
+
+
+class Bearer(httpx.Auth):
+    """Adds the token that was given. Without any it looks for that of a gateway that this user serves on loopback.
+
+    It is looked for when the first request is sent, and once more where the gateway refuses it: another may serve by
+    then. An empty one that was given is none, and none is looked for.
+    """
+
+    def __init__(self, given: str | None) -> None:
+        self._given = given
+        self._found: str | None = None
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        if self._given is not None:
+            _add(request, self._given)
+            yield request
+            return
+        sent = self._found = self._found or find_token_of(request.url)
+        _add(request, sent)
+        response = yield request
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            self._found = find_token_of(request.url)
+            if self._found not in (None, sent):
+                _add(request, self._found)
+                yield request
+
+
+def _add(request: httpx.Request, token: str | None) -> None:
+    if token:
+        request.headers.update(given_headers({"Authorization": f"Bearer {token}"}))
+
+
+def find_token_of(url: httpx.URL, names: tuple[str, ...] = (ADMIN, INVOKE)) -> str | None:
+    """Return the first of these tokens of the gateway that this user serves at a loopback address; None without."""
+    return find_token(url.host, _port(url), names)
+
+
+def why_without(url: httpx.URL) -> str:
+    """Return why no token was found for a gateway that this user serves; nothing where there is none such."""
+    lost = lost_state_dir(url.host, _port(url))
+    if lost is None:
+        return ""
+    return (
+        f"the token of the gateway that you serve at {url.host}:{_port(url)} was in its state directory {lost}, which "
+        "was removed or replaced under it: /readyz tells its state; end it and start it again, or set TANGRAM_TOKEN"
+    )
+
+
+def _port(url: httpx.URL) -> int:
+    return url.port or (443 if url.scheme == "https" else 80)
+
+
+#: The gateway's own default address.
+DEFAULT = "http://127.0.0.1:8080"
+SERVER, TOKEN = "TANGRAM_SERVER", "TANGRAM_TOKEN"
+CA, CERT = "TANGRAM_CA", "TANGRAM_CERT"
+_REMEDY = "write http://HOST:PORT, https://HOST:PORT or HOST:PORT"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]")
+
+
+def server_of(given: str | None) -> str:
+    """Return the base URL of the gateway: ``given``, or TANGRAM_SERVER, or `DEFAULT`.
+
+    An address without a scheme is one of http. Raises InvalidConfigError, naming where the address came from.
+    """
+    if given is not None:
+        return _checked(given, "server")
+    return _checked(os.environ.get(SERVER) or DEFAULT, SERVER)
+
+
+def token_of(given: str | None) -> str | None:
+    """Return the bearer token: ``given`` (an empty one is none), or TANGRAM_TOKEN; None where neither is there.
+
+    Raises InvalidConfigError.
+    """
+    token = (os.environ.get(TOKEN) or None) if given is None else given
+    if token is not None and not (token.isascii() and token.isprintable()):
+        where = TOKEN if given is None else "token"
+        raise InvalidConfigError(f"{where}: a token is printable ASCII, without line breaks (a trailing newline?)")
+    return token
+
+
+def trust_of(https: bool, ca: str | None, cert: str | None) -> ssl.SSLContext:
+    """Return whom connections trust; raises InvalidConfigError for files that cannot be used.
+
+    ``ca`` (or TANGRAM_CA) is a file of certificates in place of the system's, ``cert`` (or TANGRAM_CERT) one of the
+    caller's own with its key, both in PEM. http needs none, and reading them takes a while.
+    """
+    if not https:
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    where = (CA if ca is None else "ca", CERT if cert is None else "cert")
+    ca, cert = ca or os.environ.get(CA) or None, cert or os.environ.get(CERT) or None
+    try:
+        context = httpx.create_ssl_context() if ca is None else ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise _unusable(where[0], ca, "certificates", error) from None
+    try:
+        if cert is not None:
+            context.load_cert_chain(cert)
+    except OSError as error:
+        raise _unusable(where[1], cert, "a certificate followed by its key, or the key by it,", error) from None
+    return context
+
+
+def _unusable(where: str, file: str | None, wanted: str, error: OSError) -> InvalidConfigError:
+    """Return the exception of a file that cannot be used (an SSLError is an OSError, too)."""
+    if isinstance(error, ssl.SSLError):
+        return InvalidConfigError(f"{where} names {file}, which does not hold {wanted} in PEM: {error}")
+    if isinstance(error, FileNotFoundError):
+        return InvalidConfigError(f"{where} names {file}, and there is no such file")
+    return InvalidConfigError(f"{where} names {file}, which cannot be read: {error.strerror or error}")
+
+
+def _checked(address: str, where: str) -> str:
+    def wrong(why: str) -> InvalidConfigError:
+        return InvalidConfigError(f"{where}: {address!r} {why}; {_REMEDY}")
+
+    if not address or re.search(r"\s", address):
+        raise wrong("is empty" if not address else "has white space in it")
+    if address.count(":") > 1 and "/" not in address and "[" not in address:
+        raise wrong("is no address (IPv6 is written in [])")
+    scheme = _SCHEME.match(address)
+    if scheme is not None and scheme[1].lower() not in ("http", "https"):
+        raise wrong(f"begins with {scheme[1]}:, and the gateway speaks http and https only")
+    try:
+        url = urlsplit(address if scheme is not None else f"http://{address}")
+        port = url.port
+    except ValueError as error:
+        raise wrong(f"is no address ({error})") from None
+    odd = _odd_part(url)
+    if odd is not None:
+        raise wrong(odd)
+    host = url.netloc.rpartition(":")[0] if port is not None else url.netloc.removesuffix(":")
+    if _HOST.fullmatch(host) is None:
+        raise wrong("names no host")
+    return f"{url.scheme.lower()}://{host}" + ("" if port is None else f":{port}")
+
+
+def _odd_part(url: SplitResult) -> str | None:
+    """What this has that no address of a gateway has."""
+    if "@" in url.netloc:
+        return "has a user name in it; the bearer token goes into token or TANGRAM_TOKEN"
+    if url.path not in ("", "/"):
+        return f"has the path {url.path!r}, and the gateway answers at the root of its host only"
+    return "has a query or a fragment" if url.query or url.fragment else None
+
 
 _T = TypeVar("_T")
+_QUOTED = 200
+_PROBLEM = msgspec.json.Decoder(Problem)
+_INVOCATION = msgspec.json.Decoder(InvocationResult)
+
+
+def reader(kind: type[_T]) -> Callable[[httpx.Response], _T]:
+    """Return what reads the body of an answer as this type; it raises UnreadableAnswerError for what is none."""
+    decoder = msgspec.json.Decoder(kind)
+    return lambda response: _decoded(decoder, response)
+
+
+def read_invocation(response: httpx.Response) -> InvocationResult:
+    """Return the invocation of an answer, also that of a problem body which tells how it ended."""
+    replayed = REPLAY in response.headers
+    if response.is_success:
+        found = _decoded(_INVOCATION, response)
+        return msgspec.structs.replace(found, replayed=True) if replayed else found
+    problem = problem_of(response)
+    assert problem is not None and problem.invocation, "read only what is_answered"
+    return result_of(problem.invocation, replayed=replayed)
+
+
+def is_answered(response: httpx.Response) -> bool:
+    """Return whether the request was granted: an invocation that ended badly is an answer, too."""
+    if response.is_success:
+        return True
+    problem = problem_of(response)
+    return problem is not None and bool(problem.invocation)
+
+
+def problem_of(response: httpx.Response) -> Problem | None:
+    """Return the problem in the body of a refusal; None if it is no problem of a gateway."""
+    try:
+        return _PROBLEM.decode(response.content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def error_of(response: httpx.Response) -> TangramError:
+    """Return the exception of a refused request; of a body that is no problem of ours one that quotes it."""
+    problem = problem_of(response)
+    if problem is not None:
+        error = from_problem(problem, _retry_after_s(response))
+        if isinstance(error, UnauthorizedError) and "authorization" not in response.request.headers:
+            why = why_without(response.request.url)
+            return UnauthorizedError(f"no token was sent: {why}") if why else error
+        return error
+    text = response.text[:_QUOTED]
+    return UnreadableAnswerError(f"{response.request.url} answered {response.status_code}: {text}")
+
+
+def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
+    """Return the exception of a broken connection.
+
+    ``detail["sent"]`` says whether the request may have arrived; ``detail["tls"]`` that one of the two does not trust
+    the other, ``detail["foreign"]`` that what answered speaks no HTTP: no further try mends either; and
+    ``detail["refused"]`` that nobody listens there. Where no gateway answered at all, the message says what may mend
+    that.
+    """
+    if _is_foreign(error):
+        message = f"{what}: what answers there speaks no HTTP (a gateway's port of gRPC does not){_remedy()}"
+        return ConnectionFailed(message, detail={"sent": False, "foreign": True})
+    sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout | httpx.ProxyError)
+    told = {"sent": sent, "tls": True} if _is_distrust(error) else {"sent": sent}
+    if _is_refused(error):
+        told["refused"] = True
+    remedy = _remedy() if isinstance(error, httpx.ConnectError) and "tls" not in told else ""
+    return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}{remedy}", detail=told)
+
+
+def _remedy() -> str:
+    """Return where gateways of this user are, or that none is seen."""
+    found = [f"http://{address}" for address in served_by_us()]
+    where = f"yours serves at {' and '.join(found)}" if found else "is `tangram serve` running?"
+    return f"; {where} (--server or {SERVER} names the address)"
+
+
+def _is_foreign(error: httpx.TransportError) -> bool:
+    """Whether the first line of the answer was none of HTTP/1.1; a peer that hung up said nothing."""
+    return isinstance(error, httpx.RemoteProtocolError) and str(error).startswith("illegal ")
+
+
+def _is_distrust(error: BaseException | None) -> bool:
+    """Whether the TLS handshake failed for good; a peer that is gone in the midst of one is not meant."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            return not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether nobody listens there, or no such machine is known; the end of what has listened is not meant."""
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError):
+            return True
+        if isinstance(error, socket.gaierror):
+            return error.errno == socket.EAI_NONAME
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _decoded(decoder: msgspec.json.Decoder[_T], response: httpx.Response) -> _T:
+    try:
+        return decoder.decode(response.content)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        text = response.text[:_QUOTED]
+        raise UnreadableAnswerError(
+            f"{response.request.url} answered what is not understood ({error}): {text}"
+        ) from error
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    text: Any = response.headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdigit() else None
+
+
 JSON_BODY = {"Content-Type": "application/json"}
 #: Only in a trajectory that lives: if it has ended, the request is refused instead of beginning a new one.
 LIVING = {"X-Trajectory-Expect": "living"}
@@ -458,3 +892,253 @@ def _said(value: msgspec.Struct) -> object:
 
 def present(values: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
+
+
+def list_nodes() -> ApiRequest[NodeStatusList]:
+    return get("/v1/nodes", NodeStatusList)
+
+
+def drain_node(name: str, why: str = "") -> ApiRequest[NodeStatus]:
+    """Return the request that has a machine take no new work."""
+    content = msgspec.json.encode(DrainWanted(why=why) if why else DrainWanted())
+    path = f"/v1/nodes/{quote(name, safe='')}/drain"
+    return ApiRequest(method="POST", path=path, read=reader(NodeStatus), headers=JSON_BODY, content=content)
+
+
+def issue_ticket(name: str) -> ApiRequest[NodeTicket]:
+    """Return the request for what admits a machine."""
+    content = msgspec.json.encode(TicketWanted(name=name))
+    return ApiRequest(
+        method="POST", path="/v1/node-tickets", read=reader(NodeTicket), headers=JSON_BODY, content=content
+    )
+
+
+def open_session(
+    trajectory: str,
+    function: str,
+    command: str | Sequence[str],
+    more: Mapping[str, object],
+    terminal: tuple[int, int] | None,
+    *,
+    task: str | None,
+    timeout_s: float | None,
+    living: bool,
+) -> ApiRequest[InvocationResult]:
+    """Return the request that begins a session; it carries a key, so that it can be sent again."""
+    argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+    given = {name: value for name, value in more.items() if value is not None}
+    size = None if terminal is None else {"rows": terminal[0], "columns": terminal[1]}
+    key = secrets.token_urlsafe(16)
+    headers = {"X-Task": task, "X-Timeout": duration_text(timeout_s), "Idempotency-Key": key}
+    return ApiRequest(
+        method="POST",
+        path=f"{trajectory_path(trajectory)}/sessions",
+        read=read_invocation,
+        headers=JSON_BODY | given_headers(headers) | (LIVING if living else {}),
+        content=json_body({**given, "argv": argv, "function": function, "terminal": size}),
+    )
+
+
+def session_path(id: str) -> str:
+    return f"{invocation_path(id)}/session"
+
+
+def write_session(id: str, data: bytes, offset: int | None, *, end: bool = False) -> ApiRequest[SessionFed]:
+    """Return the request that passes input on; it can be sent again if it says where its input belongs."""
+    return ApiRequest(
+        method="POST",
+        path=f"{session_path(id)}/input",
+        read=reader(SessionFed),
+        params=present({"offset": None if offset is None else str(offset), "end": "true" if end else None}),
+        headers={"Content-Type": "application/octet-stream"},
+        content=data,
+        repeatable=offset is not None,
+    )
+
+
+def steer_session(id: str, *, size: tuple[int, int] | None = None, signal: str | None = None) -> ApiRequest[None]:
+    """Return the request that resizes a session's terminal, or signals what runs in it."""
+    terminal = None if size is None else {"rows": size[0], "columns": size[1]}
+    return ApiRequest(
+        method="POST",
+        path=f"{session_path(id)}/control",
+        read=lambda response: None,
+        headers=JSON_BODY,
+        content=msgspec.json.encode({"terminal": terminal, "signal": signal}),
+        repeatable=signal is None,
+    )
+
+
+def take_snapshot(trajectory: str) -> ApiRequest[SnapshotInfo]:
+    """Return the request that keeps the files of a trajectory's sandbox; sent twice it would keep them twice."""
+    return ApiRequest(
+        method="POST",
+        path=f"/v1/trajectories/{quote(trajectory, safe='')}/snapshots",
+        read=reader(SnapshotInfo),
+        repeatable=False,
+        patient=True,
+    )
+
+
+def fork(
+    trajectory: str,
+    function: str,
+    to: Sequence[str],
+    task: str | None,
+    step: int | None = None,
+    lease_s: float | None = None,
+) -> ApiRequest[ForkAnswer]:
+    """Return the request that opens trajectories with the files of another; raises InvalidInputError for one text."""
+    if isinstance(to, str) or not to:
+        raise InvalidInputError("name the trajectories to open in a list, at least one")
+    return ApiRequest(
+        method="POST",
+        path=f"/v1/trajectories/{quote(trajectory, safe='')}/fork",
+        read=reader(ForkAnswer),
+        headers=JSON_BODY,
+        content=msgspec.json.encode(
+            ForkRequest(function=function, to=tuple(to), task=task, step=step, lease_s=lease_s)
+        ),
+        repeatable=False,
+        patient=True,
+    )
+
+
+def list_snapshots() -> ApiRequest[SnapshotList]:
+    return get("/v1/snapshots", SnapshotList)
+
+
+def remove_snapshot(id: str) -> ApiRequest[None]:
+    return ApiRequest(method="DELETE", path=f"/v1/snapshots/{quote(id, safe='')}", read=lambda response: None)
+
+
+def list_tasks() -> ApiRequest[TaskList]:
+    return get("/v1/tasks", TaskList)
+
+
+def list_steps(task: str) -> ApiRequest[StepList]:
+    return get(_steps_path(task), StepList)
+
+
+def tell_step(task: str, step: int, expected: int) -> ApiRequest[StepInfo]:
+    """Return the request that tells of a step; it may be sent again."""
+    content = msgspec.json.encode(StepExpectation(expected=expected))
+    path = f"{_steps_path(task)}/{step}"
+    return ApiRequest(method="PUT", path=path, read=reader(StepInfo), headers=JSON_BODY, content=content)
+
+
+def _steps_path(task: str) -> str:
+    return f"/v1/tasks/{quote(task, safe='')}/steps"
+
+
+logger = logging.getLogger("tangram.client")
+#: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
+CHANCE = random.SystemRandom()
+
+#: Refused before any work: trying again later cannot run anything twice.
+REFUSALS = (
+    QuotaExceededError,
+    CapacityExceededError,
+    DrainingError,
+    StorageUnavailableError,
+    FunctionUnavailableError,
+)
+#: Of these, what a restart answers with: they end by themselves.
+OUTAGES = (DrainingError, StorageUnavailableError)
+#: Half of the first wait after a lost connection; it doubles with each further one, up to the second.
+BACKOFF_S, BACKOFF_MAX_S = 0.2, 5.0
+#: Tries of a request that is refused by a bound, unless ``max_attempts`` says otherwise.
+ATTEMPTS = 5
+#: One outage fails every call that is under way: seconds for which the same is not told again, and how much is kept.
+TELL_EVERY_S, TOLD_MAX = 10.0, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retries:
+    """How often and how long a refused or lost request is tried again."""
+
+    #: Tries of one request, whatever becomes of them; None: five of one that is refused by a bound, and for an outage
+    #: as many as ``outage_s`` has room for.
+    max_attempts: int | None = None
+    #: Longest single wait in seconds; a longer Retry-After is not waited for, the error is raised.
+    wait_max_s: float = 30.0
+    #: Seconds for which a gateway that cannot be reached, drains or starts is waited for.
+    outage_s: float = 60.0
+    #: The same for an address at which nobody listens and nobody has answered this client before; None: as long.
+    refused_s: float | None = None
+
+    def patience_s(self, error: TangramError, *, new: bool) -> float:
+        """Return for how long an outage is waited for; ``new`` if nobody has answered yet."""
+        refused = new and self.refused_s is not None and error.detail.get("refused")
+        return self.refused_s if refused and self.refused_s is not None else self.outage_s
+
+    def wait_s(
+        self, error: TangramError, attempt: int, failing_s: float, *, repeatable: bool, new: bool = False
+    ) -> float | None:
+        """Return the seconds to wait before try ``attempt + 1``, or None if the error is to be raised.
+
+        ``failing_s`` is how long it has failed. Refusals ran nothing. A lost connection may have, so only a
+        ``repeatable`` request is sent again.
+        """
+        if error.detail.get("tls") or error.detail.get("foreign"):
+            return None
+        lost = isinstance(error, ConnectionFailed)
+        outage = lost or isinstance(error, OUTAGES)
+        most = self.max_attempts or (None if outage else ATTEMPTS)
+        if (most is not None and attempt >= most) or (outage and failing_s >= self.patience_s(error, new=new)):
+            return None
+        if isinstance(error, REFUSALS) and error.retry_after_s is not None:
+            return error.retry_after_s if error.retry_after_s <= self.wait_max_s else None
+        if lost and (repeatable or not error.detail.get("sent", True)):
+            most_s = min(BACKOFF_MAX_S, self.wait_max_s)
+            return backoff_s(attempt + 1, BACKOFF_S, most_s, CHANCE.uniform(0.5, 1.0))
+        return None
+
+
+class Teller:
+    """Warns once of what many calls, of all clients in the process, meet at the same time."""
+
+    def __init__(self) -> None:
+        self._told_s: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def warn(self, failure: str, then: str) -> None:
+        """Warn of the failure and what is done about it, unless that failure was told within ``TELL_EVERY_S``."""
+        now_s = time.monotonic()
+        with self._lock:
+            told_s = self._told_s.pop(failure, None)
+            again = told_s is None or now_s - told_s >= TELL_EVERY_S
+            self._told_s[failure] = now_s if told_s is None or again else told_s
+            while len(self._told_s) > TOLD_MAX:
+                del self._told_s[next(iter(self._told_s))]
+        logger.log(logging.WARNING if again else logging.DEBUG, "%s; %s", failure, then)
+
+
+TELLER = Teller()
+
+
+class FailureStreak:
+    """How long, and how often, one thing has failed in a row."""
+
+    def __init__(self, retries: Retries) -> None:
+        self._retries = retries
+        self._attempt = 0
+        self._since_s = 0.0
+
+    def again_s(self, error: TangramError, *, repeatable: bool = True, new: bool = False) -> float | None:
+        """It failed: return the seconds to wait before the next try, or None if the error is to be raised."""
+        now_s = time.monotonic()
+        if self._attempt == 0:
+            self._since_s = now_s
+        self._attempt += 1
+        wait_s = self._retries.wait_s(error, self._attempt, now_s - self._since_s, repeatable=repeatable, new=new)
+        if wait_s is not None and self._attempt == 1:
+            if isinstance(error, ConnectionFailed):
+                TELLER.warn(str(error), f"trying again for {self._retries.patience_s(error, new=new):g} s")
+            elif isinstance(error, FunctionUnavailableError):
+                TELLER.warn(str(error), f"asking again in {wait_s:.0f} s")
+        return wait_s
+
+    def succeeded(self) -> None:
+        """It did not fail this time."""
+        self._attempt = 0

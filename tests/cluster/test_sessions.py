@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tangram.client.sync.session import SessionHandle
+from tangram.client.sync import SessionHandle
 from tangram.errors import TangramError
 from tests.cluster.conftest import MakeNode, StartGateway
 from tests.cluster.world import DEADLINE_S, until

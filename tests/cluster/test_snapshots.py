@@ -12,7 +12,7 @@ import pytest
 
 from tangram import Client, ConflictError, NotFoundError, Retries, SnapshotLostError
 from tangram.errors import CapacityExceededError, TangramError
-from tangram.types.snapshots import SnapshotInfo
+from tangram.types import SnapshotInfo
 from tests import warm
 from tests.cluster.conftest import MakeNode, MakeRelay, StartGateway
 from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess, until

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from tangram import Client, Retries
-from tangram.types.nodes import NodeStatus
+from tangram.types import NodeStatus
 from tests import warm
 from tests.e2e.gateway import GatewayProcess
 from tests.faults.world import HTTP

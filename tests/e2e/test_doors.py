@@ -14,8 +14,8 @@ from grpclib.client import Channel
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from gateway.grpc.generated.tangram_pb2 import InvokeRequest
 from tangram import Client, InvalidInputError, NotFoundError, TooLargeError, UnsatisfiableError
-from tangram.client.credentials import Bearer
-from tangram.types.local_tokens import find_token
+from tangram.client.requests import Bearer
+from tangram.types import find_token
 from tests.e2e.gateway import GatewayProcess, document
 
 

@@ -19,7 +19,7 @@ sed -i 's/^  provider: auto.*/  provider: plain\\n  plain_as_root: true/' tangra
 #: Waits until the gateway inside is ready, then runs a handler through it; prints the result.
 INSIDE = """
 import json, time, urllib.request
-from tangram.types.local_tokens import find_token
+from tangram.types import find_token
 
 def ask(path, body=None):
     data = None if body is None else json.dumps(body).encode()

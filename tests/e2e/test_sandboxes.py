@@ -12,7 +12,7 @@ import pytest
 
 from tangram import Client, InvalidInputError, NotFoundError, Trajectory, UnsupportedError
 from tangram.adapters import CommandTimedOut, InfrastructureFailed, SandboxProvider
-from tangram.client.credentials import Bearer
+from tangram.client.requests import Bearer
 from tests.e2e.gateway import GatewayProcess
 
 SUITE = """

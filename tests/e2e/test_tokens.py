@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tangram import Client, ForbiddenError, UnauthorizedError
-from tangram.types.local_tokens import ADMIN, INVOKE
+from tangram.types import ADMIN, INVOKE
 from tests.e2e.gateway import ROOT, GatewayProcess, document
 from tests.faults.world import until
 

@@ -16,7 +16,7 @@ import httpx
 
 from runtimes.sandbox.environments import TRAJECTORY
 from runtimes.sandbox.record import SandboxRecord
-from tangram.client.credentials import Bearer
+from tangram.client.requests import Bearer
 from tests.e2e.gateway import START_S, GatewayProcess, document
 
 #: Nothing in these tests takes so long unless it is broken.

@@ -14,7 +14,7 @@ from gateway.config.load import GatewayConfig
 from gateway.config.sections import DevicesConfig, NodeConfig, SandboxConfig, ServerConfig
 from runtimes.model.settings import ModelSettings
 from runtimes.sandbox.provider import ProviderSettings
-from tangram.client.credentials import Bearer
+from tangram.client.requests import Bearer
 
 pytest.importorskip("torch")
 from tests.runtimes.model import checkpoints  # it imports torch

@@ -17,7 +17,7 @@ from manager.action import Action, Lease
 from manager.function import FunctionSpec, Setting
 from runtimes.kind import Kind, schema_of
 from runtimes.runtime import Execution, Result
-from tangram.client.credentials import Bearer
+from tangram.client.requests import Bearer
 
 ANSWER_S = 30.0
 

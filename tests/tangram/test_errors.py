@@ -10,15 +10,15 @@ import pytest
 
 import tangram
 from gateway.errors import FACES
-from tangram import InvocationFailed, MapFailed, NotFoundError, TangramError, errors
-from tangram.client.results import result_of
-from tangram.testing import ScriptedFailure, script
+from tangram import InvocationFailed, MapFailed, NotFoundError, TangramError, errors, testing
+from tangram.client.requests import result_of
+from tangram.testing import ScriptedFailure
 from tangram.types import Problem
 
 
 def failed() -> InvocationFailed:
-    call = script.ScriptedCall(
-        function="f", input={}, record=script.queued(0, "f", {}, mode="sync", task="t", trajectory=None)
+    call = testing.ScriptedCall(
+        function="f", input={}, record=testing.queued(0, "f", {}, mode="sync", task="t", trajectory=None)
     )
     call.end(None, ScriptedFailure("timeout", "too long", {"partial": [1]}))
     return InvocationFailed(result_of(call.record))

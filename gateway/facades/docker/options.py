@@ -17,8 +17,7 @@ from gateway.facades.docker.commands import CommandWish
 from manager.errors import InvalidInput, Unsupported
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.sandbox.choice import ABOVE_SYSTEM, SYSTEM
-from tangram.types import SandboxChoice
-from tangram.types.values.wording import explained
+from tangram.types import SandboxChoice, explained
 
 COMPONENT = "docker"
 #: Labels by which a container says what the engine's API has no field for.

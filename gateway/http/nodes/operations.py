@@ -9,8 +9,7 @@ from gateway import wire
 from gateway.http.messages import read_body, respond
 from gateway.http.operation import Operation, PathParameter, json_answer, links
 from gateway.services import Services
-from tangram.types.nodes import DrainWanted, NodeStatus, NodeStatusList, NodeTicket, TicketWanted
-from tangram.types.values.scalars import Name
+from tangram.types import DrainWanted, Name, NodeStatus, NodeStatusList, NodeTicket, TicketWanted
 
 
 class NodeOperations:

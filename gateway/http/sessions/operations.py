@@ -21,8 +21,16 @@ from gateway.services import Services
 from gateway.sessions.opening import open_session, session_input, session_of
 from manager.errors import Conflict
 from runtimes.sandbox.session import InteractiveSession, TerminalSize
-from tangram.types import Invocation, SessionFed, SessionOpening, SessionRecord, SessionSteering
-from tangram.types.requests import CallHeaders, SessionReadQuery, SessionWriteQuery
+from tangram.types import (
+    CallHeaders,
+    Invocation,
+    SessionFed,
+    SessionOpening,
+    SessionReadQuery,
+    SessionRecord,
+    SessionSteering,
+    SessionWriteQuery,
+)
 
 
 class SessionOperations:

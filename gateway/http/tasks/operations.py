@@ -10,9 +10,7 @@ from gateway.http.messages import read_body, respond
 from gateway.http.operation import Operation, PathParameter, json_answer, links
 from gateway.operations.lists import list_tasks
 from gateway.services import Services
-from tangram.types import StepExpectation, StepInfo, StepList, TaskList
-from tangram.types.steps import StepNumber, StepPath
-from tangram.types.values.scalars import Name
+from tangram.types import Name, StepExpectation, StepInfo, StepList, StepNumber, StepPath, TaskList
 
 TASK = PathParameter(name="task", about="An RL task", shape=Name)
 

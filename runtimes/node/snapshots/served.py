@@ -12,7 +12,7 @@ from runtimes.node.message import Message
 from runtimes.node.snapshots.messages import SnapshotOrder, SnapshotsKept
 from runtimes.node.wire import COMPONENT
 from runtimes.sandbox.environments import Environments
-from tangram.types.scheduling import SnapshotId
+from tangram.types import SnapshotId
 
 
 class ServedSnapshots:

@@ -33,7 +33,7 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.runner.protocol import unmade
 from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.session import TerminalSize
-from tangram.types.values.wording import explained
+from tangram.types import explained
 
 logger = structlog.get_logger("sandbox")
 

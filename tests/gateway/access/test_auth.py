@@ -17,7 +17,7 @@ from gateway.config.sections import ServerConfig
 from manager.clock import VirtualClock
 from manager.errors import Forbidden, InvalidConfig, StorageUnavailable, Unauthorized
 from tangram import AsyncClient, UnauthorizedError
-from tangram.types.local_tokens import ADMIN, INVOKE, find_token, links_dir, lost_state_dir
+from tangram.types import ADMIN, INVOKE, find_token, links_dir, lost_state_dir
 from tests.gateway.conftest import GatewayBench, serving
 
 TOKENS = DoorTokens(admin="s3cret", invoke="less")

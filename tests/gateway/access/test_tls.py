@@ -18,7 +18,7 @@ from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.errors import InvalidConfig
 from tangram import AsyncClient, ConnectionFailed, InvalidConfigError, Retries, TangramError
-from tangram.client.address import trust_of
+from tangram.client.requests import trust_of
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")

@@ -16,7 +16,7 @@ from manager.action import UnitSet
 from manager.errors import InvalidConfig
 from manager.function import FunctionSpec, RequestSpec
 from runtimes.model.device.devices import nvml
-from tangram.types.nodes import NodeCondition, NodeStatus
+from tangram.types import NodeCondition, NodeStatus
 
 
 @pytest.mark.parametrize(

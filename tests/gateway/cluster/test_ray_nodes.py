@@ -22,7 +22,7 @@ from runtimes.node.ray.messages import (
     StewardReady,
 )
 from runtimes.node.ray.process import RaySettings
-from tangram.types.nodes import NodeTicket
+from tangram.types import NodeTicket
 
 TTL_S = 120.0
 

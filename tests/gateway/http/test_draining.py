@@ -13,7 +13,7 @@ from grpclib.client import Channel
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from tangram.client.aio.client import AsyncClient
+from tangram.client.aio import AsyncClient
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 
 KEY = {"Idempotency-Key": "k"}

@@ -14,8 +14,8 @@ from gateway.invocations.retries import next_try_s
 from manager.action import Outcome, State
 from manager.errors import CANCEL_ASKED, NOT_BEGUN, CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec, RetrySpec
+from tangram import types
 from tangram.types import BatchItem, FileEntry, FileList
-from tangram.types.values import quantities
 
 
 def function(**given: object) -> FunctionSpec:
@@ -104,7 +104,7 @@ def test_durations_and_names_are_read_strictly() -> None:
 
 def test_a_duration_means_the_same_in_a_request_as_in_a_file() -> None:
     for text in ("1h30m", "2m5s", "1d12h", "1s500ms"):
-        assert wire.duration_s(text, "X-Timeout") == quantities.duration_s(text)
+        assert wire.duration_s(text, "X-Timeout") == types.duration_s(text)
 
 
 def test_what_json_cannot_hold_is_repaired_and_encoded_json_is_not_parsed_again() -> None:

@@ -18,9 +18,8 @@ from tangram.adapters import (
     InfrastructureFailed,
     SandboxProvider,
 )
-from tangram.adapters.frameworks import missing
-from tangram.testing import Answer, ScriptedCall, ScriptedFailure, ScriptedGateway, broken, refusal
-from tangram.testing.answers import json_answer
+from tangram.adapters.provider import missing
+from tangram.testing import Answer, ScriptedCall, ScriptedFailure, ScriptedGateway, broken, json_answer, refusal
 from tangram.types import Problem, Reason
 
 

@@ -15,7 +15,7 @@ import pytest
 from tangram import FileEntry
 from tangram.cli import cp as module
 from tangram.cli.cp import Remote, SandboxPlace, Unpacking, batches, pack, remote, walk, write_below
-from tangram.client.sync.trajectory import Trajectory
+from tangram.client.sync import Trajectory
 from tangram.errors import ConflictError, UnsupportedError
 from tests.tangram.cli.conftest import Served, Tangram
 

@@ -159,7 +159,7 @@ def test_a_gateway_that_is_not_there_is_said_plainly_and_waited_for_only_if_aske
     status, _, err = tangram("ps", "--server", "http://127.0.0.1:9")
     assert status == 69 and "connection_failed" in err and "--retry-connrefused" in err
     assert "trying again" not in caplog.text
-    monkeypatch.setattr("tangram.client.sync.client.pause", lambda seconds: None)
+    monkeypatch.setattr("tangram.client.sync.pause", lambda seconds: None)
     monkeypatch.setattr("tangram.cli.options.OUTAGE_S", 0.1)
     status, _, err = tangram("ps", "--server", "http://127.0.0.1:9", "--retry-connrefused")
     assert status == 69 and "trying again" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tangram import AsyncClient, Client, InvalidConfigError
-from tangram.client.address import server_of
+from tangram.client.requests import server_of
 from tangram.testing import ScriptedGateway
 
 

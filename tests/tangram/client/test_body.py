@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tangram.client.body import json_body
+from tangram.client.requests import json_body
 from tangram.errors import InvalidInputError
 from tangram.types import BatchItem
 

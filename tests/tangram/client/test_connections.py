@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tangram import AsyncClient, Client, InvalidInputError
-from tangram.client.aio import connections as aio_connections
-from tangram.client.aio.client import CONNECTIONS, SPARE
+from tangram.client import aio as aio_connections
+from tangram.client.aio import CONNECTIONS, SPARE
 from tangram.testing import ScriptedCall, ScriptedGateway
 from tests.tangram.sockets import DEADLINE_S, served, serving
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tangram.client.retries import TOLD_MAX, FailureStreak, Retries, Teller
+from tangram.client.requests import TOLD_MAX, FailureStreak, Retries, Teller
 from tangram.errors import ConnectionFailed, FunctionUnavailableError
 
 
@@ -43,7 +43,7 @@ def test_what_was_told_long_ago_is_told_again_and_what_is_kept_is_bounded(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("tangram.client.retries.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tangram.client.requests.time.monotonic", lambda: now[0])
     teller = Teller()
     for now[0] in (0.0, 9.0, 11.0, 19.0, 22.0):
         teller.warn("gone", "trying again")

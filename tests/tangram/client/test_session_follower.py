@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tangram.client.retries import Retries
-from tangram.client.session_follower import SessionFollower
+from tangram.client.followers import SessionFollower
+from tangram.client.requests import Retries
 from tangram.errors import ConflictError, UnreadableAnswerError
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from manager.function import SandboxSpec
 from tangram import AsyncClient, Client, NotFoundError, TrajectoryEndedError
-from tangram.client.aio.trajectory import AsyncTrajectory
+from tangram.client.aio import AsyncTrajectory
 from tangram.testing import ScriptedGateway
 from tests.gateway.conftest import DEADLINE_S, FUNCTIONS, GatewayBench, RunningGateway, serving, until
 

@@ -14,14 +14,14 @@ import pytest
 
 from tangram import Client, ConnectionFailed, InvalidInputError, QuotaExceededError, Retries, UnreadableAnswerError
 from tangram.testing import ScriptedGateway, broken, refusal
-from tangram.types.local_tokens import ADMIN, links_dir
+from tangram.types import ADMIN, links_dir
 
 QUICK = Retries(max_attempts=3, wait_max_s=5.0)
 
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tangram.client.retries.BACKOFF_S", 0.001)
+    monkeypatch.setattr("tangram.client.requests.BACKOFF_S", 0.001)
 
 
 def test_a_refusal_is_tried_again_after_the_time_it_names() -> None:
@@ -76,9 +76,9 @@ def test_a_submit_that_is_sent_again_carries_the_same_key() -> None:
 
 def test_a_restart_is_outlasted_and_an_outage_that_does_not_end_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = PausedClock()
-    monkeypatch.setattr("tangram.client.retries.time", clock)
-    monkeypatch.setattr("tangram.client.sync.client.pause", clock.pause)
-    monkeypatch.setattr("tangram.client.retries.BACKOFF_S", 0.2)
+    monkeypatch.setattr("tangram.client.requests.time", clock)
+    monkeypatch.setattr("tangram.client.sync.pause", clock.pause)
+    monkeypatch.setattr("tangram.client.requests.BACKOFF_S", 0.2)
     gateway = ScriptedGateway({"f": {}})
     down = [broken(httpx.ConnectError)] * 10 + [refusal(503, "storage_unavailable", retry_after_s=1.0)] * 5
     gateway.trouble(refusal(503, "draining", retry_after_s=1.0), broken(httpx.ReadError), *down)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tangram import AsyncClient
-from tangram.client.aio.session import AsyncSessionHandle
+from tangram.client.aio import AsyncSessionHandle
 from tangram.errors import ConflictError, InvalidInputError, NotFoundError
 from tangram.types import SessionEnd
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tangram.types.values.backoff import backoff_s
+from tangram.types import backoff_s
 
 
 def test_the_wait_doubles_with_each_try_up_to_its_bound() -> None:

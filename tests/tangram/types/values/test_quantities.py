@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram.types.values.quantities import (
+from tangram.types import (
     DURATION_PATTERN,
     DURATION_UNITS,
     WAIT_PATTERN,

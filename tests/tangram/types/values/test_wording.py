@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 import tangram.types
-from tangram.types.requests import CallHeaders, InvocationQuery, SandboxPath
-from tangram.types.scheduling import SandboxChoice
-from tangram.types.values import wording
+from tangram import types
+from tangram.types import CallHeaders, InvocationQuery, SandboxChoice, SandboxPath
 
 
 def error_of(given: object, kind: object) -> msgspec.ValidationError:
@@ -30,14 +29,14 @@ def error_of(given: object, kind: object) -> msgspec.ValidationError:
     ],
 )
 def test_a_text_that_does_not_fit_is_told_in_words(given: object, kind: object, said: str, place: str) -> None:
-    told, at = wording.explained(error_of(given, kind))
+    told, at = types.explained(error_of(given, kind))
     assert said in told
     assert at == place
     assert "regex" not in told
 
 
 def test_what_is_no_mismatch_of_a_pattern_is_told_as_it_is() -> None:
-    assert wording.explained(error_of({"a": ["x"]}, dict[str, list[int]])) == ("Expected `int`, got `str`", "[...][0]")
+    assert types.explained(error_of({"a": ["x"]}, dict[str, list[int]])) == ("Expected `int`, got `str`", "[...][0]")
 
 
 def test_each_pattern_of_the_wire_is_declared_with_its_words() -> None:

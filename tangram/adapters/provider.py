@@ -1,12 +1,15 @@
-"""How what a framework asked for ended: data, the command's own time-out, or one error for all that is our fault."""
+"""What the adapters share."""
 
 from __future__ import annotations
 
 import base64
 import errno
+import io
 import os
+import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tangram.client import InvocationResult
@@ -173,3 +176,59 @@ def refusal_of(error: TangramError, sandbox: str, path: str = "") -> Exception:
 def _stream(told: Mapping[str, Any], name: str) -> bytes:
     exact = told.get(f"{name}_base64")
     return base64.b64decode(exact) if exact else str(told.get(name, "")).encode("utf-8", "surrogatepass")
+
+
+def packed(source: str | Path) -> bytes:
+    """Return the contents of a directory as a tar: modes, links and empty directories; owners are the reader's.
+
+    Raises FileNotFoundError and NotADirectoryError.
+    """
+    root = Path(source)
+    if not root.exists():
+        raise FileNotFoundError(f"no directory {root}")
+    if not root.is_dir():
+        raise NotADirectoryError(f"{root} is no directory")
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path in sorted(root.rglob("*")):
+            archive.add(path, path.relative_to(root).as_posix(), recursive=False, filter=_anonymous)
+    return held.getvalue()
+
+
+def unpacked(data: bytes, target: str | Path) -> None:
+    """Lay out a tar below a directory, which is made; files that are there are overwritten, nothing leaves it.
+
+    A sandbox wrote it: entries that point outside, devices and the like raise InfrastructureFailed.
+    """
+    root = Path(target)
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            archive.extractall(root, filter="data")
+    except tarfile.TarError as error:
+        raise InfrastructureFailed(f"the tree of the sandbox cannot be laid out: {error}", "unsafe_tree") from error
+
+
+def read_file(source: str | Path) -> tuple[bytes, int]:
+    """Return the contents of a file of this machine, and its permission bits."""
+    path = Path(source)
+    return path.read_bytes(), path.stat().st_mode & 0o777
+
+
+def write_file(target: str | Path, data: bytes) -> None:
+    """Write a file of this machine, and make its parents."""
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
+
+
+def missing(adapter: str, package: str, error: ImportError) -> ImportError:
+    """Return the error of an adapter whose framework cannot be imported; it names the extra that brings it."""
+    extra = adapter.replace("_", "-")
+    return ImportError(f"tangram.adapters.{adapter} needs {package} ({error}): pip install 'tangram-client[{extra}]'")

@@ -1,4 +1,4 @@
-"""A gateway that does what a test's script says, as an httpx transport of either client."""
+"""A scripted gateway for tests of callers."""
 
 from __future__ import annotations
 
@@ -10,40 +10,293 @@ import tarfile
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
 
 import httpx
 import msgspec
 
-from tangram.testing.answers import Answer, json_answer, problem_answer
-from tangram.testing.script import Script, ScriptedCall, ScriptedFailure, listed, queued
-from tangram.testing.views import function_info, resources_info, step_info, trajectory_info, waiting_entry
 from tangram.types import (
+    UNSET,
     BatchAnswer,
     BatchItem,
     BatchRequest,
     BatchVerdict,
     ConfigDiff,
+    DurationInfo,
     FileEntry,
     FileList,
     FileWritten,
+    FunctionInfo,
     FunctionList,
     Health,
+    HostImagesInfo,
+    Invocation,
     InvocationPage,
     LeaseAnswer,
     LeaseRequest,
     LogEnd,
+    LogLine,
+    ModelsInfo,
     Problem,
     Purged,
+    QueueEntry,
     QueuePage,
+    Reason,
+    ResourcesInfo,
+    RetryInfo,
     SandboxChoice,
+    SandboxesInfo,
+    State,
     StepExpectation,
+    StepInfo,
     StepList,
     TaskList,
+    TrajectoryInfo,
     TrajectoryOpening,
     TrajectoryPage,
+    WaitCause,
 )
+
+#: What answers one request; it may raise an `httpx.TransportError`.
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def refusal(status: int, code: str, detail: str = "as scripted", *, retry_after_s: float | None = None) -> Answer:
+    """Return what refuses a request with this HTTP status and error code, for example 429 and ``quota_exceeded``."""
+    return lambda request: problem_answer(status, code, detail, retry_after_s=retry_after_s)
+
+
+def broken(kind: type[httpx.TransportError] = httpx.ReadError, message: str = "broken") -> Answer:
+    """Return what breaks the connection: httpx.ConnectError before the request was sent, httpx.ReadError after it."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise kind(message, request=request)
+
+    return answer
+
+
+def json_answer(value: object, status: int = 200) -> httpx.Response:
+    """Return a response with a JSON body."""
+    headers = {"Content-Type": "application/json"}
+    return httpx.Response(status, headers=headers, content=msgspec.json.encode(value))
+
+
+def problem_answer(status: int, code: str, detail: str, *, retry_after_s: float | None = None) -> httpx.Response:
+    """Return a refusal as the gateway writes it."""
+    problem = Problem(
+        type=f"urn:tangram:error:{code}",
+        title=code.replace("_", " ").capitalize(),
+        status=status,
+        code=code,
+        detail=detail,
+        component="gateway",
+        retry_after_s=UNSET if retry_after_s is None else retry_after_s,
+    )
+    return json_answer(problem, status)
+
+
+#: The beginning of a scripted gateway's time; nothing in it takes any.
+BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
+_STATES: Mapping[Reason, State] = {
+    "timeout": "timed_out",
+    "queue_timeout": "timed_out",
+    "cancelled": "cancelled",
+    "environment_lost": "lost",
+    "node_lost": "lost",
+    "gateway_restart": "lost",
+}
+
+
+class ScriptedFailure(Exception):
+    """Raised by a script: the invocation ends with this reason, message and partial result."""
+
+    def __init__(self, reason: Reason = "handler_error", message: str = "as scripted", result: object = None) -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
+        self.message = message
+        self.result = result
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ScriptedCall:
+    """One invocation, as its function's script sees it."""
+
+    function: str
+    input: Mapping[str, Any]
+    task: str = "default"
+    trajectory: str | None = None
+    key: str | None = None
+    #: The headers of its request, or none of a call of a batch.
+    headers: Mapping[str, str] = field(default_factory=dict)
+    record: Invocation
+    lines: list[LogLine] = field(default_factory=list)
+
+    def log(self, text: str, stream: str = "stdout") -> None:
+        """Write to the invocation's log."""
+        self.lines.append(LogLine(offset=len(self.lines), time=BEGINNING, stream=stream, data=text))
+
+    def end(self, result: object, failure: ScriptedFailure | None = None) -> None:
+        """Take the end of the script."""
+        reason = None if failure is None else failure.reason
+        self.record = msgspec.structs.replace(
+            self.record,
+            state="succeeded" if reason is None else _STATES.get(reason, "failed"),
+            reason=reason,
+            message="" if failure is None else failure.message,
+            component="" if failure is None else "script",
+            started_at=BEGINNING,
+            ended_at=BEGINNING,
+            overhead_ms=0.0,
+            execution_ms=0.0,
+            act_ms=0.0,
+            result=msgspec.to_builtins(result) if failure is None else failure.result,
+        )
+
+
+#: What a function does with a call: its result, or the ScriptedFailure that it raises. For an AsyncClient it may be
+#: a coroutine function. A value that is not callable is the result of every call.
+Script = Callable[[ScriptedCall], object | Awaitable[object]]
+
+
+def queued(
+    number: int, function: str, input: Mapping[str, Any], *, mode: str, task: str, trajectory: str | None
+) -> Invocation:
+    """Return the record of an invocation that was just accepted."""
+    body: dict[str, object] = {
+        "id": f"scripted-{number}",
+        "function": function,
+        "revision": "scripted",
+        "task": task,
+        "trajectory": trajectory,
+        "parent": None,
+        "mode": mode,
+        "state": "queued",
+        "reason": None,
+        "message": "",
+        "component": "",
+        "detail": {},
+        "retry_after_s": None,
+        "accepted_at": BEGINNING,
+        "started_at": None,
+        "ended_at": None,
+        "queue_ms": 0.0,
+        "overhead_ms": None,
+        "execution_ms": None,
+        "act_ms": None,
+        "node": "scripted",
+        "units": {},
+        "usage": {},
+        "attempt": 1,
+        "attempts": [],
+        "dead": False,
+        "callback": None,
+        "input": dict(input),
+        "result": None,
+    }
+    return msgspec.convert(body, Invocation)
+
+
+def listed(record: Invocation) -> Invocation:
+    """Return the record as listings have it: without input and result."""
+    return msgspec.structs.replace(record, input=UNSET, result=UNSET)
+
+
+#: What a submitted invocation waits for.
+WAITS_FOR = "somebody who waits for it"
+
+
+def function_info(name: str) -> FunctionInfo:
+    """Return the description of a scripted function."""
+    return FunctionInfo(
+        name=name,
+        runtime="handler",
+        revision="scripted",
+        description="scripted",
+        cost={"cpu": 1},
+        duration=DurationInfo(profile="learned", key="", initial_s=None),
+        timeout_s=300.0,
+        queue_timeout_s=3600.0,
+        idempotent=False,
+        max_queued=1000,
+        output_limit_bytes=0,
+        log_limit_bytes=0,
+        retry=RetryInfo(max_attempts=1, backoff_s=1.0, backoff_max_s=60.0, jitter="none", on=(), on_status=()),
+    )
+
+
+def resources_info() -> ResourcesInfo:
+    """Return the description of a gateway that has nothing."""
+    return ResourcesInfo(
+        nodes=(),
+        pools={},
+        sandboxes=SandboxesInfo(
+            kind="process",
+            engine="scripted",
+            isolation="none: nothing is run",
+            runtime="",
+            runtimes=(),
+            limits={},
+            weakenings=(),
+        ),
+        models=ModelsInfo(
+            actions=0,
+            executions=0,
+            swaps=0,
+            hit_rate=0.0,
+            evictions=0,
+            restore_s=0.0,
+            restored_bytes=0,
+            devices=(),
+            services={},
+            host_images=HostImagesInfo(),
+        ),
+    )
+
+
+def trajectory_info(name: str, task: str) -> TrajectoryInfo:
+    """Return the description of a living trajectory."""
+    return TrajectoryInfo(
+        trajectory=name,
+        task=task,
+        node="scripted",
+        memory_bytes=0,
+        ttl_s=1800.0,
+        state="idle",
+        queued=0,
+        active=None,
+        idle_s=0.0,
+    )
+
+
+def waiting_entry(record: Invocation) -> QueueEntry:
+    """Return the description of a submitted invocation that nobody has waited for yet."""
+    return QueueEntry(
+        id=record.id,
+        function=record.function,
+        task=record.task,
+        trajectory=record.trajectory,
+        age_s=0.0,
+        cost={"cpu": (1, 1)},
+        waits_for=WAITS_FOR,
+        cause=WaitCause(kind="units", text=WAITS_FOR),
+    )
+
+
+def step_info(task: str, step: int, expected: int) -> StepInfo:
+    """Return the description of a step that was told of; nothing is counted."""
+    return StepInfo(
+        task=task,
+        step=step,
+        expected=expected,
+        living=0,
+        ended=0,
+        opened_at=BEGINNING,
+        ended_at=None,
+        ends_in_s=None,
+    )
+
 
 _Reply = httpx.Response | Coroutine[object, None, httpx.Response]
 _Endpoint = Callable[..., _Reply]
@@ -394,3 +647,6 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
 def _path(request: httpx.Request) -> str:
     return posixpath.normpath(posixpath.join("/workspace", request.url.params["path"]))
+
+
+__all__ = ["Answer", "Script", "ScriptedCall", "ScriptedFailure", "ScriptedGateway", "broken", "refusal"]

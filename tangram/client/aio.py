@@ -1,0 +1,1163 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from types import TracebackType
+from typing import Any, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, overload
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+import msgspec
+
+from tangram.client import requests
+from tangram.client.followers import LogFollower, SessionFollower
+from tangram.client.handlers import captured, definition_of
+from tangram.client.heartbeats import LEASE_S, Heartbeats
+from tangram.client.requests import (
+    CONCURRENCY,
+    ApiRequest,
+    BatchCall,
+    Bearer,
+    FailureStreak,
+    InvocationResult,
+    MapEnds,
+    OnProgress,
+    Retries,
+    connection_lost,
+    error_of,
+    result_of,
+    server_of,
+    token_of,
+    trust_of,
+)
+from tangram.errors import (
+    ConnectionFailed,
+    InvalidInputError,
+    MapFailed,
+    NotFoundError,
+    TangramError,
+    TrajectoryEndedError,
+)
+from tangram.types import (
+    ActivityInfo,
+    ConfigDiff,
+    FileEntry,
+    FunctionInfo,
+    ImageInfo,
+    LogLine,
+    NodeStatus,
+    NodeTicket,
+    QueueEntry,
+    RayMachineStatus,
+    ResourcesInfo,
+    SandboxChoice,
+    SessionEnd,
+    SessionOutput,
+    SnapshotInfo,
+    StepInfo,
+    TaskInfo,
+    TrajectoryInfo,
+)
+
+_T = TypeVar("_T")
+
+
+class AsyncFunctions(ABC):
+    """The part of a client that speaks of functions."""
+
+    @abstractmethod
+    async def _send(self, request: ApiRequest[_T]) -> _T:
+        """Send, and send again where that is safe."""
+
+    async def functions(self) -> Sequence[FunctionInfo]:
+        """Return every registered function."""
+        return (await self._send(requests.list_functions())).functions
+
+    async def function(self, name: str) -> FunctionInfo:
+        """Return one registered function, with what was learned of it; raises NotFoundError."""
+        return await self._send(requests.get_function(name))
+
+    async def remove_function(self, name: str) -> ConfigDiff:
+        """Remove a function that was applied; raises NotFoundError, and ConflictError for one of the server's files."""
+        return await self._send(requests.remove_function(name))
+
+    async def apply(
+        self,
+        files: Mapping[str, str] | None = None,
+        *,
+        dry_run: bool = False,
+        prune: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> ConfigDiff:
+        """Apply configuration files (path -> text), or the server's own files read again; return the differences.
+
+        What they do not name stays, unless ``prune`` removes it. ``variables`` are what ``${NAME}`` stands for in
+        ``files``.
+        """
+        return await self._send(requests.apply(files, dry_run, prune, variables))
+
+    async def put_function(
+        self,
+        name: str,
+        definition: Mapping[str, Any],
+        *,
+        sources: Mapping[str, str] | None = None,
+        dry_run: bool = False,
+    ) -> ConfigDiff:
+        """Add or change one function, with the keys of its YAML; return the differences. Needs the admin token.
+
+        ``sources`` are the files of a handler, path -> text; they are kept by the gateway, as is the function, until
+        it is removed. Raises InvalidConfigError, and ConflictError for a function of the server's own files.
+        """
+        return await self._send(requests.put_function(name, definition, sources or {}, dry_run))
+
+    async def register(
+        self, handler: Callable[..., Any], name: str | None = None, *, dry_run: bool = False, **definition: Any
+    ) -> ConfigDiff:
+        """Register a Python function of this script as a handler, and return the differences. Needs the admin token.
+
+        Sent are the function and what it names of its module's top level (`tangram.client.handlers`), no more.
+        ``definition`` has the keys of a handler in YAML, over those of its decorator. Raises InvalidInputError if it
+        cannot stand by itself, else as `put_function`.
+        """
+        sent = captured(handler)
+        keys = {**definition_of(handler, definition), "runtime": "handler", "handler": sent.place}
+        return await self.put_function(name or handler.__name__, keys, sources=sent.sources, dry_run=dry_run)
+
+
+class AsyncNodeCalls(ABC):
+    """The part of a client that speaks of machines."""
+
+    @abstractmethod
+    async def _send(self, request: ApiRequest[_T]) -> _T:
+        """Send, and send again where that is safe."""
+
+    async def resources(self) -> ResourcesInfo:
+        """Return pools, what is held of them, and what the sandboxes and model devices are."""
+        return await self._send(requests.get_resources())
+
+    async def nodes(self) -> Sequence[NodeStatus]:
+        """Return the machines that actions run on, and how they are."""
+        return (await self._send(requests.list_nodes())).nodes
+
+    async def ray_machines(self) -> Sequence[RayMachineStatus]:
+        """Return the machines of a Ray cluster that are to be nodes, and how far that has come (`cluster.ray`)."""
+        return (await self._send(requests.list_nodes())).ray
+
+    async def drain_node(self, name: str, why: str = "") -> NodeStatus:
+        """Have a machine take no new work and leave when it is empty; raises NotFoundError. Needs the admin token."""
+        return await self._send(requests.drain_node(name, why))
+
+    async def node_ticket(self, name: str) -> NodeTicket:
+        """Return what admits one machine once, soon (`tangram node join`). Needs the admin token."""
+        return await self._send(requests.issue_ticket(name))
+
+
+# What differs between awaiting and blocking: pauses, slots, many calls at once, and who may use what is open.
+#
+# Written by hand, as is its twin `tangram.client.sync.running`; the rest of `sync` is generated.
+
+_Item = TypeVar("_Item")
+_P = ParamSpec("_P")
+
+
+class AsyncCallSlots(asyncio.Semaphore):
+    """So many may do something at once; the others wait, in order of arrival, without a bound in time."""
+
+
+class AsyncOpened(Generic[_T]):
+    """What is opened at its first use, once in each process and event loop, because sockets cannot change either.
+
+    What a process inherits by fork is left alone: it is neither used nor closed there, it belongs to the parent.
+    """
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make = make
+        self._by_process: dict[int, dict[asyncio.AbstractEventLoop, _T]] = {}
+
+    def get(self) -> _T:
+        """Return what is open here; make it if there is nothing yet."""
+        here, loop = self._here(), asyncio.get_running_loop()
+        found = here.get(loop)
+        if found is None:
+            found = here[loop] = self._make()
+        return found
+
+    def take(self) -> _T | None:
+        """Return what is open here, which is then no longer known; None if there is nothing."""
+        return self._here().pop(asyncio.get_running_loop(), None)
+
+    def _here(self) -> dict[asyncio.AbstractEventLoop, _T]:
+        """What is open in this process, by loop; what a loop left behind that is closed is let go."""
+        here = self._by_process.setdefault(os.getpid(), {})
+        for loop in [loop for loop in here.copy() if loop.is_closed()]:
+            here.pop(loop, None)
+        return here
+
+
+async def pause(seconds: float) -> None:
+    """Let this caller wait."""
+    await asyncio.sleep(seconds)
+
+
+async def aside(do: Callable[_P, _T], *arguments: _P.args, **named: _P.kwargs) -> _T:
+    """Call what reads or writes files of this machine, in a thread."""
+    return await asyncio.to_thread(do, *arguments, **named)
+
+
+async def for_each(items: Iterable[_Item], do: Callable[[int, _Item], Awaitable[None]], concurrency: int) -> None:
+    """Call ``do`` with the index and the value of each item, at most ``concurrency`` at once.
+
+    Items are taken when there is room for them. The first error of ``do`` or ``items`` ends everything and is raised.
+    """
+    left = enumerate(items)
+
+    async def work() -> None:
+        for index, item in left:
+            await do(index, item)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+#: Seconds after which a connection that nobody uses is closed.
+IDLE_S = 30.0
+
+
+class AsyncConnectionPool(httpx.AsyncBaseTransport):
+    """A pool that finds a free connection at once, however many there are.
+
+    httpx's own pool looks at all of its connections for each request (at 500 of them, 5 to 8 times the processor
+    time of a request). Here each connection is an httpx transport with one connection, and the free ones are a stack.
+    Whoever finds none free and the bound reached waits, in order of arrival, without a bound in time.
+    """
+
+    def __init__(self, server: httpx.URL, connections: int, ca: str | None = None, cert: str | None = None) -> None:
+        self._server = server
+        self._slots = AsyncCallSlots(connections)
+        self._trust = trust_of(server.scheme == "https", ca, cert)
+        self._proxy = _proxy(server)
+        #: Free connections and when each became free (on the monotonic clock), the latest last.
+        self._free: deque[tuple[float, httpx.AsyncBaseTransport]] = deque()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send over a free connection, or a new one; it is free again once the answer is closed."""
+        await self._slots.acquire()
+        connection = None
+        try:
+            connection = self._take()
+            answer = await connection.handle_async_request(request)
+        except BaseException:
+            self._slots.release()
+            if connection is not None:
+                await _close(connection)
+            raise
+        assert isinstance(answer.stream, httpx.AsyncByteStream)
+        return httpx.Response(
+            answer.status_code,
+            headers=answer.headers,
+            stream=AsyncAnswerStream(self, connection, answer.stream),
+            extensions=answer.extensions,
+        )
+
+    async def aclose(self) -> None:
+        """Close the free connections."""
+        while self._free:
+            await self._free.pop()[1].aclose()
+
+    async def give_back(self, connection: httpx.AsyncBaseTransport) -> None:
+        """Let the next request use it, and close those that were free for too long."""
+        now_s = time.monotonic()
+        self._free.append((now_s, connection))
+        self._slots.release()
+        while (eldest := self._eldest(now_s - IDLE_S)) is not None:
+            await _close(eldest)
+
+    def _take(self) -> httpx.AsyncBaseTransport:
+        with suppress(IndexError):
+            return self._free.pop()[1]
+        return httpx.AsyncHTTPTransport(
+            verify=self._trust,
+            proxy=self._proxy,
+            limits=httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=IDLE_S),
+        )
+
+    def _eldest(self, before_s: float) -> httpx.AsyncBaseTransport | None:
+        """The connection that has been free for longest, if it became so before that instant; it is taken out."""
+        with suppress(IndexError):
+            free_s, connection = self._free.popleft()
+            if free_s < before_s:
+                return connection
+            self._free.appendleft((free_s, connection))
+        return None
+
+
+class AsyncLink:
+    """What a client has open in one process and event loop."""
+
+    def __init__(self, http: httpx.AsyncClient, lasting: int) -> None:
+        self.http = http
+        #: For calls that last, so that those which do not always find a connection.
+        self.lasting = AsyncCallSlots(lasting)
+
+
+class AsyncAnswerStream(httpx.AsyncByteStream):
+    """The body of an answer; closing it frees its connection."""
+
+    def __init__(
+        self, pool: AsyncConnectionPool, connection: httpx.AsyncBaseTransport, body: httpx.AsyncByteStream
+    ) -> None:
+        self._pool = pool
+        self._connection = connection
+        self._body = body
+        self._open = True
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._body:
+            yield chunk
+
+    async def aclose(self) -> None:
+        """Close the body, once."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            await self._body.aclose()
+        finally:
+            await self._pool.give_back(self._connection)
+
+
+async def _close(connection: httpx.AsyncBaseTransport) -> None:
+    # What failed may fail once more while it is closed; the first failure is the one to be told.
+    with suppress(Exception):
+        await connection.aclose()
+
+
+def _proxy(server: httpx.URL) -> httpx.Proxy | None:
+    """The proxy that the environment names for this server (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY)."""
+    if proxy_bypass(server.netloc.decode("ascii")):
+        return None
+    proxies = getproxies()
+    address = proxies.get(server.scheme) or proxies.get("all")
+    if not address:
+        return None
+    return httpx.Proxy(address if "://" in address else f"http://{address}")
+
+
+#: Bytes of input that are sent at once.
+INPUT_PIECE_BYTES = 256 * 2**10
+
+
+class AsyncSessionSender(Protocol):
+    """Who sends what a session is told: the client."""
+
+    _retries: Retries
+
+    async def _send(self, request: ApiRequest[_T]) -> _T: ...
+
+    def _link(self) -> AsyncLink: ...
+
+
+class AsyncSessionHandle:
+    """A command in a trajectory's sandbox that somebody types to; it holds its cores until it ends.
+
+    It goes on without this process, and whoever knows its ``id`` may attach to it: what it says is numbered byte by
+    byte, and the last of it is kept. A session to which nobody is attached for a while is ended. One task, or thread,
+    may read while another writes.
+    """
+
+    def __init__(self, client: AsyncSessionSender, id: str, *, begun: bool) -> None:
+        """``begun``: by this handle, and nothing was typed yet."""
+        self.id = id
+        self._client = client
+        self._follower = SessionFollower(id, client._retries, input_offset=0 if begun else None)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
+
+    @property
+    def end(self) -> SessionEnd | None:
+        """How it ended; None before `output` has come to its end."""
+        return self._follower.end
+
+    @property
+    def missing(self) -> int:
+        """Bytes of output that were no longer kept when this handle asked for them."""
+        return self._follower.missing
+
+    async def output(self) -> AsyncIterator[SessionOutput]:
+        """Yield what it says until it ends, over broken connections; who was attached before is detached.
+
+        Raises ConflictError when another caller attaches.
+        """
+        while self._follower.end is None:
+            try:
+                async for piece in self._pieces():
+                    yield piece
+                if self._follower.end is None:
+                    raise ConnectionFailed(f"the output of session {self.id} broke off")
+            except TangramError as error:
+                wait_s = self._follower.again_s(error)
+                if wait_s is None:
+                    raise
+                await pause(wait_s)
+
+    async def _pieces(self) -> AsyncIterator[SessionOutput]:
+        """Yield what one connection brings."""
+        link, follower = self._client._link(), self._follower
+        path, params = requests.session_path(self.id), {"offset": str(follower.offset)}
+        try:
+            async with link.lasting, link.http.stream("GET", path, params=params) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of(response)
+                async for text in response.aiter_lines():
+                    if (piece := follower.feed(text)) is not None:
+                        yield piece
+        except httpx.TransportError as error:
+            raise connection_lost(f"session {self.id}", error) from error
+
+    async def wait(self) -> SessionEnd:
+        """Read to its end, and return how it ended."""
+        async for _ in self.output():
+            pass
+        assert self._follower.end is not None
+        return self._follower.end
+
+    async def write(self, data: bytes | str) -> bool:
+        """Type so much; return whether its command still reads. It is passed on once, however often it is sent."""
+        rest = data.encode() if isinstance(data, str) else data
+        while rest:
+            offset = self._follower.input_offset
+            fed = await self._client._send(requests.write_session(self.id, rest[:INPUT_PIECE_BYTES], offset))
+            rest = rest[INPUT_PIECE_BYTES if offset is None else fed.input_offset - offset :]
+            self._follower.input_offset = fed.input_offset
+            if not fed.reads:
+                return False
+        return True
+
+    async def close_input(self) -> None:
+        """Say that there is no more input; a command that waits for its turn is waited for."""
+        reads = True
+        while reads:  # still reading: it has not begun, or not read what came before, for as long as the gateway waits
+            request = requests.write_session(self.id, b"", self._follower.input_offset, end=True)
+            reads = (await self._client._send(request)).reads
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Tell its terminal how large it is; raises ConflictError if it has none."""
+        await self._client._send(requests.steer_session(self.id, size=(rows, columns)))
+
+    async def signal(self, name: str) -> None:
+        """Signal what runs in its foreground: INT, TERM, KILL, HUP, QUIT, USR1, USR2, TSTP or CONT."""
+        await self._client._send(requests.steer_session(self.id, signal=name))
+
+    async def cancel(self) -> None:
+        """End it with everything that it started; raises ConflictError if it has ended."""
+        await self._client._send(requests.cancel_invocation(self.id))
+
+
+async def attached(client: AsyncSessionSender, id: str) -> AsyncSessionHandle:
+    """Return the handle of a session that was begun elsewhere; raises NotFoundError."""
+    await client._send(requests.get_invocation(id))
+    return AsyncSessionHandle(client, id, begun=False)
+
+
+class AsyncTaskCalls(ABC):
+    """The part of a client that speaks of tasks."""
+
+    @abstractmethod
+    async def _send(self, request: ApiRequest[_T]) -> _T:
+        """Send, and send again where that is safe."""
+
+    async def tasks(self) -> Sequence[TaskInfo]:
+        """Return the RL tasks: weights, bounds and use, and their steps that have not ended."""
+        return (await self._send(requests.list_tasks())).tasks
+
+    async def steps(self, task: str) -> Sequence[StepInfo]:
+        """Return the steps of a task that the gateway keeps, that opened last first."""
+        return (await self._send(requests.list_steps(task))).steps
+
+    async def tell_step(self, task: str, step: int, *, expected: int) -> StepInfo:
+        """Tell how many rollouts a step is to have: trajectories opened under it, and calls of none that name it."""
+        return await self._send(requests.tell_step(task, step, expected))
+
+
+class AsyncSender(AsyncSessionSender, Protocol):
+    """Who sends what a handle asks for: the client."""
+
+    heartbeats: Heartbeats
+
+    async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult: ...
+
+
+class AsyncTrajectory:
+    """One rollout: its actions run in order in one sandbox, which is removed on leaving.
+
+    Once it was opened (by entering it, or by `open`), whatever is asked of it raises TrajectoryEndedError after its
+    end, whoever ended it: it never goes on in a new, empty sandbox. It may be pickled: copies share the trajectory.
+    """
+
+    def __init__(
+        self,
+        client: AsyncSender,
+        id: str,
+        *,
+        function: str,
+        task: str | None,
+        step: int | None = None,
+        workdir: str,
+        sandbox: SandboxChoice | None = None,
+        snapshot: str | None = None,
+    ) -> None:
+        self.id = id
+        self._client = client
+        self._function = function
+        self._task = task
+        self._step = step
+        self._workdir = workdir
+        self._sandbox = sandbox
+        self._snapshot = snapshot
+        self._opened = False
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self) -> Self:
+        """Make the sandbox as it was chosen, or find the one that lives; a closed handle begins anew.
+
+        Raises InvalidInputError for what the function does not allow, ConflictError if it lives in another sandbox.
+        """
+        chosen = (self._function, self._task, self._sandbox, self._snapshot, self._step)
+        request = requests.open_trajectory(self.id, *chosen, lease_s=self._client.heartbeats.lease_s)
+        was_held = self._opened and not self._closed
+        self._client.heartbeats.hold(self)
+        try:
+            await self._client._send(request)
+        except BaseException:
+            if not was_held:
+                self._client.heartbeats.let_go(self)
+            raise
+        return self._begin()
+
+    def _begin(self) -> Self:
+        """Note that it was opened, and hold it from now on."""
+        self._opened, self._closed = True, False
+        self._client.heartbeats.hold(self)
+        return self
+
+    async def snapshot(self) -> SnapshotInfo:
+        """Keep its files as they are when all that was asked of it before has ended, for others to begin with.
+
+        Raises ConflictError while files are on their way, CapacityExceededError while its node is not reached.
+        """
+        self._living()
+        return await self._client._send(requests.take_snapshot(self.id))
+
+    async def fork(self, to: Sequence[str], *, step: int | None = None) -> Sequence[Self]:
+        """Open trajectories that begin with its files as they are now, and return their handles: all, or none.
+
+        They count for a ``step`` of the task only if it is named here. Raises as `snapshot`, and ConflictError for a
+        name that lives. Each handle is to be closed, or entered.
+        """
+        self._living()
+        asked = (self.id, self._function, to, self._task, step, self._client.heartbeats.lease_s)
+        answer = await self._client._send(requests.fork(*asked))
+        return [self._forked(each.trajectory, answer.snapshot.snapshot) for each in answer.trajectories]
+
+    def _forked(self, id: str, snapshot: str) -> Self:
+        chosen: dict[str, Any] = {"function": self._function, "task": self._task, "workdir": self._workdir}
+        return type(self)(self._client, id, snapshot=snapshot, **chosen)._begin()
+
+    async def close(self) -> None:
+        """End the trajectory; idempotent."""
+        self._closed = True
+        self._client.heartbeats.let_go(self)
+        try:
+            await self._client._send(requests.end_trajectory(self.id))
+        except NotFoundError:
+            return
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: str | bytes | None = None,
+        user: str | None = None,
+        merge: bool = False,
+        timeout_s: float | None = None,
+        key: str | None = None,
+    ) -> InvocationResult:
+        """Run a command: a string is shell text, a sequence an argument vector.
+
+        With ``merge`` standard error goes to stdout, in the order in which both were written.
+        """
+        given = requests.command(command, self._directory(cwd), env, stdin, user, merge)
+        return await self.invoke(self._function, given, timeout_s=timeout_s, key=key)
+
+    async def session(
+        self,
+        command: str | Sequence[str],
+        *,
+        terminal: tuple[int, int] | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncSessionHandle:
+        """Begin a command to type to: on a terminal of so many rows and columns, or with pipes.
+
+        It is an action of the trajectory, so it waits for the one before, and the next one waits for its end.
+        """
+        request = requests.open_session(
+            self.id,
+            self._function,
+            command,
+            {"cwd": self._directory(cwd), "env": None if env is None else dict(env), "user": user},
+            terminal,
+            task=self._task,
+            timeout_s=timeout_s,
+            living=self._living(),
+        )
+        begun = await self._client._send(request)
+        return AsyncSessionHandle(self._client, begun.id, begun=True)
+
+    def _directory(self, cwd: str | None) -> str | None:
+        """Return where a command runs; None for the sandbox's own working directory."""
+        return requests.in_workdir(self._workdir, cwd) if cwd else self._workdir or cwd
+
+    async def invoke(
+        self,
+        function: str,
+        input: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        key: str | None = None,
+        logs: bool = False,
+    ) -> InvocationResult:
+        """Run a function in this trajectory. One ``key``, one execution: giving up does not cancel it then."""
+        request = requests.invoke(
+            function,
+            input,
+            mode="sync",
+            task=self._task,
+            step=self._step,
+            trajectory=self.id,
+            key=key,
+            timeout_s=timeout_s,
+            living=self._living(),
+        )
+        return await self._client._invoke(request, logs)
+
+    async def upload(self, path: str, data: bytes | str, *, mode: int | None = None, user: str | None = None) -> None:
+        """Write a file, as one of the users that the function allows; a relative path begins at the working directory.
+
+        A file that is there keeps its owner and, without ``mode``, its mode. Raises ConflictError for a place that
+        cannot be written to; ``detail["file_error"]`` says why.
+        """
+        content = data.encode() if isinstance(data, str) else data
+        where = requests.in_workdir(self._workdir, path)
+        await self._client._send(requests.upload(self.id, where, content, mode, user=user, living=self._living()))
+
+    async def download(self, path: str, *, user: str | None = None) -> bytes:
+        """Read a file; raises NotFoundError."""
+        where = requests.in_workdir(self._workdir, path)
+        return await self._client._send(requests.download(self.id, where, user=user, living=self._living()))
+
+    async def list(self, path: str = ".", *, user: str | None = None) -> Sequence[FileEntry]:
+        """Return the entries of a directory; raises NotFoundError."""
+        where = requests.in_workdir(self._workdir, path)
+        return await self._client._send(requests.list_files(self.id, where, user=user, living=self._living()))
+
+    async def upload_archive(self, path: str, data: bytes, *, user: str | None = None) -> None:
+        """Unpack a tar below a directory, which is made; no entry leaves it."""
+        where = requests.in_workdir(self._workdir, path)
+        await self._client._send(requests.upload_archive(self.id, where, data, user=user, living=self._living()))
+
+    async def download_archive(self, path: str = ".", *, user: str | None = None) -> bytes:
+        """Read a directory, or a file, as a tar; raises NotFoundError."""
+        where = requests.in_workdir(self._workdir, path)
+        return await self._client._send(requests.download_archive(self.id, where, user=user, living=self._living()))
+
+    def _living(self) -> bool:
+        """Return whether the gateway must know of it; raises TrajectoryEndedError if this handle was closed."""
+        if self._closed:
+            raise TrajectoryEndedError(f"trajectory {self.id!r} was closed")
+        if (self._sandbox is not None or self._snapshot is not None) and not self._opened:
+            raise InvalidInputError(f"trajectory {self.id!r} has chosen its sandbox: enter it, or call open, first")
+        if self._opened:
+            self._client.heartbeats.hold(self)
+        return self._opened
+
+
+#: Longest silence of an answer that is no invocation, and of a followed log, which has heartbeats.
+ANSWER_S = 60.0
+PAGE = 100
+WAIT_SLICE_S = 30.0
+#: Connections of a client, and how many of them calls that last leave to the others (cancel, upload, get ...).
+CONNECTIONS = 640
+SPARE = 64
+
+
+class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
+    """A client of one gateway; use it as an async context manager, or `close` it.
+
+    ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without, and the
+    token that a gateway of this user on this machine wrote down.
+    ``ca`` is a file of the certificates that a gateway with TLS is known by (TANGRAM_CA; the system's without), and
+    ``cert`` one of the client's own with its key (TANGRAM_CERT), if the gateway wants to know it.
+    A trajectory that it opened ends when for ``lease_s`` seconds neither this process was heard of nor an action used
+    it; a thread sends the heartbeats. None: it has its ``idle_ttl`` alone.
+    With ``raise_failures`` an invocation that ended badly raises InvocationFailed instead of being returned.
+    Every method raises the errors of `tangram.errors`.
+
+    It may be pickled, inherited by fork, and used from several event loops: its connections are opened where it is
+    used. It opens at most ``connections``; calls that find none free wait.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        *,
+        token: str | None = None,
+        retries: Retries | None = None,
+        raise_failures: bool = False,
+        connections: int = CONNECTIONS,
+        ca: str | None = None,
+        cert: str | None = None,
+        lease_s: float | None = LEASE_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if connections < 2:
+            raise InvalidInputError(f"connections must be at least 2, not {connections}")
+        self.server = server_of(server)
+        self._token = token_of(token)
+        self._retries = retries or Retries()
+        #: Whether a gateway has answered.
+        self._reached = False
+        self._raise_failures = raise_failures
+        self._connections = connections
+        self._ca, self._cert = ca, cert
+        self._transport = transport
+        #: Says to the gateway that whoever holds an opened trajectory lives.
+        self.heartbeats = Heartbeats(self.server, self._token, lease_s if transport is None else None, ca, cert)
+        self._opened = AsyncOpened(self._open)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.server!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is open stays here; the copy opens its own when it is used.
+        return {name: value for name, value in self.__dict__.items() if name != "_opened"} | {"_closed": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._opened = AsyncOpened(self._open)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close what is open in this process and event loop; no further call is possible."""
+        self._closed = True
+        self.heartbeats.close()
+        link = self._opened.take()
+        if link is not None:
+            await link.http.aclose()
+
+    async def invoke(
+        self,
+        function: str,
+        input: Mapping[str, Any],
+        *,
+        task: str | None = None,
+        step: int | None = None,
+        trajectory: str | None = None,
+        parent: str | None = None,
+        key: str | None = None,
+        timeout_s: float | None = None,
+        wait_s: float | None = None,
+        logs: bool = False,
+    ) -> InvocationResult:
+        """Run the function and return its end; after ``wait_s`` the record as it stands, while the work goes on.
+
+        Giving up (a cancelled coroutine, a broken connection) cancels the invocation, unless it has a ``key``: one
+        key, one execution.
+        """
+        request = requests.invoke(
+            function,
+            input,
+            mode="sync",
+            task=task,
+            step=step,
+            trajectory=trajectory,
+            parent=parent,
+            key=key,
+            timeout_s=timeout_s,
+            wait_s=wait_s,
+        )
+        return await self._invoke(request, logs)
+
+    async def submit(
+        self,
+        function: str,
+        input: Mapping[str, Any],
+        *,
+        task: str | None = None,
+        step: int | None = None,
+        trajectory: str | None = None,
+        parent: str | None = None,
+        key: str | None = None,
+        timeout_s: float | None = None,
+        callback_url: str | None = None,
+    ) -> InvocationResult:
+        """Queue the function and return its record at once; the acceptance is durable."""
+        request = requests.invoke(
+            function,
+            input,
+            mode="async",
+            task=task,
+            step=step,
+            trajectory=trajectory,
+            parent=parent,
+            key=key,
+            timeout_s=timeout_s,
+            callback_url=callback_url,
+        )
+        return await self._send(request)
+
+    async def submit_all(
+        self, calls: Sequence[BatchCall], *, wait: str = "none", timeout_s: float | None = None
+    ) -> list[InvocationResult | TangramError]:
+        """Queue many with one request; return the verdict of each, in order: its record, or what refused it.
+
+        ``wait`` is ``none``, ``any`` or ``all``: for whose end to wait first, at most ``timeout_s``.
+        """
+        return await self._send(requests.batch(calls, wait, timeout_s))
+
+    @overload
+    async def map(
+        self,
+        function: str,
+        inputs: Iterable[Mapping[str, Any]],
+        *,
+        task: str | None = None,
+        step: int | None = None,
+        key: str | None = None,
+        timeout_s: float | None = None,
+        concurrency: int = CONCURRENCY,
+        progress: OnProgress | None = None,
+        return_failures: Literal[False] = False,
+    ) -> list[InvocationResult]: ...
+
+    @overload
+    async def map(
+        self,
+        function: str,
+        inputs: Iterable[Mapping[str, Any]],
+        *,
+        task: str | None = None,
+        step: int | None = None,
+        key: str | None = None,
+        timeout_s: float | None = None,
+        concurrency: int = CONCURRENCY,
+        progress: OnProgress | None = None,
+        return_failures: Literal[True],
+    ) -> list[InvocationResult | TangramError]: ...
+
+    async def map(
+        self,
+        function: str,
+        inputs: Iterable[Mapping[str, Any]],
+        *,
+        task: str | None = None,
+        step: int | None = None,
+        key: str | None = None,
+        timeout_s: float | None = None,
+        concurrency: int = CONCURRENCY,
+        progress: OnProgress | None = None,
+        return_failures: bool = False,
+    ) -> list[InvocationResult] | list[InvocationResult | TangramError]:
+        """Run the function once for each input and return the ends in the order of the inputs.
+
+        At most ``concurrency`` run at once; inputs are taken when there is room, so they may be a generator.
+        ``progress`` is called after each end. With a ``key`` each call has the key ``KEY-INDEX``: a map that is
+        repeated after a crash runs nothing twice.
+
+        A call that raises does not end the others: they all run, then MapFailed is raised, whose ``results`` holds
+        every end; with ``return_failures`` the errors are returned in their places instead.
+        """
+        ends = MapEnds(inputs, progress)
+
+        async def call(index: int, input: Mapping[str, Any]) -> None:
+            own_key = None if key is None else f"{key}-{index}"
+            ends.take(index, await self._end_of(function, input, task, step, own_key, timeout_s))
+
+        if concurrency < 1:
+            raise InvalidInputError(f"concurrency must be at least 1, not {concurrency}")
+        await for_each(inputs, call, concurrency)
+        if return_failures:
+            return ends.ordered()
+        succeeded = ends.succeeded()
+        if succeeded is None:
+            raise MapFailed(ends.ordered())
+        return succeeded
+
+    async def _end_of(
+        self,
+        function: str,
+        input: Mapping[str, Any],
+        task: str | None,
+        step: int | None,
+        key: str | None,
+        timeout_s: float | None,
+    ) -> InvocationResult | TangramError:
+        try:
+            return await self.invoke(function, input, task=task, step=step, key=key, timeout_s=timeout_s)
+        except TangramError as error:
+            return error
+
+    async def wait(self, id: str, timeout_s: float | None = None) -> InvocationResult:
+        """Return the end of an invocation; raises TimeoutError if it has not ended after ``timeout_s``."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = WAIT_SLICE_S if deadline_s is None else min(WAIT_SLICE_S, deadline_s - time.monotonic())
+            result = await self._send(requests.get_invocation(id, max(0.0, left_s)))
+            if result.ended:
+                return self._judged(result)
+            if left_s <= 0:
+                raise TimeoutError(f"invocation {id} is {result.state} after {timeout_s} s")
+
+    async def get(self, id: str) -> InvocationResult:
+        """Return the record as it stands."""
+        return await self._send(requests.get_invocation(id))
+
+    async def list(
+        self,
+        *,
+        function: str | None = None,
+        task: str | None = None,
+        trajectory: str | None = None,
+        state: str | None = None,
+        reason: str | None = None,
+        since: str | None = None,
+        until: str | None = None,
+        dead: bool | None = None,
+        before: str | None = None,
+        limit: int | None = None,
+    ) -> AsyncIterator[InvocationResult]:
+        """Yield records, newest first, without input and result; at most ``limit``; ``dead``: dead letters.
+
+        ``since`` and ``until`` bound the acceptance: an instant of RFC 3339, or how long ago (``15m``); ``before`` is
+        the id behind which it goes on.
+        """
+        filters = {"function": function, "task": task, "trajectory": trajectory, "state": state}
+        filters |= {"reason": reason, "since": since, "until": until}
+        filters["dead"] = None if dead is None else str(dead).lower()
+        left, cursor = limit, before
+        while left is None or left > 0:
+            page = await self._send(requests.list_invocations(filters, min(PAGE, left or PAGE), cursor))
+            for record in page.invocations:
+                yield result_of(record)
+            left = None if left is None else left - len(page.invocations)
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    async def cancel(self, id: str) -> InvocationResult:
+        """Cancel it; raises ConflictError if it has ended already."""
+        return await self._send(requests.cancel_invocation(id))
+
+    async def redrive(self, id: str) -> InvocationResult:
+        """Send a dead letter again, as an invocation of its own; raises ConflictError if it is none."""
+        return await self._send(requests.redrive(id))
+
+    async def purge(self, id: str) -> int:
+        """Take a dead letter off the list, its record stays; raises ConflictError if it is none."""
+        return (await self._send(requests.purge(id))).purged
+
+    async def purge_all(self, function: str | None = None) -> int:
+        """Take all dead letters, or those of one function, off the list; return how many they were."""
+        return (await self._send(requests.purge(None, function))).purged
+
+    async def logs(self, id: str, *, follow: bool = False, offset: int = 0) -> AsyncIterator[LogLine]:
+        """Yield the log from ``offset`` on; with ``follow`` until the invocation has ended, over broken connections."""
+        follower = LogFollower(offset, self._retries, to_its_end=follow)
+        while not follower.ended:
+            try:
+                async for line in self._log_lines(id, follow, follower):
+                    yield line
+                if not follower.ended:
+                    raise ConnectionFailed(f"the log of {id} broke off")
+            except TangramError as error:
+                wait_s = follower.again_s(error)
+                if wait_s is None:
+                    raise
+                await pause(wait_s)
+
+    async def _log_lines(self, id: str, follow: bool, follower: LogFollower) -> AsyncIterator[LogLine]:
+        """Yield what one connection brings."""
+        link = self._link()
+        params = {"follow": "true" if follow else "false", "offset": str(follower.offset)}
+        try:
+            async with link.lasting, link.http.stream("GET", requests.log_path(id), params=params) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of(response)
+                async for text in response.aiter_lines():
+                    if (line := follower.feed(text)) is not None:
+                        yield line
+        except httpx.TransportError as error:
+            raise connection_lost(f"log of {id}", error) from error
+
+    async def images(self) -> Sequence[ImageInfo]:
+        """Return the container images of the gateway, and how far pulls are."""
+        return (await self._send(requests.list_images())).images
+
+    async def pull_images(self, images: Sequence[str], *, wait_s: float | None = None) -> Sequence[ImageInfo]:
+        """Begin to pull container images ahead of a run, and return their states, after ``wait_s`` at the latest."""
+        return (await self._send(requests.pull_images(images, wait_s))).images
+
+    async def queue(self, limit: int = 100) -> Sequence[QueueEntry]:
+        """Return the first ``limit`` (at most 1000) actions that wait, in order of service, and for what."""
+        return (await self._send(requests.get_queue(limit))).queue
+
+    async def activity(self) -> ActivityInfo:
+        """Return the rates and times of the last minute, and the failures of the last 15."""
+        return await self._send(requests.get_activity())
+
+    async def trajectories(self) -> Sequence[TrajectoryInfo]:
+        """Return the living trajectories."""
+        found: list[TrajectoryInfo] = []
+        cursor = None
+        while True:
+            page = await self._send(requests.list_trajectories(cursor))
+            found += page.trajectories
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    async def end_trajectory(self, id: str) -> None:
+        """End a trajectory with everything in it; raises NotFoundError."""
+        await self._send(requests.end_trajectory(id))
+
+    async def snapshots(self) -> Sequence[SnapshotInfo]:
+        """Return the snapshots of trajectories, the oldest first."""
+        return (await self._send(requests.list_snapshots())).snapshots
+
+    async def remove_snapshot(self, id: str) -> None:
+        """Remove a snapshot; raises NotFoundError, or ConflictError while a living trajectory needs it."""
+        await self._send(requests.remove_snapshot(id))
+
+    def trajectory(
+        self,
+        id: str,
+        *,
+        function: str = "shell",
+        task: str | None = None,
+        step: int | None = None,
+        workdir: str = "",
+        sandbox: SandboxChoice | Mapping[str, Any] | None = None,
+        snapshot: str | None = None,
+    ) -> AsyncTrajectory:
+        """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving.
+
+        It counts as a rollout of the ``step`` of its task, if one is named (`tell_step`).
+        ``workdir`` is where its commands run and relative paths begin; the sandbox's own working directory by default.
+        ``sandbox`` is what it chooses within what the function allows: image, env, workdir, user, memory, network and
+        idle_ttl, for example ``{"image": "swebench/x", "memory": "2Gi"}``; or ``snapshot`` is the one that it begins
+        with, with the choices of the trajectory of which that was taken.
+        """
+        chosen = requests.sandbox_choice(sandbox)
+        return AsyncTrajectory(
+            self, id, function=function, task=task, step=step, workdir=workdir, sandbox=chosen, snapshot=snapshot
+        )
+
+    async def session(self, id: str) -> AsyncSessionHandle:
+        """Attach to a session that was begun before, here or elsewhere; raises NotFoundError."""
+        return await attached(self, id)
+
+    async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult:
+        result = await self._send(request)
+        if logs:
+            result = msgspec.structs.replace(result, logs=tuple([line async for line in self.logs(result.id)]))
+        return self._judged(result)
+
+    async def _send(self, request: ApiRequest[_T]) -> _T:
+        """Send, and send again where that is safe."""
+        failing = FailureStreak(self._retries)
+        while True:
+            try:
+                return await self._send_once(request)
+            except TangramError as error:
+                wait_s = failing.again_s(error, repeatable=request.repeatable, new=not self._reached)
+                if wait_s is None:
+                    raise
+            await pause(wait_s)
+
+    async def _send_once(self, request: ApiRequest[_T]) -> _T:
+        link = self._link()
+        async with AsyncExitStack() as stack:
+            if request.lasting:
+                await stack.enter_async_context(link.lasting)
+            try:
+                response = await link.http.request(
+                    request.method,
+                    request.path,
+                    params=request.params,
+                    headers=request.headers,
+                    content=request.content,
+                    timeout=httpx.Timeout(ANSWER_S, read=None) if request.patient else ANSWER_S,
+                )
+            except httpx.TransportError as error:
+                raise connection_lost(self.server, error) from error
+        self._reached = True
+        return request.answer(response)
+
+    def _judged(self, result: InvocationResult) -> InvocationResult:
+        return result.raise_for_failure() if self._raise_failures else result
+
+    def _link(self) -> AsyncLink:
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        return self._opened.get()
+
+    def _open(self) -> AsyncLink:
+        transport = self._transport or AsyncConnectionPool(
+            httpx.URL(self.server), self._connections, self._ca, self._cert
+        )
+        http = httpx.AsyncClient(
+            base_url=self.server,
+            auth=Bearer(self._token),
+            timeout=ANSWER_S,
+            transport=transport,
+        )
+        return AsyncLink(http, max(1, self._connections - SPARE))

@@ -1,1 +1,0 @@
-"""The asynchronous client, written by hand; `tangram.client.sync` is generated from it."""

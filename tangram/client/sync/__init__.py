@@ -1,1 +1,0 @@
-"""The synchronous client, generated from `tangram.client.aio`."""
