@@ -31,11 +31,11 @@ from manager.engine import Engine, Submission
 from manager.executor import Call
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from manager.simulation.simulator import policies
-from runtimes.local import LocalExecutor
+from runtimes.executor import LocalExecutor
 from runtimes.node.topology import discover
 from runtimes.runtime import Runtime
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.exec.runtime import ExecRuntime
+from runtimes.sandbox.exec import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.pytest.runtime import PytestRuntime
 

@@ -31,11 +31,11 @@ from manager.config import ManagerSpec
 from manager.engine import Engine, Submission
 from manager.executor import Call
 from manager.function import Background, FunctionSpec, SandboxSpec
-from runtimes.local import LocalExecutor
+from runtimes.executor import LocalExecutor
 from runtimes.node.topology import discover
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.exec.runtime import ExecRuntime
+from runtimes.sandbox.exec import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tangram import AsyncClient

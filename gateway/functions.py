@@ -10,8 +10,8 @@ import msgspec
 from gateway.preparation import Readiness
 from manager.action import UnitSet
 from manager.function import FunctionSpec
-from runtimes.api.secrets import REDACTED, SECRET
 from runtimes.kinds import input_schema, result_schema
+from runtimes.secrets import REDACTED, SECRET
 from tangram.types import UNSET, FunctionInfo, LearnedInfo, RevisionChange, UnitsInfo, UnsetType
 
 #: Fields that functions of every kind have.

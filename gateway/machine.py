@@ -8,9 +8,9 @@ from gateway.config.load import GatewayConfig
 from gateway.runtime_factory import model_settings
 from manager.config import NodeSpec
 from manager.errors import InvalidConfig
-from runtimes.model.device.devices import discover as discover_devices
+from runtimes.model.engine import discover as discover_devices
 from runtimes.node.topology import Topology, discover, from_file
-from runtimes.sandbox.cgroup import parse_cores
+from runtimes.sandbox.linux import parse_cores
 
 #: Share of the machine's memory that trajectories may hold when nothing is configured.
 MEMORY_SHARE = 0.9

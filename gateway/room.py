@@ -10,7 +10,7 @@ from pathlib import Path
 import structlog
 
 from gateway.config.sections import ServerConfig
-from runtimes.sandbox.disk.room import shortage_of
+from runtimes.sandbox.disk import shortage_of
 
 logger = structlog.get_logger("gateway.room")
 

@@ -17,20 +17,18 @@ from manager.config import ServiceSpec
 from manager.engine import Engine
 from manager.events import Reconfigured
 from manager.function import FunctionSpec
-from runtimes.api.secrets import Secrets
+from runtimes.executor import LocalExecutor
+from runtimes.kind import Materials
 from runtimes.kinds import KINDS
-from runtimes.local import LocalExecutor
-from runtimes.materials import Materials
-from runtimes.model.kind import MODEL
-from runtimes.model.runtime import ModelRuntime
-from runtimes.model.settings import ModelSettings
+from runtimes.model.request import ModelSettings
+from runtimes.model.runtime import MODEL, ModelRuntime
 from runtimes.runtime import Runtime
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.handler.copies import HandlerCopies
-from runtimes.sandbox.handler.kind import HANDLER
-from runtimes.sandbox.handler.runtime import HandlerRuntime
+from runtimes.sandbox.handler.runtime import HANDLER, HandlerRuntime
+from runtimes.sandbox.handler.sources import HandlerCopies
 from runtimes.sandbox.provider import make_provider
 from runtimes.sandbox.sandbox import Provider
+from runtimes.secrets import Secrets
 
 #: In the state directory: what handlers run. Hidden, so that it counts to no handler that is kept around it.
 COPIES = ".handlers"

@@ -27,11 +27,10 @@ from manager.config import TaskSpec
 from manager.engine import Engine
 from manager.errors import Unsupported
 from manager.function import FunctionSpec
-from runtimes.sandbox.files.files import LocalFiles, SandboxFiles
-from runtimes.sandbox.images import ImageKeeper
-from runtimes.sandbox.promises import ProviderInfo
+from runtimes.sandbox.files import LocalFiles, SandboxFiles
 from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.session import SessionTable
+from runtimes.sandbox.spec import ImageKeeper, ProviderInfo
 from tangram.types import ConfigDiff, FunctionUpload, RevisionChange
 
 

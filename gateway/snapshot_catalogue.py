@@ -9,7 +9,7 @@ from gateway.cluster.machines import OneMachine
 from gateway.cluster.snapshots import NodeSnapshot
 from manager.errors import Conflict
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.snapshots.record import SnapshotRecord, SnapshotSettings
+from runtimes.sandbox.snapshots import SnapshotRecord, SnapshotSettings
 
 _T = TypeVar("_T")
 

@@ -13,7 +13,7 @@ from gateway import wire
 from gateway.services import Services
 from manager.errors import InvalidInput, NotFound, Unsupported
 from manager.function import FunctionSpec
-from runtimes.sandbox.choice import chosen, forked
+from runtimes.sandbox.spec import chosen, forked
 from tangram.types import LivingSandbox, SandboxChoice, TrajectoryInfo, TrajectoryOpening
 
 

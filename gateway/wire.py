@@ -13,7 +13,7 @@ import orjson
 
 from manager.action import State
 from manager.errors import InvalidInput, Reason
-from runtimes import exact_json
+from runtimes import runtime
 from tangram import types
 from tangram.types import NAME_WORDS, explained
 
@@ -72,7 +72,7 @@ def dumps(value: object) -> bytes:
 def loads(data: bytes | str) -> object:
     """A JSON value; raises InvalidInput."""
     try:
-        return exact_json.loads(data)
+        return runtime.loads(data)
     except orjson.JSONDecodeError as error:
         raise InvalidInput(f"the body is not JSON: {error}", detail={"path": "$"}) from None
 
@@ -95,7 +95,7 @@ def _too_deep(data: bytes | str, value: object) -> bool:
     for _ in range(_WRAPS):
         value = [value]
     try:
-        exact_json.dumps(value)
+        runtime.dumps(value)
     except (TypeError, RecursionError):
         return True
     return False

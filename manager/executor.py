@@ -1,4 +1,4 @@
-"""The executor: what the engine asks of the runtimes. One implementation is ``runtimes.local.LocalExecutor``."""
+"""The executor: what the engine asks of the runtimes. One implementation is ``runtimes.executor.LocalExecutor``."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class SandboxSpec:
         float, Setting("a durable call's command runs on so long without its gateway, for the next to take over")
     ] = 600.0
     warm: Annotated[Warm, Setting("sandboxes kept ready")] = Warm()
-    #: Whether a trajectory has chosen some of it (`runtimes.sandbox.choice`).
+    #: Whether a trajectory has chosen some of it (`runtimes.sandbox.spec`).
     chosen: bool = False
     #: The snapshot whose files it begins with (`runtimes.sandbox.snapshots`); empty for those of the image alone.
     snapshot: str = ""

@@ -1,4 +1,4 @@
-"""The kind of a runtime: everything that the rest of the code must know of it, declared once beside the runtime."""
+"""What a kind of runtime declares, and what it is made from."""
 
 from __future__ import annotations
 
@@ -9,9 +9,31 @@ from typing import Any
 
 import msgspec
 
-from manager.function import FunctionSpec
-from runtimes.materials import Materials
+from manager.function import FunctionSpec, SandboxSpec
+from runtimes.model.request import ModelSettings
 from runtimes.runtime import Runtime
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.handler.sources import HandlerCopies, RequirementSettings
+from runtimes.sandbox.sandbox import Provider
+from runtimes.secrets import Secrets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materials:
+    """What the runtimes of a machine are made from: its rooms, and the settings of its configuration."""
+
+    provider: Provider
+    environments: Environments
+    #: What a sandbox is where its function says nothing.
+    sandbox: SandboxSpec
+    models: ModelSettings
+    secrets: Secrets
+    requirements: RequirementSettings
+    #: Where layers of requirements are kept.
+    layers_dir: Path
+    #: What handlers run in place of their directories.
+    copies: HandlerCopies
+
 
 #: A JSON Schema.
 Schema = Mapping[str, object]

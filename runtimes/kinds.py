@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manager.function import FunctionSpec
-from runtimes.api.kind import API
+from runtimes.api import API
 from runtimes.kind import Kind, Schema
-from runtimes.model.kind import MODEL
-from runtimes.sandbox.exec.kind import EXEC
-from runtimes.sandbox.handler.kind import HANDLER
-from runtimes.sandbox.pytest.kind import PYTEST
+from runtimes.model.runtime import MODEL
+from runtimes.sandbox.exec import EXEC
+from runtimes.sandbox.handler.runtime import HANDLER
+from runtimes.sandbox.pytest.runtime import PYTEST
 
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (EXEC, PYTEST, HANDLER, MODEL, API)}
 

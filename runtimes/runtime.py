@@ -1,10 +1,14 @@
-"""The Runtime protocol: one kind of action, made to happen."""
+"""The contract of a runtime."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
+
+import msgspec
+import orjson
 
 from manager.action import Action, Chunk, Lease
 from manager.clock import Clock, MonotonicClock
@@ -95,3 +99,23 @@ class Replicator(Protocol):
         Nothing is evicted, and what computes is not disturbed but by the bytes that travel.
         """
         ...
+
+
+def loads(data: bytes | str) -> object:
+    """Return a JSON value; raises orjson.JSONDecodeError, which names line and column."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        value: object = orjson.loads(data)
+        return value
+
+
+def dumps(value: object, *, sort_keys: bool = False) -> bytes:
+    """Return plain JSON values as compact JSON; raises TypeError or ValueError for what JSON cannot hold."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort_keys else None)
+    except TypeError as error:
+        if "64-bit" not in str(error):
+            raise
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"), sort_keys=sort_keys)
+    return text.encode("utf-8")

@@ -23,15 +23,14 @@ from gateway.cluster.door import NodeDoor, bind
 from manager.action import Action, Grant, Lease, State
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec, SandboxSpec
-from runtimes.local import LocalExecutor
-from runtimes.node import wire
+from runtimes.executor import LocalExecutor
+from runtimes.node import protocol
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
-from runtimes.node.link import LinkSettings, NodeLink
-from runtimes.node.message import Message
+from runtimes.node.protocol import LinkSettings, Message, NodeLink
 from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.command import claims_of
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.exec.runtime import ExecRuntime
+from runtimes.sandbox.exec import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 
 GREETING_S, JOIN_S, STOP_S = 30.0, 60.0, 30.0
@@ -103,10 +102,10 @@ class BenchDoor:
         return self.nodes[name]
 
     async def _greet(self, link: NodeLink, has_greeted: Callable[[], None]) -> None:
-        hello = await link.receive(wire.NodeHello, GREETING_S)
+        hello = await link.receive(protocol.NodeHello, GREETING_S)
         has_greeted()
-        link.send(wire.NodeWelcome(generation=1, key="k", beat_s=1.0, silent_s=60.0))
-        inventory = await link.receive(wire.Inventory, GREETING_S, frame_max_bytes=2**20)
+        link.send(protocol.NodeWelcome(generation=1, key="k", beat_s=1.0, silent_s=60.0))
+        inventory = await link.receive(protocol.Inventory, GREETING_S, frame_max_bytes=2**20)
         self.links[hello.name] = link
         self.joined[hello.name].set()
         if hello.name == "flood":

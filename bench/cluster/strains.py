@@ -19,7 +19,7 @@ from bench.cluster.children import child
 from bench.cluster.fleet import JOIN_S, LOOK_S, document, serving, started_node, until_ready
 from bench.report import BenchReport, percentile
 from gateway.app import App
-from runtimes.node import wire
+from runtimes.node import protocol
 
 #: Bytes of the file, and of one read of it.
 FILE_BYTES, PIECE_BYTES = 64 * 2**20, 256 * 2**10
@@ -174,7 +174,7 @@ async def deaf(report: BenchReport) -> None:
             async with child("-m", "bench.cluster.stub_agents", *door.place, given=b'{"deaf": true}\n'):
                 await joined(door, "deaf")
                 link = door.links["deaf"]
-                lag, piece = LoopLag(), wire.AttemptLog("deaf.1/", 0, bytes(DEAF_PIECE))
+                lag, piece = LoopLag(), protocol.AttemptLog("deaf.1/", 0, bytes(DEAF_PIECE))
                 async with lag.watched():
                     for _ in range(DEAF_BYTES // DEAF_PIECE):
                         link.send(piece)

@@ -15,21 +15,19 @@ import uvloop
 
 from manager.config import NodeSpec
 from manager.errors import CodedError, Unsupported
-from runtimes.node import wire
+from runtimes.node import protocol
 from runtimes.node.certificate import node_side
-from runtimes.node.errors import facts_of
-from runtimes.node.link import LinkSettings, LinkStream, NodeLink, Pulse
-from runtimes.node.message import Message
+from runtimes.node.protocol import LinkSettings, LinkStream, Message, NodeLink, Pulse, facts_of
 
 #: Connections that are being made at once, and seconds until a cut one tries again.
 DIALLING, AGAIN_S, GREETING_S = 64, 0.05, 30.0
 SETTINGS = LinkSettings(beat_s=1.0, silent_s=60.0)
 
 
-def hello(name: str, ticket: str) -> wire.NodeHello:
+def hello(name: str, ticket: str) -> protocol.NodeHello:
     """Return what an agent of 64 cores says first."""
-    return wire.NodeHello(
-        protocol=wire.PROTOCOL,
+    return protocol.NodeHello(
+        protocol=protocol.PROTOCOL,
         version="bench",
         name=name,
         boot="b",
@@ -62,17 +60,17 @@ class StubAgent:
             link = self.link = NodeLink(stream, SETTINGS, pulse=self._pulse)
             link.send(hello(self._name, self._ticket))
             try:
-                await link.receive(wire.NodeWelcome, GREETING_S)
+                await link.receive(protocol.NodeWelcome, GREETING_S)
             except CodedError:  # too many are at it: it was cut
                 await asyncio.sleep(AGAIN_S)
                 continue
-            link.send(wire.Inventory(epoch=self._name, attempts=[], trajectories=[]))
+            link.send(protocol.Inventory(epoch=self._name, attempts=[], trajectories=[]))
             return link
 
     def handle(self, message: Message) -> None:
         """Answer a request: it cannot be done here."""
-        if isinstance(message, wire.NodeRequest) and self.link is not None:
-            self.link.send(wire.NodeAnswer(message.number, facts_of(Unsupported("a stub", component="bench"))))
+        if isinstance(message, protocol.NodeRequest) and self.link is not None:
+            self.link.send(protocol.NodeAnswer(message.number, facts_of(Unsupported("a stub", component="bench"))))
 
 
 async def join_all(tickets: dict[str, str], place: tuple[str, int]) -> None:
@@ -98,7 +96,7 @@ async def flood(size_bytes: int, place: tuple[str, int]) -> None:
     print("joined", flush=True)
     while not link.closed.is_set():
         for number in range(64):
-            link.send(wire.AttemptLog("flood.1/", number, piece))
+            link.send(protocol.AttemptLog("flood.1/", number, piece))
         await link.drained()
 
 

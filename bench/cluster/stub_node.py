@@ -14,7 +14,7 @@ import uvloop
 from bench.cluster.stub_runtime import NoSandboxes, StubRuntime
 from manager.config import NodeSpec
 from manager.function import FunctionSpec
-from runtimes.local import LocalExecutor
+from runtimes.executor import LocalExecutor
 from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable
 
 from manager.action import Action, Lease
 from manager.function import SandboxSpec
-from runtimes.node.wire import TrajectoryFacts
+from runtimes.node.protocol import TrajectoryFacts
 from runtimes.runtime import Execution, Result
-from runtimes.sandbox.files.files import SandboxFiles
+from runtimes.sandbox.files import SandboxFiles
 from runtimes.sandbox.session import SessionTable
 
 LINE = "x" * 59 + "\n"
@@ -52,7 +52,7 @@ class StubRuntime:
 
 
 class NoSandboxes:
-    """`runtimes.node.sandboxes.NodeSandboxes` of a machine that has none."""
+    """`runtimes.node.daemon.NodeSandboxes` of a machine that has none."""
 
     def __init__(self) -> None:
         self.sessions = SessionTable()

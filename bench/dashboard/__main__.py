@@ -28,7 +28,7 @@ from pathlib import Path
 import uvloop
 from dataclasses import replace
 from gateway.invocations.logs import configure
-from runtimes.fake import ScriptedRuntime, ScriptStep
+from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.gateway.conftest import serving
 from tests.gateway.dashboard.load import bench
 configure("warning")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from runtimes.model.checkpoint.skeleton import Head, build_skeleton
+from runtimes.model.weights import Head, build_skeleton
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from runtimes.model.checkpoint.image import Image
-from runtimes.model.device.backend import DeviceBackend
-from runtimes.model.device.messages import ImageRef
+from runtimes.model.processes import ImageRef
+from runtimes.model.weights import DeviceBackend, Image
 
 GIB = 2**30
 ANSWER_S = 120

@@ -17,12 +17,10 @@ import torch
 from bench.model.checkpoints import SHAPES, write_checkpoint
 from bench.report import BenchReport
 from manager.function import ModelAction
-from runtimes.model.checkpoint.checkpoint import open_checkpoint
-from runtimes.model.checkpoint.image import build_layout, fill
-from runtimes.model.checkpoint.skeleton import Head
-from runtimes.model.device.backend import make_backend
-from runtimes.model.device.messages import ImageRef, Placed, RunBatch, WorkItem
-from runtimes.model.engine.device_engine import DeviceEngine, LoadedService
+from runtimes.model.checkpoint import open_checkpoint
+from runtimes.model.processes import ImageRef, Placed, RunBatch, WorkItem
+from runtimes.model.weights import Head, build_layout, fill, make_backend
+from runtimes.model.worker import DeviceEngine, LoadedService
 
 #: Cheap rounds are repeated for so long, up to so many times the asked number: a loaded machine needs many.
 ROUNDS_S = 4.0

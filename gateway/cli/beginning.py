@@ -33,7 +33,7 @@ def tell_missing_image(config: GatewayConfig) -> None:
     settings, image = config.sandbox.provider, config.sandbox.default.image
     if settings.kind not in ("auto", "container") or not docker_installed(settings.docker.host):
         return
-    from runtimes.sandbox.docker import base_image  # docker takes a while to import
+    from runtimes.sandbox.docker import images as base_image  # docker takes a while to import
 
     if base_image.lacks(image, settings.docker.host):
         click.echo(f"the base image {image} is missing: run `{base_image.remedy(image)}`", err=True)

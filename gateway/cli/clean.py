@@ -9,8 +9,8 @@ import msgspec
 
 from manager.errors import CodedError, Unsupported
 from runtimes.sandbox.provider import SERVED
-from runtimes.sandbox.record import SANDBOXES
-from runtimes.sandbox.remains import LocalRemains, Remains, Remnant
+from runtimes.sandbox.sandbox import LocalRemains, Remains, Remnant
+from runtimes.sandbox.spec import SANDBOXES
 from tangram.cli.options import json_option
 from tangram.cli.output import TableColumn, print_json, say, show, table
 
@@ -56,8 +56,7 @@ def clean(names: tuple[str, ...], yes: bool, everything: bool, host: str, as_jso
 
 def _found(host: str, names: tuple[str, ...]) -> list[tuple[Remains, Remnant]]:
     """Return what there is on the engine, if there is one, and on this machine, each with who can remove it."""
-    from runtimes.sandbox.docker.client import EngineConnection
-    from runtimes.sandbox.docker.remains import EngineRemains
+    from runtimes.sandbox.docker.engine import EngineConnection, EngineRemains
 
     try:
         engine = EngineRemains(EngineConnection.open(host, timeout_s=60.0, workers=1))

@@ -22,8 +22,7 @@ from manager.formulation import check_satisfiable
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.provider import make_provider
-from runtimes.sandbox.pytest.plan import PytestSettings
-from runtimes.sandbox.pytest.runtime import INSTALL
+from runtimes.sandbox.pytest.runtime import INSTALL, PytestSettings
 from runtimes.sandbox.sandbox import Provider
 
 #: Seconds in which a sandbox must say whether it has pytest.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from manager.function import BASE_IMAGE
-from runtimes.sandbox.docker import base_image
+from runtimes.sandbox.docker import images
 from tangram.cli.options import json_option
 from tangram.cli.output import print_json, say
 
@@ -23,14 +23,14 @@ def image() -> None:
     default="",
     metavar="IMAGE",
     help="A Debian image to build upon; by default debootstrap where this machine has it and you are root, "
-    f"else {base_image.SOURCE}.",
+    f"else {images.SOURCE}.",
 )
 @click.option("--again", is_flag=True, help="Build it also if it is there.")
 @click.option("--host", default="", help="The Docker engine, by default DOCKER_HOST or the usual socket.")
 @json_option
 def build_image(tag: str, source: str, again: bool, host: str, as_json: bool) -> None:
     """Build the base image (Debian, python3, pytest) on the engine, unless it is there."""
-    built = base_image.build(tag, source=source, host=host, again=again, say=say)
+    built = images.build(tag, source=source, host=host, again=again, say=say)
     if as_json:
         print_json({"image": tag, "built": built})
     else:

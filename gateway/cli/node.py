@@ -22,13 +22,18 @@ from gateway.invocations import logs
 from gateway.runtime_factory import make_runtimes
 from manager.clock import MonotonicClock
 from manager.errors import InvalidConfig
-from runtimes.model.device.devices import nvml
-from runtimes.node.agent import AgentSettings
-from runtimes.node.daemon import KEY, Daemon, DaemonSettings, HostWork
-from runtimes.node.fitness.served import FitnessSettings
-from runtimes.node.models.served import NodeModels
-from runtimes.node.sandboxes import EnvironmentSandboxes
-from runtimes.node.snapshots.served import ServedSnapshots
+from runtimes.model.engine import nvml
+from runtimes.node.daemon import (
+    KEY,
+    AgentSettings,
+    Daemon,
+    DaemonSettings,
+    EnvironmentSandboxes,
+    FitnessSettings,
+    HostWork,
+    NodeModels,
+    ServedSnapshots,
+)
 from tangram.types import size_bytes
 
 

@@ -10,7 +10,7 @@ from gateway.config.load import GatewayConfig
 from gateway.store.store import Store
 from manager.clock import Clock
 from manager.config import NodeSpec
-from runtimes.sandbox.handler.copies import HandlerCopies
+from runtimes.sandbox.handler.sources import HandlerCopies
 
 
 async def machines_of(

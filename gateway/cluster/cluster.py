@@ -36,20 +36,16 @@ from manager.errors import CodedError, Conflict, Unauthorized
 from manager.events import NodeClosed, NodeJoined, NodeLost, NodeOpened
 from manager.executor import Executor
 from manager.function import FunctionSpec
-from runtimes.fleet import FleetExecutor
+from runtimes.executor import FleetExecutor
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
-from runtimes.node.fitness.remote import told
-from runtimes.node.handlers.archive import HandlerArchives
-from runtimes.node.link import NodeLink
-from runtimes.node.node_state import HEARD, NodeState
-from runtimes.node.ray.process import KeeperProcess
-from runtimes.node.remote import RemoteNode
-from runtimes.node.roster import (
+from runtimes.node.membership import (
+    HEARD,
     CountedOut,
     Emptied,
     Expected,
     Greeted,
     LinkLost,
+    NodeState,
     Reconciled,
     RosterEvent,
     Serves,
@@ -58,8 +54,10 @@ from runtimes.node.roster import (
     TurnedAway,
     Verdict,
 )
-from runtimes.node.wire import Inventory, NodeHello, NodeRefused, NodeWelcome
-from runtimes.sandbox.handler.copies import HandlerCopies
+from runtimes.node.protocol import HandlerArchives, Inventory, NodeHello, NodeLink, NodeRefused, NodeWelcome
+from runtimes.node.ray.process import KeeperProcess
+from runtimes.node.remote import RemoteNode, told
+from runtimes.sandbox.handler.sources import HandlerCopies
 from runtimes.sandbox.session import SessionTable
 
 #: Seconds between two looks whether a draining node is empty.

@@ -12,7 +12,7 @@ from contextlib import suppress
 import structlog
 
 from manager.errors import CodedError, InvalidConfig
-from runtimes.node.link import LinkSettings, LinkStream, NodeLink, Pulse
+from runtimes.node.protocol import LinkSettings, LinkStream, NodeLink, Pulse
 
 #: Seconds until the next try where the process has no descriptor left.
 _FULL_S = 0.2

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from manager.config import NodeSpec
 from manager.errors import InvalidConfig
-from runtimes.node.wire import NodeHello
+from runtimes.node.protocol import NodeHello
 
 #: More than any machine has: a larger number is a mistake, and every device and core takes memory here.
 DEVICES_MAX = 4096

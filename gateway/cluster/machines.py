@@ -20,9 +20,9 @@ from manager.errors import NotFound, Unsupported
 from manager.events import NodeClosed, NodeOpened
 from manager.executor import Executor
 from manager.function import FunctionSpec
-from runtimes.node.fitness.served import Trouble
+from runtimes.node.daemon import Trouble
 from runtimes.node.remote import RemoteNode
-from runtimes.sandbox.files.files import SandboxFiles
+from runtimes.sandbox.files import SandboxFiles
 from tangram.types import LivingSandbox, NodeStatus, NodeStatusList, NodeTicket
 
 #: Seconds between two looks at this machine's sandboxes.

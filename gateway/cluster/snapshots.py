@@ -20,7 +20,7 @@ import structlog
 from gateway.store.store import Store
 from manager.errors import CapacityExceeded, CodedError, Conflict, NotFound, SnapshotLost
 from runtimes.node.remote import RemoteNode
-from runtimes.sandbox.snapshots.record import NodeSnapshotSettings, SnapshotRecord
+from runtimes.sandbox.snapshots import NodeSnapshotSettings, SnapshotRecord
 
 logger = structlog.get_logger("gateway.cluster.snapshots")
 

@@ -15,14 +15,12 @@ from gateway.config.sections import ClusterConfig
 from manager.clock import Clock
 from manager.config import NodeSpec
 from manager.errors import CapacityExceeded, Conflict, NotFound, Unsupported
-from runtimes.fleet import FleetExecutor
-from runtimes.node.fitness.served import Trouble
-from runtimes.node.link import NodeLink
-from runtimes.node.node_state import HEARD, NodeState
+from runtimes.executor import FleetExecutor
+from runtimes.node.daemon import Trouble
+from runtimes.node.membership import HEARD, DrainAsked, Member, NodeState, RaySaid, Roster, RosterEvent
+from runtimes.node.protocol import NodeHello, NodeLink
 from runtimes.node.remote import RemoteNode
-from runtimes.node.roster import DrainAsked, Member, RaySaid, Roster, RosterEvent
-from runtimes.node.wire import NodeHello
-from runtimes.sandbox.files.files import SandboxFiles
+from runtimes.sandbox.files import SandboxFiles
 from tangram.types import LivingSandbox, NodeStatus, NodeStatusList, NodeTicket
 
 #: Seconds for which a node that was lost is among what should be looked at, unless it joins again.

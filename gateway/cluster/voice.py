@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runtimes.node.roster import DrainAsked, Emptied, FoundUnfit, RosterEvent, SaidGoodbye
+from runtimes.node.membership import DrainAsked, Emptied, FoundUnfit, RosterEvent, SaidGoodbye
 
 
 class Voice:
-    """What one node says of itself, told to the roster: a `runtimes.node.listener.NodeListener`."""
+    """What one node says of itself, told to the roster: a `runtimes.node.remote.NodeListener`."""
 
     def __init__(
         self,

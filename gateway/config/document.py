@@ -18,7 +18,7 @@ from gateway.config.functions import Function
 from gateway.config.sections import ClusterConfig, NodeConfig, SandboxConfig, SchedulerConfig, ServerConfig
 from gateway.config.yaml import ConfigProblem, KeyPath, Position, walk_up
 from manager.config import TaskSpec
-from runtimes.model.settings import ModelSettings
+from runtimes.model.request import ModelSettings
 from tangram import types
 from tangram.types import mismatch
 

@@ -29,7 +29,7 @@ from manager.errors import InvalidConfig
 from manager.function import FunctionSpec
 from manager.resources.pools import ResourceSpec
 from runtimes.kind import DeclarationSite
-from runtimes.model.settings import ModelSettings
+from runtimes.model.request import ModelSettings
 from tangram.types import files_of, nothing_there
 
 #: Most files of one configuration.

@@ -14,13 +14,13 @@ from gateway.config.facades import FacadesSection
 from manager.config import ResourceName, SchedulerSpec
 from manager.function import SandboxSpec, Setting
 from manager.scheduler.policy import PolicySpec
-from runtimes.node.link import LinkSettings
+from runtimes.node.membership import RosterSettings
+from runtimes.node.protocol import LinkSettings
 from runtimes.node.ray.process import RaySettings
-from runtimes.node.roster import RosterSettings
-from runtimes.sandbox.handler.requirements import RequirementSettings
+from runtimes.sandbox.handler.sources import RequirementSettings
 from runtimes.sandbox.provider import ProviderSettings
 from runtimes.sandbox.session import SessionSettings
-from runtimes.sandbox.snapshots.record import NodeSnapshotSettings
+from runtimes.sandbox.snapshots import NodeSnapshotSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from gateway.services import Services
 from gateway.trajectories import open_trajectory, trajectory_info
 from manager.errors import NotFound
 from runtimes.sandbox.command import FileStream
-from runtimes.sandbox.files.files import SandboxFiles
+from runtimes.sandbox.files import SandboxFiles
 from tangram.types import (
     FileHeaders,
     FileList,

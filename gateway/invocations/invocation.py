@@ -16,7 +16,7 @@ from gateway.preparation import Readiness
 from manager.action import Action
 from manager.errors import CodedError, StorageUnavailable
 from manager.function import FunctionSpec
-from runtimes import exact_json
+from runtimes import runtime
 from runtimes.kinds import kind_of
 
 logger = structlog.get_logger("gateway.invocations")
@@ -60,7 +60,7 @@ class InvocationRequest:
     def digest(self) -> bytes:
         """Of what a key comes with: the body's value, however it was written, and whose sandbox it is for."""
         try:
-            value = exact_json.dumps(exact_json.loads(self.body), sort_keys=True)
+            value = runtime.dumps(runtime.loads(self.body), sort_keys=True)
         except (ValueError, TypeError, RecursionError):  # no JSON, or none that can be written
             value = self.body
         return hashlib.sha256(value + b"\0" + (self.trajectory or "").encode()).digest()

@@ -10,7 +10,7 @@ from gateway import wire
 from gateway.services import Services
 from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, TooLarge
 from runtimes.sandbox.command import FileStat, FileStream
-from runtimes.sandbox.files.files import SandboxFiles
+from runtimes.sandbox.files import SandboxFiles
 from tangram.types import ArchiveReadQuery, ArchiveWriteQuery, FileEntry, FileReadQuery, FileWriteQuery, FileWritten
 
 PATH_BYTES_MAX = 4095

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gateway import wire
 from gateway.services import Services
 from manager.errors import Unsupported
-from runtimes.sandbox.images import ImageKeeper, ImageState, require_image_name
+from runtimes.sandbox.spec import ImageKeeper, ImageState, require_image_name
 from tangram.types import ImageInfo, ImageList
 
 

@@ -7,7 +7,7 @@ from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Record
 from gateway.services import Services
 from manager.errors import Conflict, InvalidInput
-from runtimes.sandbox.exec.runtime import terminal_of
+from runtimes.sandbox.exec import terminal_of
 from runtimes.sandbox.session import InteractiveSession
 from tangram.types import SessionEnd, SessionOpening
 

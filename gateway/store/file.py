@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gateway.store.rows import SAVE, SELECTED
 from manager.errors import StorageUnavailable
-from runtimes.sandbox.disk.room import REMEDY as ROOM
+from runtimes.sandbox.disk import REMEDY as ROOM
 
 REMEDY = "move it away together with its -wal and -shm files to begin without its records"
 

@@ -1,47 +1,1018 @@
-"""The gateway's side of one node: an executor whose work is done elsewhere, and that outlives its links.
-
-While there is no link, what runs there runs on, and whoever waits here waits: until `attach` finds it again or `lost`
-gives it up. An attempt that a node's inventory lists is attached; one that it does not list has never begun there as
-long as the node's epoch is the same, and is sent again.
-"""
+"""A node as the gateway sees it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from manager.action import Action, Chunk, Lease, Outcome, State
-from manager.errors import ActionFailed, CodedError, Reason, Unsupported
+from manager.config import ServiceSpec
+from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, Reason, Unsupported
 from manager.executor import Call
-from manager.function import FunctionSpec, SandboxSpec
+from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
 from runtimes.kinds import KINDS
-from runtimes.node import wire
-from runtimes.node.errors import facts_of, failed
-from runtimes.node.files.remote import RemoteFiles, RemoteTransfers
-from runtimes.node.fitness.remote import RemoteFitness
-from runtimes.node.handlers.archive import HandlerArchives
-from runtimes.node.handlers.remote import RemoteHandlers
-from runtimes.node.link import NodeLink
-from runtimes.node.listener import NodeListener
-from runtimes.node.message import Message
-from runtimes.node.models.remote import RemoteModels
-from runtimes.node.remote_call import NodeKnowledge, RemoteCall
-from runtimes.node.remote_requests import RemoteRequests
-from runtimes.node.sessions.remote import RemoteSessions
-from runtimes.node.snapshots.remote import RemoteSnapshots
-from runtimes.node.wire import COMPONENT
-from runtimes.sandbox.command import claims_of
-from runtimes.sandbox.files.files import SandboxFiles
-from runtimes.sandbox.session import SessionTable
+from runtimes.node import protocol
+from runtimes.node.daemon import SERVED
+from runtimes.node.protocol import (
+    ARCHIVE_COMPONENT,
+    COMPONENT,
+    AttachSession,
+    FilesAsk,
+    FilesEnded,
+    FilesOpened,
+    FilesPiece,
+    FilesStop,
+    FilesTaken,
+    FilesVerb,
+    FitnessChanged,
+    HandlerArchive,
+    HandlerArchives,
+    Inflow,
+    Message,
+    ModelsChanged,
+    NodeLink,
+    Outflow,
+    SessionOpened,
+    SessionRoom,
+    SessionSaid,
+    SessionSteered,
+    SessionTold,
+    SessionTyped,
+    SnapshotOrder,
+    SnapshotsKept,
+    SteerSession,
+    TypeToSession,
+    error_of,
+    facts_of,
+    failed,
+    records,
+)
+from runtimes.sandbox.command import FileContent, FileSource, FileStat, claims_of
+from runtimes.sandbox.exec import terminal_of
+from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.session import InteractiveSession, SessionTable
+from runtimes.sandbox.snapshots import SnapshotRecord
+
+#: Of one node: as many as a gateway has in all by default (``scheduler.trajectories_max``), more than a machine runs.
+TRAJECTORIES_MAX = 65536
+
+
+@dataclass(slots=True, eq=False)
+class RemoteCall:
+    """One execution that waits for its end."""
+
+    execute: protocol.ExecuteAttempt
+    function: FunctionSpec
+    call: Call
+    #: Its end, and who waits for that.
+    outcome: Outcome | None = None
+    waiter: asyncio.Future[None] | None = None
+    #: Whether nobody waits any more, as the gateway ends.
+    let_go: bool = False
+    #: Whether it was ever sent, and whether it may have begun.
+    sent: bool = False
+    begun: bool = False
+    #: The answer to its question whether it may begin, and who finds that out.
+    go: protocol.AttemptGo | None = None
+    asking: asyncio.Task[None] | None = None
+    started: bool = False
+    cancelled: bool = False
+    log_bytes: int = 0
+    tries: int = 1
+    #: Its lease, once that is another one.
+    resized: Lease | None = None
+    #: Whether somebody types to it: then it is never begun again.
+    session: bool = False
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may be begun once more where it was lost."""
+        return self.function.idempotent and not self.session
+
+    async def ended(self) -> None:
+        """Wait for its end; a cancellation takes nothing from who waits next."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        await self.waiter
+
+    def end(self, outcome: Outcome) -> None:
+        """It has ended so."""
+        self.outcome = outcome
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def abandon(self) -> None:
+        """Let who waits be cancelled: no end comes any more."""
+        self.let_go = True
+        if self.waiter is not None:
+            self.waiter.cancel()
+
+    def take_log(self, piece: protocol.AttemptLog) -> None:
+        """Write what of a piece is not known yet."""
+        known_bytes = max(0, self.log_bytes - piece.offset)
+        write = self.call.log.write
+        for stream, text in records(piece.records[known_bytes:]):
+            write(stream, text)
+        self.log_bytes = max(self.log_bytes, piece.offset + len(piece.records))
+
+
+@dataclass(slots=True)
+class NodeKnowledge:
+    """What the last inventory, and what was said since, tell of a node."""
+
+    epoch: str = ""
+    attempts: dict[str, protocol.AttemptFacts] = field(default_factory=dict)
+    trajectories: dict[str, protocol.TrajectoryFacts] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inventory: protocol.Inventory) -> NodeKnowledge:
+        """Return what an inventory tells; raises ChannelError for more than a node may have."""
+        known = cls(inventory.epoch, {facts.claim: facts for facts in inventory.attempts})
+        for facts in inventory.trajectories:
+            known.trajectories[facts.trajectory] = facts
+        known._check()
+        return known
+
+    def take(self, facts: protocol.TrajectoryFacts) -> None:
+        """Note that a trajectory has a sandbox, or none any more; raises ChannelError for one too many."""
+        if not facts.sandbox:
+            self.trajectories.pop(facts.trajectory, None)
+            return
+        self.trajectories[facts.trajectory] = facts
+        self._check()
+
+    def _check(self) -> None:
+        if len(self.trajectories) > TRAJECTORIES_MAX:
+            raise protocol.ChannelError(f"a node that tells of more than {TRAJECTORIES_MAX} trajectories")
+
 
 logger = structlog.get_logger("node.remote")
 
+#: Functions that a link keeps in mind as defined; the agent remembers more of them.
+DEFINED_MAX = 1024
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """One request that waits for its answer."""
+
+    request: protocol.NodeRequest
+    function: FunctionSpec | None
+    answer: asyncio.Future[bool]
+
+
+class RemoteRequests:
+    """The requests to one node; each is asked again on every new link until it is answered: all are idempotent."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._loop = asyncio.get_running_loop()
+        self._link: NodeLink | None = None
+        #: Functions of this link, the youngest last; and how functions travel, by identity (never changed in place).
+        self._defined: dict[str, None] = {}
+        self._digests: dict[int, tuple[FunctionSpec, str, bytes]] = {}
+        self._asked: dict[int, _Asked] = {}
+        #: Random, so that no number is one of a gateway before.
+        self._number = secrets.randbits(48)
+
+    # --- the link
+
+    def attach(self, link: NodeLink) -> None:
+        """Ask over this link from now on."""
+        self._link, self._defined = link, {}
+
+    def ask_again(self) -> None:
+        """Ask all that was not answered."""
+        for asked in list(self._asked.values()):
+            self._ask(asked)
+
+    def detach(self) -> None:
+        """There is no link; everything waits."""
+        self._link = None
+
+    def lost(self, why: str) -> None:
+        """No answer comes any more: whoever waits is told ActionFailed(node_lost)."""
+        for asked in list(self._asked.values()):
+            if not asked.answer.done():
+                message = f"node {self._node}: {why}"
+                asked.answer.set_exception(ActionFailed(Reason.NODE_LOST, message, component=COMPONENT))
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        for asked in list(self._asked.values()):
+            asked.answer.cancel()
+
+    # --- functions
+
+    def check(self, function: FunctionSpec) -> None:
+        """Raise Unsupported for a function of a kind that nodes do not execute."""
+        if function.runtime not in SERVED:
+            told = f"function {function.name!r}: {function.runtime} functions run on the gateway's own machine alone"
+            raise Unsupported(told, component=COMPONENT)
+
+    def digest(self, function: FunctionSpec) -> str:
+        """Return the name under which a function travels; raises Unsupported for one of a kind that cannot."""
+        return self._travelling(function)[0]
+
+    def define(self, function: FunctionSpec) -> str:
+        """Tell the node of the function, unless this link has; return and raise as `digest` does."""
+        digest, data = self._travelling(function)
+        if digest in self._defined or self._link is None:
+            return digest
+        while len(self._defined) >= DEFINED_MAX:
+            del self._defined[next(iter(self._defined))]
+        self._defined[digest] = None
+        self._link.send(protocol.DefineFunction(digest, data))
+        return digest
+
+    def _travelling(self, function: FunctionSpec) -> tuple[str, bytes]:
+        known = self._digests.get(id(function))
+        if known is not None and known[0] is function:
+            return known[1], known[2]
+        self.check(function)
+        data = protocol.function_bytes(function)
+        digest = hashlib.sha256(data).hexdigest()[:32]
+        while len(self._digests) >= DEFINED_MAX:
+            del self._digests[next(iter(self._digests))]
+        self._digests[id(function)] = (function, digest, data)
+        return digest, data
+
+    # --- questions
+
+    async def answered(
+        self,
+        verb: str,
+        name: str,
+        *,
+        task: str = "",
+        function: FunctionSpec | None = None,
+        body: bytes = b"",
+        chunk: Chunk | None = None,
+    ) -> bool:
+        """Ask, and wait for the answer; raises what the node says, ActionFailed(node_lost) if it is given up."""
+        asked = self._begin(self._request(verb, name, task, function, body, chunk), function)
+        try:
+            return await asked.answer
+        finally:
+            self._asked.pop(asked.request.number, None)
+
+    async def replicated(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
+        """Ask for a copy of a service on a chunk; return whether it is there now."""
+        try:
+            return await self.answered("replicate", service, function=function, chunk=chunk)
+        except CodedError as error:
+            logger.warning("a service was not copied", node=self._node, service=service, why=error.message)
+            return False
+
+    def remember(self, verb: str, name: str, *, body: bytes = b"") -> asyncio.Future[bool]:
+        """Ask for something now, or as soon as there is a link; a failure is logged."""
+        asked = self._begin(self._request(verb, name, body=body), None)
+        asked.answer.add_done_callback(lambda answer: self._done(asked, answer))
+        return asked.answer
+
+    def take(self, answer: protocol.NodeAnswer) -> None:
+        """The node has answered."""
+        asked = self._asked.get(answer.number)
+        if asked is None or asked.answer.done():
+            return
+        if answer.error is None:
+            asked.answer.set_result(answer.done)
+        else:
+            asked.answer.set_exception(error_of(answer.error))
+
+    def _done(self, asked: _Asked, answer: asyncio.Future[bool]) -> None:
+        self._asked.pop(asked.request.number, None)
+        if not answer.cancelled() and (error := answer.exception()) is not None:
+            logger.warning("a request failed", node=self._node, verb=asked.request.verb, why=str(error))
+
+    def _request(
+        self,
+        verb: str,
+        name: str,
+        task: str = "",
+        function: FunctionSpec | None = None,
+        body: bytes = b"",
+        chunk: Chunk | None = None,
+    ) -> protocol.NodeRequest:
+        self._number += 1
+        digest = "" if function is None else self.digest(function)
+        return protocol.NodeRequest(self._number, verb, name, task, digest, body, chunk)
+
+    def _begin(self, request: protocol.NodeRequest, function: FunctionSpec | None) -> _Asked:
+        asked = _Asked(request, function, self._loop.create_future())
+        self._asked[request.number] = asked
+        self._ask(asked)
+        return asked
+
+    def _ask(self, asked: _Asked) -> None:
+        if self._link is not None:
+            if asked.function is not None:
+                self.define(asked.function)
+            self._link.send(asked.request)
+
+
+class NodeListener(Protocol):
+    """Who wants to know what a node says of itself."""
+
+    def draining(self, why: str) -> None:
+        """It takes no new work."""
+        ...
+
+    def goodbye(self, why: str, killed: bool) -> None:
+        """Its daemon ends; ``killed``: nothing of what it had is left."""
+        ...
+
+    def fitness(self, why: str, finishing: bool) -> None:
+        """Nothing can begin there, and why; empty: anything can. ``finishing``: what lives there goes on."""
+        ...
+
+    def sandbox_changed(self, facts: protocol.TrajectoryFacts) -> None:
+        """A trajectory has another sandbox there, or none any more."""
+        ...
+
+
+#: Seconds after which a caller whose transfer was cut off may try again.
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """One transfer that waits for its end."""
+
+    ask: FilesAsk
+    link: NodeLink
+    inflow: Inflow
+    outflow: Outflow
+    opened: asyncio.Future[int | None]
+    ended: asyncio.Future[FilesEnded]
+
+    def fail(self, error: CodedError) -> None:
+        self.inflow.fail(error)
+        for future in (self.opened, self.ended):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # whoever waits is told; nobody may be waiting for the other one
+
+
+class RemoteTransfers:
+    """The transfers with one node, over the link of now. Use from one event loop."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._link: NodeLink | None = None
+        self._transfers: dict[int, _Transfer] = {}
+        #: Random, so that no number is one of a gateway before.
+        self._number = secrets.randbits(48)
+
+    def attach(self, link: NodeLink) -> None:
+        """Ask over this link from now on."""
+        self.detach()
+        self._link = link
+
+    def detach(self) -> None:
+        """There is no link: whoever transfers is told CapacityExceeded, and may try again."""
+        self._link = None
+        told = f"node {self._node} was cut off in the middle of it"
+        for transfer in list(self._transfers.values()):
+            transfer.fail(CapacityExceeded(told, component=COMPONENT, retry_after_s=RETRY_AFTER_S))
+
+    def take(self, message: Message) -> bool:
+        """Deal with a message of the node; return whether it is one of a transfer. Raises ChannelError."""
+        if not isinstance(message, FilesOpened | FilesPiece | FilesTaken | FilesEnded):
+            return False
+        transfer = self._transfers.get(message.transfer)
+        if transfer is None:
+            return True  # nobody wants it any more
+        match message:
+            case FilesOpened():
+                if not transfer.opened.done():
+                    transfer.opened.set_result(message.size_bytes)
+            case FilesPiece():
+                transfer.inflow.take(message.data)
+            case FilesTaken():
+                transfer.outflow.taken(message.size_bytes)
+            case FilesEnded(error=None):
+                if not transfer.ended.done():
+                    transfer.ended.set_result(message)
+            case FilesEnded(error=error):
+                assert error is not None
+                transfer.fail(error_of(error))
+        return True
+
+    @asynccontextmanager
+    async def begin(self, ask: FilesAsk) -> AsyncIterator[_Transfer]:
+        """Yield a transfer that is asked for, and is stopped at the block's end if it has not ended.
+
+        Raises CapacityExceeded if there is no link, or no room on it.
+        """
+        link = self._link
+        if link is None:
+            raise CapacityExceeded(f"node {self._node} is not reached now", component=COMPONENT, retry_after_s=1.0)
+        if len(self._transfers) >= link.settings.transfers_max:
+            told = f"{len(self._transfers)} transfers with node {self._node} are under way (cluster.transfers_max)"
+            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
+        self._number += 1
+        ask.transfer = self._number
+        loop = asyncio.get_running_loop()
+        inflow, outflow = Inflow(ask.transfer, link), Outflow(ask.transfer, link)
+        transfer = _Transfer(ask, link, inflow, outflow, loop.create_future(), loop.create_future())
+        self._transfers[ask.transfer] = transfer
+        link.send(ask)
+        try:
+            yield transfer
+        finally:
+            del self._transfers[ask.transfer]
+            if not transfer.ended.done():
+                link.send(FilesStop(ask.transfer))
+
+    async def put(self, ask: FilesAsk, chunks: AsyncIterator[bytes]) -> int:
+        """Send the bytes until there are no more, or the node has ended it; the end that comes first counts.
+
+        Return the bytes that were written. Raises what the node says, and what `begin` raises.
+        """
+        async with self.begin(ask) as transfer:
+            sending = asyncio.create_task(transfer.outflow.send(chunks))
+            try:
+                either: tuple[asyncio.Future[Any], ...] = (sending, transfer.ended)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done() and not transfer.ended.done():
+                    sending.result()
+                return (await transfer.ended).size_bytes
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteStream:
+    """A file of a node that is read piece by piece."""
+
+    size_bytes: int | None
+    transfer: _Transfer
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        return self.transfer.inflow.chunks()
+
+    def close(self) -> None:
+        """Its block ends the transfer."""
+
+
+class RemoteFiles:
+    """`runtimes.sandbox.files.SandboxFiles` of a sandbox on a node.
+
+    Besides what those raise: CapacityExceeded while the node is not reached, and for what its link cut off.
+    """
+
+    def __init__(self, transfers: RemoteTransfers, trajectory: str, workdir: str) -> None:
+        self._transfers = transfers
+        self._trajectory = trajectory
+        self._workdir = workdir
+
+    @property
+    def workdir(self) -> str:
+        return self._workdir
+
+    async def write(self, path: str, data: FileSource, *, mode: int | None = None, user: str = "") -> int:
+        return await self._transfers.put(self._ask(FilesVerb.WRITE, path, user, mode=mode), FileContent(data).pieces())
+
+    async def unpack(self, path: str, chunks: AsyncIterator[bytes], *, limit_bytes: int, user: str = "") -> int:
+        return await self._transfers.put(self._ask(FilesVerb.UNPACK, path, user, limit_bytes=limit_bytes), chunks)
+
+    async def list(self, path: str, *, user: str = "") -> list[FileStat]:
+        async with self._transfers.begin(self._ask(FilesVerb.LIST, path, user)) as transfer:
+            ended = await transfer.ended
+        try:
+            return msgspec.msgpack.decode(ended.entries, type=list[FileStat])
+        except msgspec.MsgspecError as error:
+            raise protocol.ChannelError(f"entries that do not fit: {error}") from None
+
+    @asynccontextmanager
+    async def open(self, path: str, *, limit_bytes: int, user: str = "") -> AsyncIterator[_RemoteStream]:
+        async with self._transfers.begin(self._ask(FilesVerb.READ, path, user, limit_bytes=limit_bytes)) as transfer:
+            yield _RemoteStream(await transfer.opened, transfer)
+
+    @asynccontextmanager
+    async def pack(
+        self, path: str, *, limit_bytes: int, user: str = "", base: bool = False
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        ask = self._ask(FilesVerb.PACK, path, user, limit_bytes=limit_bytes, base=base)
+        async with self._transfers.begin(ask) as transfer:
+            await transfer.opened
+            yield transfer.inflow.chunks()
+
+    def _ask(
+        self,
+        verb: FilesVerb,
+        path: str,
+        user: str,
+        *,
+        mode: int | None = None,
+        limit_bytes: int = 0,
+        base: bool = False,
+    ) -> FilesAsk:
+        return FilesAsk(
+            transfer=0,
+            verb=verb,
+            trajectory=self._trajectory,
+            path=path,
+            user=user,
+            mode=mode,
+            limit_bytes=limit_bytes,
+            base=base,
+        )
+
+
+#: Of why a node is not fit, as much is told to people.
+WHY_MAX = 1000
+
+
+def told(why: str, newcomers: str) -> tuple[str, bool]:
+    """Return why a node is unfit, empty if it is not, and whether what lives there goes on."""
+    return (why or newcomers)[:WHY_MAX], not why and bool(newcomers)
+
+
+class RemoteFitness:
+    """One node's word on whether anything can begin there."""
+
+    def __init__(self, on_change: Callable[[str, bool], None]) -> None:
+        """``on_change`` is told why the node is unfit, empty if it is not, and whether what lives there goes on."""
+        self._on_change = on_change
+
+    def take(self, message: Message) -> bool:
+        """Take what the node says, if it is of this; return whether it is."""
+        if not isinstance(message, FitnessChanged):
+            return False
+        self._on_change(*told(message.why, message.newcomers))
+        return True
+
+
+#: Seconds in which what a node says of its models is taken up at most once: it may say it as often as it likes.
+EVERY_S = 0.1
+_NOTHING = ModelsChanged(services=[], resident={})
+
+
+class RemoteModels:
+    """What one node's devices hold, as far as it has said so on its present link."""
+
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        self._every_s = every_s
+        self._said = _NOTHING
+        #: What came since, of which only the last counts, and the end of the time in which it waits.
+        self._waiting: ModelsChanged | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        #: Called whenever the node has said something new.
+        self.on_change: Callable[[], None] = lambda: None
+
+    def attach(self) -> None:
+        """There is another link, maybe to another daemon: nothing is known of it."""
+        self._said, self._waiting = _NOTHING, None
+
+    def take(self, message: Message) -> bool:
+        """Take what the node says, if it is of this; return whether it is."""
+        if not isinstance(message, ModelsChanged):
+            return False
+        if self._timer is None:
+            self._take_up(message)
+        else:
+            self._waiting = message
+        return True
+
+    def close(self) -> None:
+        """Take up nothing more."""
+        self._waiting = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _take_up(self, message: ModelsChanged) -> None:
+        self._said = message
+        self._timer = asyncio.get_running_loop().call_later(self._every_s, self._may_again)
+        self.on_change()
+
+    def _may_again(self) -> None:
+        self._timer = None
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._take_up(waiting)
+
+    @property
+    def services(self) -> Sequence[ServiceSpec]:
+        """The services that the node has prepared, and what each costs there."""
+        return self._said.services
+
+    @property
+    def resident(self) -> Mapping[str, tuple[Chunk, ...]]:
+        """Chunks on which each service is resident, counted on the node."""
+        return {service: tuple(chunks) for service, chunks in self._said.resident.items()}
+
+
+#: Bytes of input in one frame, and of output that may be under way.
+PIECE_BYTES = 64 * 2**10
+WINDOW_BYTES = 256 * 2**10
+#: What steers a session and was not answered yet; the oldest is dropped for more.
+STEERS_MAX = 64
+
+
+class RemoteSession:
+    """A `runtimes.sandbox.session.SessionGrip` on a session of a node, over all of its links."""
+
+    def __init__(self, node: str, claim: str, session: InteractiveSession) -> None:
+        self._node = node
+        self._claim = claim
+        self._session = session
+        self._link: NodeLink | None = None
+        self._life = secrets.token_hex(8)
+        self._number = 0
+        self._window_bytes = min(WINDOW_BYTES, session.settings.output_bytes // 4)
+        self._open = self._held = self._attended = self._refused = False
+        #: Up to where the node was told that its output was taken.
+        self._taken = 0
+        #: What the node has not answered yet, by number: whoever waits for it, or gave up.
+        self._typing: dict[int, tuple[TypeToSession, asyncio.Future[SessionTyped]]] = {}
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._steers: dict[int, SteerSession] = {}
+
+    # --- the link
+
+    def attach(self, link: NodeLink) -> None:
+        """Go on over this link: say what the node may not have heard."""
+        session = self._session
+        self._link, self._taken = link, session.end
+        asked = AttachSession(
+            claim=self._claim,
+            life=self._life,
+            offset=session.end,
+            window_bytes=self._window_bytes,
+            attended=self._attended,
+            held=self._held,
+            unattended_s=session.settings.unattended_s,
+        )
+        for message in (asked, *self._steers.values(), *[typing for typing, _ in self._typing.values()]):
+            link.send(message)
+
+    def detach(self) -> None:
+        """There is no link: what is typed waits."""
+        self._link = None
+
+    def close(self) -> None:
+        """It has ended: nobody waits any more."""
+        self._link = None
+        for message, typed in self._typing.values():
+            if not typed.done():
+                typed.set_result(
+                    SessionTyped(
+                        claim=self._claim, number=message.number, input_offset=message.offset, reads=False, error=None
+                    )
+                )
+        self._typing.clear()
+        self._settled.set()
+
+    def opened(self, told: SessionOpened) -> None:
+        """Its command runs, or runs still."""
+        self._refused = not told.reads
+        self._window_bytes = max(1, min(self._window_bytes, told.window_bytes))
+        if not self._open:
+            self._open, self._taken = True, told.start
+            self._session.open(self, start=told.start, input_offset=told.input_offset)
+        else:
+            self._session.skip(told.start)
+            self._session.passed(told.input_offset)
+
+    def said(self, told: SessionSaid) -> None:
+        """Keep what is new of a piece."""
+        session = self._session
+        session.skip(told.offset)
+        fresh = told.data[session.end - told.offset :]
+        if fresh:
+            session.said(told.stream, fresh)
+        self._tell_taken()
+
+    def typed(self, told: SessionTyped) -> None:
+        """The node has passed something on, whether somebody still waits for that or not."""
+        message, typed = self._typing.pop(told.number, (None, None))
+        if message is None or typed is None:
+            return
+        if told.error is None or message.withdrawn:
+            self._refused = not told.reads
+            self._session.passed(told.input_offset)
+        if not typed.done():
+            typed.set_result(told)
+        if not self._typing:
+            self._settled.set()
+
+    def steered(self, number: int) -> None:
+        """The node has done it."""
+        self._steers.pop(number, None)
+
+    # --- SessionGrip
+
+    def require_reached(self) -> None:
+        if self._link is None:
+            told = f"node {self._node}, on which the session lives, is not reached now"
+            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
+
+    def attend(self, *, attended: bool) -> None:
+        self._attended = attended
+        self._taken = self._session.end
+        self._send(SessionRoom(self._claim, self._taken, attended))
+
+    async def settle(self) -> None:
+        await self._settled.wait()
+
+    async def input_room(self) -> int:
+        return 0 if self._refused else PIECE_BYTES
+
+    async def feed(self, data: bytes) -> None:
+        await self._type(data, end=False)
+
+    async def end_input(self) -> None:
+        await self._type(b"", end=True)
+
+    async def _type(self, data: bytes, *, end: bool) -> None:
+        """Pass it on; return when the node has done so. Raises what the node says."""
+        self._number += 1
+        number, offset = self._number, self._session.input_offset
+        message = TypeToSession(claim=self._claim, number=number, offset=offset, data=data, end=end)
+        typed: asyncio.Future[SessionTyped] = asyncio.get_running_loop().create_future()
+        self._typing[number] = (message, typed)
+        self._settled.clear()
+        self._send(message)
+        try:
+            told = await typed
+        except asyncio.CancelledError:
+            self._withdraw(number)
+            raise
+        if told.error is not None:
+            raise error_of(told.error)
+
+    def _withdraw(self, number: int) -> None:
+        """Nobody waits for it any more: the node passes no more of it on, and says how far it came."""
+        if number not in self._typing:
+            return  # it was answered in the same turn
+        message, typed = self._typing[number]
+        gone = TypeToSession(
+            claim=self._claim, number=number, offset=message.offset, data=b"", end=False, withdrawn=True
+        )
+        self._typing[number] = (gone, typed)
+        self._send(gone)
+
+    def steer(self, request: Mapping[str, object]) -> None:
+        if "held" in request:
+            self._held = bool(request["held"])
+            if not self._held:
+                self.attend(attended=self._attended)
+            return
+        self._number += 1
+        steer = SteerSession(claim=self._claim, number=self._number)
+        match request:
+            case {"size": [int(rows), int(columns)]}:
+                steer.size = (rows, columns)
+            case {"signal": int(number)}:
+                steer.signal = number
+            case _:
+                steer.end = True
+        while len(self._steers) >= STEERS_MAX:
+            del self._steers[next(iter(self._steers))]
+        self._steers[steer.number] = steer
+        self._send(steer)
+
+    # --- inside
+
+    def _tell_taken(self) -> None:
+        """Tell of what was taken, a quarter of the window at once; nothing while its reader is slow."""
+        if self._attended and not self._held and self._session.end - self._taken >= max(1, self._window_bytes // 4):
+            self._taken = self._session.end
+            self._send(SessionRoom(self._claim, self._taken, True))
+
+    def _send(self, message: Message) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+
+class RemoteSessions:
+    """The sessions on one node, over the link of now. Use from one event loop."""
+
+    def __init__(self, node: str, table: SessionTable) -> None:
+        self._node = node
+        self._table = table
+        self._link: NodeLink | None = None
+        #: By claim, with the id of its invocation.
+        self._sessions: dict[str, tuple[str, RemoteSession]] = {}
+
+    def begin(self, claim: str, action: Action, call: Call) -> bool:
+        """An attempt is about to be executed, or taken over; return whether it is a session.
+
+        Raises CapacityExceeded if there may be no more sessions, ActionFailed if its input is not as declared. A later
+        try than the first is none: a session is not begun again.
+        """
+        if "session" not in call.input or action.attempt > 1:
+            return False
+        id = call.context.get("invocation_id", action.id)
+        session = self._table.living(id, terminal_of(call.input))
+        self._sessions[claim] = (id, RemoteSession(self._node, claim, session))
+        self.follow(claim)
+        return True
+
+    def follow(self, claim: str) -> None:
+        """Ask the node to tell of a session, behind its beginning."""
+        known = self._sessions.get(claim)
+        if known is not None and self._link is not None:
+            known[1].attach(self._link)
+
+    def end(self, claim: str) -> None:
+        """The attempt has ended; idempotent."""
+        id, remote = self._sessions.pop(claim, ("", None))
+        if remote is not None:
+            self._table.close(id)
+            remote.close()
+
+    def attach(self, link: NodeLink) -> None:
+        """Go on over this link."""
+        self._link = link
+        for _, remote in self._sessions.values():
+            remote.attach(link)
+
+    def detach(self) -> None:
+        """There is no link: output stands still, and input waits."""
+        self._link = None
+        for _, remote in self._sessions.values():
+            remote.detach()
+
+    def take(self, message: Message) -> bool:
+        """Deal with a message of the node; return whether it is one of a session."""
+        if not isinstance(message, SessionOpened | SessionSaid | SessionTyped | SessionSteered | SessionTold):
+            return False
+        _, remote = self._sessions.get(message.claim, ("", None))
+        if remote is None:
+            return True  # it has ended here
+        match message:
+            case SessionOpened():
+                remote.opened(message)
+            case SessionSaid():
+                remote.said(message)
+            case SessionTyped():
+                remote.typed(message)
+            case SessionSteered():
+                remote.steered(message.number)
+            case SessionTold():
+                pass  # its end follows
+        return True
+
+
+#: Of one node; its own bound (``sandbox.snapshots.count_max``) is far below.
+SNAPSHOTS_MAX = 16384
+
+
+class RemoteSnapshots:
+    """The snapshots that one node keeps, as far as it has said so."""
+
+    def __init__(self, node: str, requests: RemoteRequests) -> None:
+        self._node = node
+        self._requests = requests
+        self._known: Mapping[str, SnapshotRecord] = {}
+        #: Called with all of them, by id, whenever the node has said which they are.
+        self.on_change: Callable[[Mapping[str, SnapshotRecord]], None] = lambda known: None
+
+    async def compare(self) -> None:
+        """Have the node say which snapshots it keeps, and whenever that changes on this link.
+
+        Raises ActionFailed(node_lost) if it is given up.
+        """
+        await self._requests.answered("snapshots", "")
+
+    async def order(self, trajectory: str, id: str, spared: Collection[str]) -> SnapshotRecord:
+        """Have a snapshot taken of a trajectory that lives there, in spite of cuts.
+
+        Raises ActionFailed(node_lost), and what the node says.
+        """
+        body = msgspec.json.encode(SnapshotOrder(id, tuple(spared)))
+        await self._requests.answered("snapshot", trajectory, body=body)
+        record = self._known.get(id)
+        if record is None:
+            told = f"snapshot {id!r} was removed on node {self._node} as soon as it was taken"
+            raise Conflict(told, component=COMPONENT)
+        return record
+
+    def drop(self, id: str) -> asyncio.Future[bool]:
+        """Have one removed as soon as nothing there needs it; return what is done once it was heard."""
+        return self._requests.remember("drop_snapshot", id)
+
+    def take(self, message: Message) -> bool:
+        """Take what the node says, if it is of this; return whether it is. Raises ChannelError."""
+        if not isinstance(message, SnapshotsKept):
+            return False
+        try:
+            records = message.read()
+        except (msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
+            raise protocol.ChannelError(f"snapshots that do not fit: {error}") from None
+        if len(records) > SNAPSHOTS_MAX:
+            raise protocol.ChannelError(f"a node that tells of more than {SNAPSHOTS_MAX} snapshots")
+        self._known = {record.id: record for record in records}
+        self.on_change(self._known)
+        return True
+
+
+#: Times that files are sent whose way was cut off, or had no room.
+TRIES_MAX = 5
+#: Handlers of which is known what they are called on the node; one that was forgotten is prepared anew.
+NAMED_MAX = 4096
+
+
+class RemoteHandlers:
+    """The handlers of one node. Use from one event loop."""
+
+    def __init__(
+        self, node: str, requests: RemoteRequests, transfers: RemoteTransfers, archives: HandlerArchives
+    ) -> None:
+        self._node = node
+        self._requests, self._transfers, self._archives = requests, transfers, archives
+        #: By name and revision, the digest of the files with which the node has prepared it.
+        self._digests: dict[tuple[str, str], str] = {}
+        #: How such a function travels, as long as it is the same object.
+        self._named: dict[tuple[str, str], tuple[FunctionSpec, FunctionSpec]] = {}
+        self._sending = asyncio.Lock()
+
+    def named(self, function: FunctionSpec) -> FunctionSpec:
+        """Return a function as it travels: its handler's directory is the digest of its files.
+
+        Raises ActionFailed for a handler that the node has not prepared.
+        """
+        if function.handler is None:
+            return function
+        key = (function.name, function.revision)
+        known = self._named.get(key)
+        if known is not None and known[0] is function:
+            return known[1]
+        digest = self._digests.get(key)
+        if digest is None:
+            told = f"node {self._node} has not prepared function {function.name}"
+            raise ActionFailed(Reason.ENVIRONMENT_LOST, told, component=ARCHIVE_COMPONENT, retry_after_s=RETRY_AFTER_S)
+        named = _named(function, function.handler, digest)
+        self._named[key] = function, named
+        return named
+
+    async def prepare(self, function: FunctionSpec) -> None:
+        """Send the node what it has not of the handler's files, and let it prepare the function.
+
+        Raises what the node says, InvalidConfig for files that do not travel, CapacityExceeded where they do not
+        arrive, and ActionFailed(node_lost) if it is given up.
+        """
+        assert function.handler is not None, f"{function.name} has no handler"
+        self._requests.check(function)
+        archive = await self._archives.of_function(function)
+        async with self._sending:  # one at a time, as those of one directory have the same files
+            await self._send(archive)
+        named = _named(function, function.handler, archive.digest)
+        await self._requests.answered("prepare", function.name, function=named)
+        key = (function.name, function.revision)
+        self._digests.pop(key, None)
+        self._named.pop(key, None)
+        self._digests[key] = archive.digest
+        while len(self._digests) > NAMED_MAX:
+            oldest = next(iter(self._digests))
+            del self._digests[oldest]
+            self._named.pop(oldest, None)
+
+    async def _send(self, archive: HandlerArchive) -> None:
+        """Send the files, unless they are there; a link that is cut off in the middle is waited for."""
+        for tries in count(1):
+            if await self._requests.answered("has_handler", archive.digest):
+                return
+            ask = FilesAsk(transfer=0, verb=FilesVerb.HANDLER, trajectory="", path=archive.digest, user="")
+            try:
+                await self._transfers.put(ask, _whole(archive.data))
+                return
+            except CapacityExceeded as error:
+                if tries >= TRIES_MAX or error.retry_after_s is None:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+
+
+def _named(function: FunctionSpec, handler: HandlerSpec, digest: str) -> FunctionSpec:
+    return replace(function, handler=replace(handler, directory=Path(digest)))
+
+
+async def _whole(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+# The gateway's side of one node: an executor whose work is done elsewhere, and that outlives its links.
+#
+# While there is no link, what runs there runs on, and whoever waits here waits: until `attach` finds it again or `lost`
+# gives it up. An attempt that a node's inventory lists is attached; one that it does not list has never begun there as
+# long as the node's epoch is the same, and is sent again.
+
 #: Times that an idempotent attempt is begun on the same node, if the daemon loses it each time.
-TRIES_MAX = 3
+CALL_TRIES_MAX = 3
 
 
 class RemoteNode:
@@ -91,7 +1062,7 @@ class RemoteNode:
         """How many executions wait for their end."""
         return len(self._calls)
 
-    def attach(self, link: NodeLink, inventory: wire.Inventory, *, recovering: bool = False) -> None:
+    def attach(self, link: NodeLink, inventory: protocol.Inventory, *, recovering: bool = False) -> None:
         """Go on over this link: compare what both sides have, and say what the other has not heard.
 
         ``recovering``: what this side does not know is of a gateway before, and waits for `end_unclaimed`.
@@ -165,12 +1136,12 @@ class RemoteNode:
         except CodedError as error:
             return failed(error)
         remote = RemoteCall(
-            wire.ExecuteAttempt(
+            protocol.ExecuteAttempt(
                 claim,
                 action if action.elasticity is None else replace(action, elasticity=None),
                 lease,
                 "",
-                wire.pack(call.input),
+                protocol.pack(call.input),
                 call.traceparent,
                 call.tracestate,
                 dict(call.context),
@@ -212,7 +1183,7 @@ class RemoteNode:
             self._end(remote, Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled"))
             return
         largest_bytes = self._link.settings.frame_max_bytes if self._link is not None else 0
-        if len(remote.execute.input) > largest_bytes - wire.GREETING_BYTES:
+        if len(remote.execute.input) > largest_bytes - protocol.GREETING_BYTES:
             message = f"an input of {len(remote.execute.input)} bytes is more than a frame of the channel holds"
             self._end(remote, failed(Unsupported(message, component=COMPONENT)))
             return
@@ -234,13 +1205,13 @@ class RemoteNode:
         remote.begun = remote.begun or not inside
 
     def _attach_call(self, claim: str, remote: RemoteCall) -> None:
-        self._tell(wire.AttachAttempt(claim, remote.log_bytes))
+        self._tell(protocol.AttachAttempt(claim, remote.log_bytes))
         if remote.go is not None:
             self._tell(remote.go)
         if remote.resized is not None:
-            self._tell(wire.ResizeAttempt(claim, remote.resized))
+            self._tell(protocol.ResizeAttempt(claim, remote.resized))
         if remote.cancelled:
-            self._tell(wire.CancelAttempt(claim, False))
+            self._tell(protocol.CancelAttempt(claim, False))
 
     def _kill(self, claim: str, remote: RemoteCall) -> None:
         """Its end comes as always; nothing that was never sent is waited for."""
@@ -251,7 +1222,7 @@ class RemoteNode:
             cancelled = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled")
             self._end(remote, cancelled)
         else:
-            self._tell(wire.CancelAttempt(claim, False))
+            self._tell(protocol.CancelAttempt(claim, False))
 
     def _gone(self, remote: RemoteCall, why: str) -> None:
         """It is certain that nothing of it is left."""
@@ -271,7 +1242,7 @@ class RemoteNode:
         remote = self._calls.get(claim)
         if remote is not None:
             remote.resized = lease
-            self._tell(wire.ResizeAttempt(claim, lease))
+            self._tell(protocol.ResizeAttempt(claim, lease))
 
     async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
         """Copy a service on the node's devices; return False where it cannot be, or the node was given up."""
@@ -311,7 +1282,7 @@ class RemoteNode:
         else:
             await self._requests.answered("prepare", function.name, function=function)
 
-    def trajectories(self) -> Mapping[str, wire.TrajectoryFacts]:
+    def trajectories(self) -> Mapping[str, protocol.TrajectoryFacts]:
         """Return the trajectories that have a sandbox there, as far as is known."""
         return self._known.trajectories
 
@@ -331,7 +1302,7 @@ class RemoteNode:
 
     def drain(self, why: str) -> None:
         """Ask the node to take no new work and to leave when nothing is left."""
-        self._tell(wire.DrainNode(why))
+        self._tell(protocol.DrainNode(why))
 
     # --- what outlasts a gateway
 
@@ -361,7 +1332,7 @@ class RemoteNode:
         """It outlives its caller from now on."""
         remote = self._calls.get(claims)
         if remote is not None and remote.go is not None and remote.go.refusal is None:
-            remote.go = wire.AttemptGo(claims, True, None)
+            remote.go = protocol.AttemptGo(claims, True, None)
             self._tell(remote.go)
 
     def acknowledge(self, claims: str) -> None:
@@ -371,13 +1342,13 @@ class RemoteNode:
             self._known.attempts.pop(claims, None)
             if self._link is None:
                 self._unwanted[claims] = None
-            self._tell(wire.AcknowledgeEnd(claims), in_no_hurry=True)
+            self._tell(protocol.AcknowledgeEnd(claims), in_no_hurry=True)
 
     def _unwant(self, claim: str) -> None:
         """Nobody waits for it: it is killed, and its end forgotten."""
         self._unwanted[claim] = None
         if self._link is not None:
-            self._tell(wire.CancelAttempt(claim, True))
+            self._tell(protocol.CancelAttempt(claim, True))
             self._unwanted.pop(claim, None)
             self._known.attempts.pop(claim, None)
 
@@ -385,30 +1356,30 @@ class RemoteNode:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case wire.AttemptLog():
+            case protocol.AttemptLog():
                 self._take_log(message)
-            case wire.AttemptEnd():
+            case protocol.AttemptEnd():
                 self._take_end(message)
-            case wire.AttemptBegins():
+            case protocol.AttemptBegins():
                 self._take_begin(message.claim)
-            case wire.AttemptStarted():
+            case protocol.AttemptStarted():
                 remote = self._calls.get(message.claim)
                 if remote is not None and not remote.started:
                     remote.started = True
                     if remote.call.begun is not None:
                         remote.call.begun()
-            case wire.NodeAnswer():
+            case protocol.NodeAnswer():
                 self._requests.take(message)
-            case wire.SandboxChanged():
+            case protocol.SandboxChanged():
                 self._take_sandbox(message.facts)
-            case wire.NodeDraining():
+            case protocol.NodeDraining():
                 if self._listener is not None:
                     self._listener.draining(message.why)
-            case wire.NodeGoodbye():
+            case protocol.NodeGoodbye():
                 if self._listener is not None:
                     self._listener.goodbye(message.why, message.killed)
             case _ if not any(part.take(message) for part in self._parts):
-                raise wire.ChannelError(f"a {type(message).__name__} from a node")
+                raise protocol.ChannelError(f"a {type(message).__name__} from a node")
 
     def _take_begin(self, claim: str) -> None:
         remote = self._calls.get(claim)
@@ -436,11 +1407,11 @@ class RemoteNode:
                 lasting = await remote.call.announce()
         except CodedError as error:
             refusal = facts_of(error)
-        remote.go = wire.AttemptGo(claim, lasting, refusal)
+        remote.go = protocol.AttemptGo(claim, lasting, refusal)
         remote.begun = refusal is None
         self._tell(remote.go)
 
-    def _take_log(self, piece: wire.AttemptLog) -> None:
+    def _take_log(self, piece: protocol.AttemptLog) -> None:
         remote = self._calls.get(piece.claim)
         if remote is None:
             return
@@ -448,11 +1419,11 @@ class RemoteNode:
             logger.warning("a log has a hole", node=self.name, claim=piece.claim, at=remote.log_bytes)
         remote.take_log(piece)
 
-    def _take_end(self, end: wire.AttemptEnd) -> None:
+    def _take_end(self, end: protocol.AttemptEnd) -> None:
         remote = self._calls.get(end.claim)
         if remote is None or remote.outcome is not None:
             return
-        outcome = wire.outcome_of(end)
+        outcome = protocol.outcome_of(end)
         if self._again(remote, outcome):
             return
         if end.omitted_bytes:
@@ -463,14 +1434,14 @@ class RemoteNode:
     def _again(self, remote: RemoteCall, outcome: Outcome) -> bool:
         """Begin an idempotent attempt once more that a daemon lost; return whether it was."""
         mislaid = outcome.reason is Reason.NODE_LOST and outcome.component == COMPONENT
-        if not mislaid or not remote.repeatable or remote.cancelled or remote.tries >= TRIES_MAX:
+        if not mislaid or not remote.repeatable or remote.cancelled or remote.tries >= CALL_TRIES_MAX:
             return False
         remote.tries += 1
-        self._tell(wire.AcknowledgeEnd(remote.execute.claim))
+        self._tell(protocol.AcknowledgeEnd(remote.execute.claim))
         self._send(remote)
         return True
 
-    def _take_sandbox(self, facts: wire.TrajectoryFacts) -> None:
+    def _take_sandbox(self, facts: protocol.TrajectoryFacts) -> None:
         self._known.take(facts)
         if self._listener is not None:
             self._listener.sandbox_changed(facts)

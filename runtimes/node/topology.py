@@ -10,7 +10,7 @@ from pathlib import Path
 
 from manager.config import NodeSpec
 from manager.errors import InvalidConfig
-from runtimes.sandbox.cgroup import Hierarchy, parse_cores
+from runtimes.sandbox.linux import Hierarchy, parse_cores
 
 COMPONENT = "node.topology"
 

@@ -1,31 +1,173 @@
-"""Environments: which trajectory owns which sandbox, from its first action to its end."""
+"""Environments: which sandbox a trajectory gets, and pools of warm ones."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import structlog
 
 from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsupported
-from manager.function import Isolation, Network, SandboxSpec
-from runtimes.api.secrets import Secrets
-from runtimes.sandbox.choice import Declarations, OtherSandbox, chosen_env, contradiction, difference, outlives
+from manager.function import Isolation, Network, SandboxSpec, Warm
 from runtimes.sandbox.command import ResumableCommand
-from runtimes.sandbox.record import TASK
-from runtimes.sandbox.runner.protocol import lost
+from runtimes.sandbox.runner.client import lost
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.session import SessionSettings, SessionTable
-from runtimes.sandbox.snapshots.record import SnapshotRecord
-from runtimes.sandbox.warm_pool import WarmPool
-from runtimes.sandbox.warm_pools import WarmPools
+from runtimes.sandbox.snapshots import SnapshotRecord
+from runtimes.sandbox.spec import TASK, Declarations, OtherSandbox, chosen_env, contradiction, difference, outlives
+from runtimes.secrets import Secrets
 
 logger = structlog.get_logger("sandbox.environments")
+
+#: Seconds of past claims that say how many will be claimed in the next while.
+DEMAND_S = 30.0
+BACKOFF_S, BACKOFF_MAX_S = 1.0, 60.0
+
+
+class WarmPool:
+    """Idle sandboxes of one spec: at least ``warm.min``, after recent claims up to ``warm.max``."""
+
+    def __init__(self, spec: SandboxSpec, make: Callable[[], Awaitable[Sandbox]], clock: Clock) -> None:
+        self.spec = spec
+        self._make = make
+        self._clock = clock
+        self._idle: deque[Sandbox] = deque()
+        self._claims_s: deque[float] = deque()
+        self._wanted = asyncio.Event()
+        self._filled = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def living(self) -> list[Sandbox]:
+        """Return the sandboxes that lie ready; those that died are dropped, and replaced in the background."""
+        living = [sandbox for sandbox in self._idle if sandbox.alive]
+        if len(living) < len(self._idle):
+            self._idle = deque(living)
+            self._wanted.set()
+        return living
+
+    @property
+    def target(self) -> int:
+        """How many should lie ready now."""
+        while self._claims_s and self._claims_s[0] < self._clock.now() - DEMAND_S:
+            self._claims_s.popleft()
+        return max(self.spec.warm.min, min(self.spec.warm.max, len(self._claims_s)))
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._replenish())
+            self._wanted.set()
+
+    def claim(self) -> Sandbox | None:
+        """Return one that lies ready, or None; it is replaced in the background."""
+        self._claims_s.append(self._clock.now())
+        if len(self._claims_s) > max(1, self.spec.warm.max):
+            self._claims_s.popleft()
+        self._wanted.set()
+        while self._idle:
+            sandbox = self._idle.popleft()
+            if sandbox.alive:
+                return sandbox
+        return None
+
+    async def filled(self) -> None:
+        """Wait until as many as wanted lie ready."""
+        while self.idle < self.target:
+            self._filled.clear()
+            await self._filled.wait()
+
+    async def close(self) -> list[Sandbox]:
+        """Stop making; returns what lies ready, for its owner to end or to keep."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        idle, self._idle = list(self._idle), deque()
+        return idle
+
+    async def _replenish(self) -> None:
+        backoff_s = BACKOFF_S
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            while self.idle < self.target:
+                try:
+                    self._idle.append(await self._make())
+                    backoff_s = BACKOFF_S
+                except CodedError as error:
+                    pause_s = error.retry_after_s or backoff_s
+                    backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
+                    logger.warning("no warm sandbox", image=self.spec.image, why=error.message, pause_s=pause_s)
+                    await asyncio.sleep(pause_s)
+            self._filled.set()
+
+
+class WarmPools:
+    """Pools by what their sandboxes are. Of those that trajectories chose the last claimed are kept, within a bound."""
+
+    def __init__(self, create: Callable[[SandboxSpec], Awaitable[Sandbox]], clock: Clock) -> None:
+        self._create = create
+        self._clock = clock
+        self._own: dict[bytes, WarmPool] = {}
+        #: The last claimed comes last.
+        self._chosen: dict[bytes, WarmPool] = {}
+
+    def of(self, spec: SandboxSpec) -> WarmPool:
+        """Return the pool of sandboxes equal to ``spec``, which keeps none ready until it is started."""
+        return self._own.setdefault(_key(spec), self._pool(spec, spec.warm))
+
+    def claim(self, spec: SandboxSpec) -> Sandbox | None:
+        """Return a sandbox that lies ready; None if there is none. What is claimed is soon kept ready."""
+        key = _key(spec)
+        pool = self._own.get(key) or self._chosen_pool(key, spec)
+        return None if pool is None else pool.claim()
+
+    def living(self) -> list[Sandbox]:
+        """Return all that lie ready."""
+        return [sandbox for pool in (*self._own.values(), *self._chosen.values()) for sandbox in pool.living()]
+
+    def take_superfluous(self) -> list[WarmPool]:
+        """Take out the pools of chosen sandboxes that nobody has claimed for a while, and the oldest beyond the bound.
+
+        Their sandboxes are the caller's to end.
+        """
+        most = max((pool.spec.trajectory.warm for pool in self._chosen.values()), default=0)
+        beyond = list(self._chosen)[: max(0, len(self._chosen) - most)]
+        over = [key for key, pool in self._chosen.items() if key in beyond or not pool.target]
+        return [self._chosen.pop(key) for key in over]
+
+    async def close(self) -> list[Sandbox]:
+        """Stop making; returns what lies ready, for its owner to end or to keep."""
+        pools = [*self._own.values(), *self._chosen.values()]
+        return [sandbox for pool in pools for sandbox in await pool.close()]
+
+    def _chosen_pool(self, key: bytes, spec: SandboxSpec) -> WarmPool | None:
+        """Return the pool of a chosen sandbox, begun with its first claim; None if none is kept ready."""
+        if not (spec.chosen and spec.warm.max and spec.trajectory.warm) or spec.network is Network.INTERNAL:
+            return None
+        pool = self._chosen.pop(key, None)
+        if pool is None:
+            pool = self._pool(spec, replace(spec.warm, min=0))
+            pool.start()
+        self._chosen[key] = pool
+        return pool
+
+    def _pool(self, spec: SandboxSpec, warm: Warm) -> WarmPool:
+        return WarmPool(replace(spec, warm=warm), lambda: self._create(spec), self._clock)
+
+
+def _key(spec: SandboxSpec) -> bytes:
+    return msgspec.json.encode(replace(spec, chosen=False), order="deterministic")
+
 
 COMPONENT = "sandbox"
 TRAJECTORY = "tangram.trajectory"

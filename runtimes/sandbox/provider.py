@@ -14,18 +14,14 @@ import structlog
 
 from manager.errors import InvalidConfig, Unsupported
 from manager.function import Setting
-from runtimes.api.secrets import Secrets
-from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.disk.bound import DiskSettings, WalkBound, choose_bound
-from runtimes.sandbox.images import RegistryLogin
-from runtimes.sandbox.process.control import end_left
-from runtimes.sandbox.process.ids import IdBlocks, IdSettings
-from runtimes.sandbox.process.means import Means, NotInstalled
-from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.disk import DiskSettings, WalkBound, choose_bound
+from runtimes.sandbox.linux import Seccomp
+from runtimes.sandbox.process import IdBlocks, IdSettings, Means, NotInstalled, ProcessProvider, end_left
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
-from runtimes.sandbox.sandbox import Provider
-from runtimes.sandbox.seccomp import Seccomp
-from runtimes.sandbox.snapshots.record import SnapshotSettings
+from runtimes.sandbox.sandbox import CreationGate, Provider
+from runtimes.sandbox.snapshots import SnapshotSettings
+from runtimes.sandbox.spec import RegistryLogin
+from runtimes.secrets import Secrets
 
 logger = structlog.get_logger("sandbox")
 

@@ -1,22 +1,39 @@
-"""The sandbox: an environment that executes commands, whatever it is made of; and what makes one."""
+"""The sandbox: its parts, its making, and what is left of one."""
 
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import hmac
+import math
+import os
 import posixpath
+import re
+import secrets
+import shutil
+import signal
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
-from manager.errors import FILES_LOST, ActionFailed, Conflict, InvalidInput, Reason
+from manager.clock import Clock, MonotonicClock
+from manager.errors import (
+    FILES_LOST,
+    ActionFailed,
+    CapacityExceeded,
+    Conflict,
+    InvalidConfig,
+    InvalidInput,
+    Reason,
+    Unsupported,
+)
 from manager.function import AUTO, Background, SandboxSpec
-from runtimes.sandbox.cgroup import CpuWeight
 from runtimes.sandbox.command import (
     Command,
     CommandResult,
@@ -28,14 +45,94 @@ from runtimes.sandbox.command import (
     ResumableCommand,
     fitting,
 )
-from runtimes.sandbox.images import ImageKeeper
-from runtimes.sandbox.parts import RunnerClient, SandboxControl
-from runtimes.sandbox.promises import ProviderInfo
-from runtimes.sandbox.record import SandboxRecord
-from runtimes.sandbox.runner.conversation import SandboxProcess
-from runtimes.sandbox.runner.protocol import COMPONENT, lost, out_of_memory
+from runtimes.sandbox.linux import ASIDE, STEP_S, CpuWeight, Hierarchy
+from runtimes.sandbox.runner.client import COMPONENT, SandboxProcess, lost, out_of_memory
 from runtimes.sandbox.runner.runner import ENDED_MAX
-from runtimes.sandbox.snapshots.store import SnapshotStore
+from runtimes.sandbox.snapshots import SNAPSHOTS, SnapshotStore
+from runtimes.sandbox.spec import SANDBOXES, ImageKeeper, ProviderInfo, SandboxRecord, is_held, read_records
+
+
+class RunnerClient(Protocol):
+    """How a sandbox is spoken to: over a stream to its runner, or by ``docker exec`` if it has none."""
+
+    @property
+    def lost(self) -> asyncio.Event: ...
+
+    @property
+    def resumable(self) -> Mapping[str, ResumableCommand]: ...
+
+    @property
+    def started(self) -> frozenset[str] | None: ...
+
+    @property
+    def hides(self) -> bool:
+        """Whether commands may `Command.hide` variables from what starts them."""
+
+    async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult: ...
+
+    def keep(self, claims: str, *, detached: bool) -> None: ...
+
+    async def spawn(self, command: Command) -> SandboxProcess: ...
+
+    async def read_file(self, path: str, *, limit_bytes: int) -> bytes: ...
+
+    async def open_file(self, path: str, *, limit_bytes: int, user: str = "") -> FileStream: ...
+
+    async def write_file(
+        self, path: str, content: FileContent, *, mode: int | None, locked: bool = False, user: str = ""
+    ) -> bool: ...
+
+    async def list_files(self, path: str, *, user: str = "") -> list[FileStat]: ...
+
+    async def rest(self, *, resting: bool) -> None:
+        """Stop every process but the runner, or let them run again."""
+
+    def lend(self, fd: int) -> bool:
+        """Lend the runner what it lets its sandbox's processes go with, for its own end; False if that cannot be."""
+
+    async def sweep(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class SandboxControl(Protocol):
+    """How a sandbox is governed from outside: cores, freezing, memory, removal."""
+
+    async def set_cores(self, cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None: ...
+
+    async def freeze(self, lend: Callable[[int], bool]) -> bool:
+        """Stop every process but the runner, which can end itself; False if only the runner can stop them.
+
+        ``lend`` is `RunnerClient.lend`.
+        """
+        ...
+
+    async def thaw(self) -> None: ...
+
+    def oom_kills(self) -> int:
+        """Return how many processes were ended for want of memory so far, as far as can be seen."""
+        ...
+
+    def peak_memory_bytes(self) -> int: ...
+
+    def forks_refused(self) -> int:
+        """Return how many new processes were refused so far because of ``sandbox.pids``, as far as can be seen."""
+
+    async def cause_of_death(self) -> str:
+        """Return why it ended, as far as can be known; ``out_of_memory`` alone is a reason of its own."""
+        ...
+
+    async def snapshot(self, spec: SandboxSpec, id: str, place: Path, limit_bytes: int) -> int:
+        """Keep its files, as an image or below an existing directory ``place``; return the bytes that they take.
+
+        Its processes stand still. Raises TooLarge, if that is seen, beyond ``limit_bytes``, and CodedError or OSError.
+        """
+        ...
+
+    async def remove(self) -> None:
+        """End and remove it, with everything inside; idempotent."""
+        ...
+
 
 logger = structlog.get_logger("sandbox")
 
@@ -430,3 +527,309 @@ class Provider(Protocol):
     async def close(self) -> None:
         """Disconnect from the engine (sandboxes are closed by their owner); idempotent."""
         ...
+
+
+#: In the command line of whatever leads to a runner: its directory on this machine.
+RUN_DIRECTORY = re.compile(rf"^(/.*)/{SANDBOXES}/([^/]+)/run$")
+RUNNER_FILE = "runner.py"
+GROUP = "tangram-"
+#: Times that the processes of a sandbox are killed until none is left.
+KILLS_MAX = 200
+#: An empty control group younger than this may be about to be entered.
+YOUNG_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remnant:
+    """Something of ours that was found. It is removed by whoever found it."""
+
+    kind: str
+    name: str
+    #: The directory of the provider that made it; empty if nothing tells.
+    state_dir: str
+    #: Whether a living gateway may need it.
+    held: bool
+    why: str
+
+
+class Remains(Protocol):
+    """Finds and removes remnants of some kinds."""
+
+    def find(self) -> list[Remnant]: ...
+
+    def remove(self, remnant: Remnant) -> None:
+        """Raises CodedError or OSError if it cannot be removed."""
+        ...
+
+
+def verdict(state_dir: str) -> tuple[bool, str]:
+    """Return whether the sandboxes of a state directory of this machine are somebody's, and why."""
+    try:
+        there = Path(state_dir).is_dir()
+    except PermissionError:
+        return True, "it is another user's"
+    if is_held(Path(state_dir)):
+        return True, "its gateway lives"
+    return False, "its gateway is gone" if there else "its state directory is gone"
+
+
+class LocalRemains:
+    """Process sandboxes, their directories and snapshots, and control groups that nobody is in.
+
+    Directories are looked for in ``known`` state directories and in those of the processes that are found; those of
+    ``others`` (names) are left to whoever found these.
+    """
+
+    def __init__(self, known: Iterable[str] = (), others: Collection[str] = ()) -> None:
+        self._known = set(known)
+        self._others = others
+        self._hierarchy = Hierarchy.discover()
+
+    def find(self) -> list[Remnant]:
+        running = _runners()
+        found = [self._remnant("process sandbox", place) for place in running]
+        for state_dir in sorted({*self._known, *(state_dir for state_dir, _ in running)}):
+            for directory in sorted(Path(state_dir, SANDBOXES).glob("*/")):
+                place = (state_dir, directory.name)
+                if place not in running and directory.name not in self._others:
+                    found += [self._remnant("directory", place)]
+            for directory in sorted(Path(state_dir, SNAPSHOTS).glob("*/")):
+                if directory.name not in self._others:
+                    found += [self._remnant("snapshot", (state_dir, directory.name))]
+        return [*found, *self._empty_groups()]
+
+    def _remnant(self, kind: str, place: tuple[str, str]) -> Remnant:
+        held, why = verdict(place[0])
+        return Remnant(kind=kind, name=place[1], state_dir=place[0], held=held, why=why)
+
+    def _empty_groups(self) -> list[Remnant]:
+        """Return control groups without processes: whoever makes one is in it a moment later."""
+        user = os.geteuid()
+        groups = [group for group in self._groups(f"{GROUP}*") if not user or _owner(group) == user]
+        old_s = time.time() - YOUNG_S
+        kept = {group.name for group in groups if _any_process(group) or _born_s(group) > old_s}
+        return [
+            Remnant(kind="control group", name=name, state_dir="", held=False, why="nobody is in it")
+            for name in sorted({group.name for group in groups} - kept)
+        ]
+
+    def _groups(self, pattern: str) -> Iterator[Path]:
+        for root in () if self._hierarchy is None else self._hierarchy.roots:
+            for directory, names, _ in os.walk(root):  # passes over groups that go meanwhile
+                yield from (Path(directory, name) for name in fnmatch.filter(names, pattern))
+
+    def remove(self, remnant: Remnant) -> None:
+        place = (remnant.state_dir, remnant.name)
+        if remnant.kind == "snapshot":
+            shutil.rmtree(Path(remnant.state_dir, SNAPSHOTS, remnant.name), ignore_errors=True)
+            return
+        if remnant.kind == "process sandbox":
+            for group in self._groups(f"{GROUP}{remnant.name}"):
+                with suppress(OSError):  # of another controller; what is frozen under version 1 cannot be ended
+                    (group / "freezer.state").write_text("THAWED", encoding="ascii")
+            _end(lambda: _runners().get(place, []))
+        if remnant.kind == "control group":
+            self._remove_groups(remnant.name)
+        else:
+            shutil.rmtree(Path(remnant.state_dir, SANDBOXES, remnant.name), ignore_errors=True)
+            self._remove_groups(f"{GROUP}{remnant.name}")
+
+    def _remove_groups(self, name: str) -> None:
+        for group in sorted([*self._groups(name), *self._groups(f"{name}{ASIDE}")], reverse=True):
+            for below in sorted(group.glob("**/"), reverse=True):
+                with suppress(OSError):  # somebody is in it
+                    below.rmdir()
+
+
+def _runners() -> dict[tuple[str, str], list[int]]:
+    """Return the processes of each process sandbox, by state directory and name: only our own where we are not root."""
+    found: dict[tuple[str, str], list[int]] = {}
+    user = os.geteuid()
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if user and place.stat().st_uid != user:
+                continue
+            words = os.fsdecode((place / "cmdline").read_bytes()).split("\0")
+            names = [match.groups() for word in words if (match := RUN_DIRECTORY.match(word))]
+            if names and any(word.endswith(f"/{RUNNER_FILE}") for word in words):
+                state_dir, name = names[0]
+                found.setdefault((state_dir, name), []).append(int(place.name))
+    for (state_dir, name), pids in found.items():
+        record = SandboxRecord.read(Path(state_dir, SANDBOXES, name))
+        pids += [] if record is None or not record.runs() else [record.pid]
+    return found
+
+
+def _end(pids: Callable[[], list[int]]) -> None:
+    """SIGKILL processes and all that descends from them; bounded."""
+    for _ in range(KILLS_MAX):
+        if not (found := pids()):
+            return
+        for pid in [*found, *descendants(found)]:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(STEP_S)
+
+
+def descendants(pids: Iterable[int]) -> list[int]:
+    """Return every process below these."""
+    found: list[int] = []
+    fresh = list(pids)
+    while fresh:
+        below: list[int] = []
+        for pid in fresh:
+            for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+                with suppress(OSError):
+                    below += map(int, thread.read_text(encoding="ascii").split())
+        found += below
+        fresh = below
+    return found
+
+
+def _any_process(group: Path) -> bool:
+    """Whether somebody is in a group or below it; nobody is in one that goes meanwhile."""
+    for directory, _, _ in os.walk(group):
+        with suppress(FileNotFoundError):
+            if Path(directory, "cgroup.procs").read_text(encoding="ascii").strip():
+                return True
+    return False
+
+
+def _owner(group: Path) -> int:
+    """Whose it is; nobody's if it has gone."""
+    try:
+        return group.stat().st_uid
+    except FileNotFoundError:
+        return -1
+
+
+def _born_s(group: Path) -> float:
+    """When it was made; now if it has gone, so that it is left alone."""
+    try:
+        return group.stat().st_ctime
+    except FileNotFoundError:
+        return time.time()
+
+
+#: Failures that say nothing about the engine's health.
+CALLERS_FAULT = (InvalidConfig, InvalidInput, Unsupported)
+
+
+class CreationGate:
+    """At most ``limit`` creations at a time; after ``threshold`` failures in a row none for a growing while."""
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        threshold: int = 3,
+        backoff_s: float = 1.0,
+        backoff_max_s: float = 60.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._semaphore = asyncio.Semaphore(limit)
+        self._threshold = threshold
+        self._backoff_s, self._backoff_max_s = backoff_s, backoff_max_s
+        self._clock = clock or MonotonicClock()
+        self._failures, self._why = 0, ""
+        self._trouble = ""
+        self._closed_s = -math.inf
+        self._closed_until_s = 0.0
+        #: What is being made now.
+        self.names: set[str] = set()
+        self._watched: list[set[str]] = []
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until another creation may be tried; 0 if the gate is open."""
+        return max(0.0, self._closed_until_s - self._clock.now())
+
+    def hear(self, trouble: str) -> str:
+        """Return what the engine is said to suffer from, empty: nothing; once that is over the gate is open."""
+        if self._trouble and not trouble:
+            self._failures, self._closed_until_s = 0, 0.0  # what failed meanwhile says nothing of it now
+        self._trouble = trouble
+        return trouble
+
+    @contextmanager
+    def watching(self) -> Iterator[set[str]]:
+        """Yield the names of what is being made within the block: a search must not take it for left behind."""
+        young = set(self.names)
+        self._watched.append(young)
+        try:
+            yield young
+        finally:
+            self._watched = [other for other in self._watched if other is not young]
+
+    @asynccontextmanager
+    async def slot(self, name: str) -> AsyncIterator[None]:
+        """Hold a slot for one creation; raises CapacityExceeded while the gate is closed."""
+        async with self._semaphore:
+            if self.wait_s > 0:
+                raise CapacityExceeded(
+                    f"{self._failures} sandboxes in a row could not be made ({self._why}); trying again soon",
+                    component="sandbox",
+                    retry_after_s=self.wait_s,
+                )
+            for names in (self.names, *self._watched):
+                names.add(name)
+            began_s = self._clock.now()
+            try:
+                yield
+            except (asyncio.CancelledError, *CALLERS_FAULT):
+                raise
+            except Exception as error:
+                self._failed(began_s, str(error))
+                raise
+            else:
+                self._failures, self._closed_until_s = 0, 0.0  # there is one that could be made
+            finally:
+                self.names.discard(name)
+
+    def _failed(self, began_s: float, why: str) -> None:
+        if began_s <= self._closed_s:
+            return  # what was under way when the gate closed tells nothing new
+        self._failures, self._why = self._failures + 1, why
+        beyond = self._failures - self._threshold
+        if beyond >= 0:
+            pause_s = min(self._backoff_max_s, self._backoff_s * 2**beyond)
+            self._closed_s = self._clock.now()
+            self._closed_until_s = self._closed_s + pause_s
+            logger.warning("no sandboxes are made for a while", failures=self._failures, pause_s=pause_s)
+
+
+USERS_COMPONENT = "sandbox"
+#: Below are the machine's own users.
+LOWEST = 1000
+#: Where a range begins that nobody has set: above what machines give to users, and below what archives can hold.
+FIRST = 1_000_000
+
+
+class OwnUsers:
+    """Gives out the ids of a range; one is free again when its sandbox's directory is gone."""
+
+    def __init__(self, first: int, count: int, root: Path) -> None:
+        """Know the ids of the sandboxes that have a directory in ``root``. Raises InvalidConfig."""
+        if first < LOWEST:
+            raise InvalidConfig(f"sandbox.uids.first: {first} is below {LOWEST}, among the machine's own users")
+        self._range = range(first, first + count)
+        self._root = root
+        self._held = {path.name: record.uid for path, record in read_records(root) if record is not None}
+
+    def take(self, name: str, wanted: int = 0) -> int:
+        """Return an id for a sandbox: the ``wanted`` one if it is of the range (its files are), else a free one.
+
+        Raises CapacityExceeded if all are taken.
+        """
+        if len(self._held) >= len(self._range):
+            self._held = {one: uid for one, uid in self._held.items() if (self._root / one).is_dir()}
+        if wanted not in self._range:
+            taken = set(self._held.values())
+            start = secrets.randbelow(len(self._range))  # beside another gateway that has the same range
+            ids = (self._range[(start + step) % len(self._range)] for step in range(len(self._range)))
+            wanted = next((uid for uid in ids if uid not in taken), 0)
+        if not wanted:
+            message = f"all {len(self._range)} user ids of sandboxes are taken: raise sandbox.uids.count"
+            raise CapacityExceeded(message, component=USERS_COMPONENT)
+        self._held[name] = wanted
+        return wanted

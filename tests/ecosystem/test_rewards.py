@@ -9,8 +9,8 @@ import pytest
 
 from bench.facades.client_environments import ClientEnvironment
 from manager.errors import Reason
-from runtimes.fake import ScriptStep
 from runtimes.runtime import Execution
+from runtimes.testing import ScriptStep
 from tests.gateway.facades.world import doors
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]

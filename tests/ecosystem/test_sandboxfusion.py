@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.facades.client_environments import ClientEnvironment
-from runtimes.fake import ScriptStep
+from runtimes.testing import ScriptStep
 from tests.gateway.conftest import RunningGateway, until
 from tests.gateway.facades.test_sandboxfusion import OPEN, PROGRAMS
 from tests.gateway.facades.world import doors

@@ -18,7 +18,7 @@ from gateway.config.facades import FacadesSection, ModelsFacade
 from gateway.config.load import GatewayConfig
 from gateway.config.sections import DevicesConfig, NodeConfig, SandboxConfig, ServerConfig
 from manager.function import ModelAction
-from runtimes.model.settings import ModelSettings
+from runtimes.model.request import ModelSettings
 from runtimes.sandbox.provider import ProviderSettings
 from tests.gateway.facades.test_models import ANSWER_S, TOKEN, model_function
 from tests.runtimes.model import checkpoints

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from runtimes.sandbox.environments import TRAJECTORY
-from runtimes.sandbox.record import SandboxRecord
+from runtimes.sandbox.spec import SandboxRecord
 from tangram.client.requests import Bearer
 from tests.e2e.gateway import START_S, GatewayProcess, document
 

@@ -24,15 +24,15 @@ from manager.config import TaskSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, RetrySpec
 from manager.resources.pools import ResourceSpec
-from runtimes.fake import ScriptedRuntime, ScriptStep
-from runtimes.local import LocalExecutor
+from runtimes.executor import LocalExecutor
 from runtimes.model.runtime import ModelRuntime
 from runtimes.runtime import Execution, Runtime
+from runtimes.sandbox import process
 from runtimes.sandbox.egress import EgressGuard
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.exec.runtime import ExecRuntime
-from runtimes.sandbox.process import means
+from runtimes.sandbox.exec import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.testing import ScriptedRuntime, ScriptStep
 
 #: Nothing in these tests takes so long unless it is broken.
 DEADLINE_S = 60.0
@@ -208,8 +208,8 @@ def _asked_once(probe: Callable[..., str]) -> Callable[..., str]:
 #: What the machine lends sandboxes, looked for once: hundreds of gateways start in a process of these tests, and
 #: tests/runtimes/sandbox have it looked for each time.
 PROBES = {
-    (means, "_working_bubblewrap"): cache(means._working_bubblewrap),
-    (means, "_why_no_namespaces"): _asked_once(means._why_no_namespaces),
+    (process, "_working_bubblewrap"): cache(process._working_bubblewrap),
+    (process, "_why_no_namespaces"): _asked_once(process._why_no_namespaces),
     (EgressGuard, "_probe"): _asked_once(EgressGuard._probe),
 }
 

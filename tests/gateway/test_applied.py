@@ -15,7 +15,7 @@ import httpx
 
 from gateway.app import gateway as opened_gateway
 from gateway.config.load import load
-from runtimes.fake import ScriptedRuntime
+from runtimes.testing import ScriptedRuntime
 from tests.gateway.conftest import DEADLINE_S, scripted_runtimes, step_of
 
 OWN = "functions: {own: {runtime: exec}}\nserver: {port: 0, grpc_port: 0, drain_grace: 200ms, state_dir: state}\n"

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.app import gateway
 from manager.errors import CodedError
-from runtimes.fake import ScriptedRuntime
+from runtimes.testing import ScriptedRuntime
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, scripted_runtimes, serving, step_of, until
 
 

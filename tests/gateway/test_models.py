@@ -12,7 +12,7 @@ import yaml
 from gateway.app import gateway
 from gateway.config.load import GatewayConfig
 from gateway.config.sections import DevicesConfig, NodeConfig, SandboxConfig, ServerConfig
-from runtimes.model.settings import ModelSettings
+from runtimes.model.request import ModelSettings
 from runtimes.sandbox.provider import ProviderSettings
 from tangram.client.requests import Bearer
 

@@ -17,7 +17,7 @@ from gateway.http.early import HttpDoor
 from gateway.http.server import listen
 from manager.errors import CapacityExceeded, CodedError, FunctionUnavailable, InvalidConfig, Unsupported
 from manager.function import FunctionSpec
-from runtimes.fake import ScriptedRuntime
+from runtimes.testing import ScriptedRuntime
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, step_of, until
 
 

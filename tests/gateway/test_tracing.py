@@ -25,8 +25,8 @@ from gateway.invocations.record import Mode, Record
 from gateway.tracing import TraceExporter, context_of, execution_id, spans_of
 from manager.action import State
 from manager.errors import Reason
-from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
+from runtimes.testing import ScriptedRuntime, ScriptStep
 from tangram.types import Attempt
 from tests.gateway.conftest import GatewayBench, serving, step_of, until
 

@@ -19,7 +19,7 @@ ROOMS = {
     "torch": ("runtimes/model/",),
     "safetensors": ("runtimes/model/",),
     "transformers": ("runtimes/model/",),
-    "pynvml": ("runtimes/model/device/devices.py",),
+    "pynvml": ("runtimes/model/engine.py",),
     "ray": ("runtimes/node/ray/",),
     "starlette": ("gateway/http/", "gateway/facades/"),
     "hypercorn": ("gateway/http/",),

@@ -19,9 +19,9 @@ from manager.function import FunctionSpec, SandboxSpec
 from manager.learning import History
 from manager.resources.pools import QuotaSpec
 from manager.scheduler.policy import Decision, PoolView
-from runtimes.fake import ScriptedRuntime, ScriptStep
-from runtimes.local import Deadlines, LocalExecutor
+from runtimes.executor import Deadlines, LocalExecutor
 from runtimes.runtime import Execution
+from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.manager.conftest import action, node, spec
 
 FUNCTION = FunctionSpec(name="f", runtime="exec", cost={"cpu": UnitSet.fixed(1)}, sandbox=SandboxSpec(memory_bytes=400))

@@ -8,8 +8,8 @@ from manager.action import Action, Lease
 from manager.errors import ActionFailed, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
-from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
+from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.runtimes.test_local import Lines
 
 

@@ -8,7 +8,7 @@ from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.errors import Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
-from runtimes.fleet import FleetExecutor
+from runtimes.executor import FleetExecutor
 
 SHELL, API = FunctionSpec(name="shell", runtime="exec"), FunctionSpec(name="call", runtime="api")
 

@@ -11,8 +11,8 @@ from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.errors import EXHAUSTED, ActionFailed, InvalidInput, NotFound, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
-from runtimes.fake import ScriptedRuntime, ScriptStep
-from runtimes.local import Deadlines, LocalExecutor
+from runtimes.executor import Deadlines, LocalExecutor
+from runtimes.testing import ScriptedRuntime, ScriptStep
 
 FUNCTION = FunctionSpec(name="f", runtime="exec")
 

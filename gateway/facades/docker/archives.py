@@ -17,8 +17,8 @@ from gateway.operations.files import as_files_are, placed_path
 from gateway.services import Services
 from manager.errors import CodedError, Conflict, InvalidInput, NotFound
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.files.archives import gathered, open_archive, put_archive
-from runtimes.sandbox.runner.protocol import FILE_ERROR
+from runtimes.sandbox.files import gathered, open_archive, put_archive
+from runtimes.sandbox.runner.client import FILE_ERROR
 from runtimes.sandbox.sandbox import Sandbox
 
 COMPONENT = "docker"

@@ -16,8 +16,7 @@ from gateway.invocations.invocation import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Record
 from gateway.services import Services
 from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, Reason
-from runtimes.sandbox.output_tail import OutputTail
-from runtimes.sandbox.session import PAGE_BYTES, InteractiveSession, TerminalSize
+from runtimes.sandbox.session import PAGE_BYTES, InteractiveSession, OutputTail, TerminalSize
 
 COMPONENT = "docker"
 HEARTBEAT_S = 30.0

@@ -14,7 +14,7 @@ from gateway.facades.docker.shapes import NEVER, architecture, image_id
 from gateway.facades.docker.unsaid import CONFIG
 from gateway.services import Services
 from manager.errors import InvalidInput, NotFound, Unsupported
-from runtimes.sandbox.images import ImageKeeper, ImageState, require_image_name
+from runtimes.sandbox.spec import ImageKeeper, ImageState, require_image_name
 
 COMPONENT = "docker"
 #: Seconds between two words on how far a pull is.

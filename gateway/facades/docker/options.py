@@ -16,7 +16,7 @@ import msgspec
 from gateway.facades.docker.commands import CommandWish
 from manager.errors import InvalidInput, Unsupported
 from manager.function import FunctionSpec, SandboxSpec
-from runtimes.sandbox.choice import ABOVE_SYSTEM, SYSTEM
+from runtimes.sandbox.spec import ABOVE_SYSTEM, SYSTEM
 from tangram.types import SandboxChoice, explained
 
 COMPONENT = "docker"

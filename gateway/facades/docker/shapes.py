@@ -19,7 +19,7 @@ from gateway.facades.docker.commands import ContainerExec
 from gateway.facades.docker.containers import Container
 from gateway.facades.docker.exchange import API_VERSION, API_VERSION_MIN
 from gateway.facades.docker.unsaid import CONFIG, HOST_CONFIG, NETWORK_SETTINGS
-from runtimes.sandbox.promises import ProviderInfo
+from runtimes.sandbox.spec import ProviderInfo
 
 NEVER = "0001-01-01T00:00:00Z"
 #: Times of files are what their owner sets: those of the years 1 to 9999 can be written.

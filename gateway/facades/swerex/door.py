@@ -54,7 +54,7 @@ from gateway.operations.files import placed_path
 from gateway.services import Services
 from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Reason
 from manager.function import FunctionSpec
-from runtimes.sandbox.files.files import SandboxFiles
+from runtimes.sandbox.files import SandboxFiles
 
 logger = structlog.get_logger("gateway.facades")
 #: Seconds after which the client's HTTP library gives up, whatever the action's own time-out is.

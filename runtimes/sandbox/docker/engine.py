@@ -1,32 +1,388 @@
-"""The Docker engine: every call to it, in threads, with its failures as typed errors. The only importer of docker."""
+"""The Docker engine: client, watchdog, archives, leftovers."""
 
 from __future__ import annotations
 
+import asyncio
+import io
+import math
+import os
 import posixpath
+import queue
 import re
+import secrets
+import shutil
+import signal
+import struct
+import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ParamSpec, TypeVar
+from typing import Any, BinaryIO, ParamSpec, TypeVar, cast
 
 import docker
 import docker.errors
+import docker.transport
 import docker.types
+import requests.exceptions
 import structlog
 
-from manager.errors import CapacityExceeded, CodedError, InvalidConfig, InvalidInput, NotFound, TooLarge
-from runtimes.sandbox.cgroup import PERIOD_US, CpuWeight
-from runtimes.sandbox.docker.archive import ARCHIVE_SLACK_BYTES, pack_file, pack_tree, unpacked_file
-from runtimes.sandbox.docker.chunks import STDERR, chunk_decoder
-from runtimes.sandbox.docker.client import AWAY, EngineConnection
-from runtimes.sandbox.docker.watchdog import EngineWatchdog
-from runtimes.sandbox.runner.runner import DEFAULT_PATH
+from manager.errors import CapacityExceeded, CodedError, InvalidConfig, InvalidInput, NotFound, TooLarge, Unsupported
+from runtimes.sandbox.command import PIECE_BYTES, FileContent
+from runtimes.sandbox.linux import PERIOD_US, Cgroup, CpuWeight, Hierarchy
+from runtimes.sandbox.runner.runner import DEFAULT_PATH, FrameDecoder
+from runtimes.sandbox.sandbox import Remnant, verdict
+from runtimes.sandbox.snapshots import LABEL, SNAPSHOTS
+from runtimes.sandbox.spec import SANDBOXES
+
+COMPONENT = "sandbox.container"
+DEFAULT_HOST = "unix:///var/run/docker.sock"
+#: The scheme under which docker asks requests for a socket on this machine.
+SCHEME = "http+docker://"
+#: What is raised if an engine is not reached.
+AWAY = (requests.exceptions.RequestException, docker.errors.DockerException, OSError)
+
+
+class OnePool(docker.transport.UnixHTTPAdapter):
+    """One pool of connections for all requests.
+
+    docker keeps one for each address asked, and most have an id in them: a new connection for nearly every request,
+    and several times as many open ones as threads.
+    """
+
+    @classmethod
+    def replace(cls, api: docker.APIClient, socket: str, connections: int) -> OnePool:
+        """Give ``api`` one pool in place of its own."""
+        api.adapters[SCHEME].close()
+        pool = cls(socket, api.timeout, pool_connections=1, max_pool_size=connections)
+        api.mount(SCHEME, pool)
+        return pool
+
+    def drop(self) -> None:
+        """Close what is not in use: the engine is away, and will not know these connections when it comes back."""
+        self.pools.clear()
+
+    def get_connection(self, url: Any, proxies: Any = None) -> Any:
+        return super().get_connection(SCHEME, proxies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConnection:
+    """A client, and the socket that it speaks to. Its methods block."""
+
+    api: docker.APIClient
+    pool: OnePool
+    socket: str
+    info: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, host: str, *, timeout_s: float, workers: int) -> EngineConnection:
+        """Connect to the engine that ``host`` or else the environment names.
+
+        Raises InvalidConfig if that is none of this machine, Unsupported if none answers.
+        """
+        socket = socket_of(host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST)
+        try:
+            api = docker.APIClient(f"unix://{socket}", "auto", timeout=math.ceil(timeout_s), num_pools=workers)
+            pool = OnePool.replace(api, socket, workers)
+            return cls(api=api, pool=pool, socket=socket, info=api.info())
+        except AWAY as error:
+            remedy = (
+                f"is one at {host}?"
+                if host
+                else "start it (systemctl restart docker), install one (Debian: apt-get install docker.io), or name "
+                "one in DOCKER_HOST"
+            )
+            raise Unsupported(f"no Docker engine answers ({error}); {remedy}", component=COMPONENT) from None
+
+    def answers(self, within_s: float) -> bool:
+        """Return whether it answers a ping now."""
+        try:
+            self.api.get(f"{self.api.base_url}/_ping", timeout=within_s)
+        except AWAY:
+            self.pool.drop()
+            return False
+        return True
+
+    def shares(self, directory: Path) -> bool:
+        """Return whether the engine runs on this kernel and sees this directory: then a socket in it joins both.
+
+        Not if the gateway is in a container, or the engine in a virtual machine. It is asked to mount a directory with
+        a name that nobody else has into a container of an image that there is not, and complains of the first of the
+        two that is wrong.
+        """
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if (self.info.get("KernelVersion"), self.info.get("MemTotal")) != (os.uname().release, memory_bytes):
+            return False
+        nonce = f"tangram-probe-{secrets.token_hex(8)}"
+        probe = directory.absolute() / nonce
+        probe.mkdir()
+        try:
+            mount = docker.types.Mount(f"/{nonce}", str(probe), type="bind", read_only=True)
+            self.api.create_container(f"{nonce}:none", host_config=self.api.create_host_config(mounts=[mount]))
+        except docker.errors.NotFound as error:
+            return "image" in str(error.explanation).lower()
+        except AWAY:
+            return False
+        finally:
+            probe.rmdir()
+        return False
+
+    def close(self) -> None:
+        self.api.close()
+
+
+def socket_of(url: str) -> str:
+    """Return the path of the socket that an engine's address names; raises InvalidConfig for anything else."""
+    scheme, _, path = url.partition("://")
+    if scheme != "unix" or not path:
+        raise InvalidConfig(
+            f"{url!r} is no Docker engine of this machine (unix:///path, in sandbox.docker.host or DOCKER_HOST): "
+            "a machine with an engine of its own joins as a node (docs/CLUSTER.md)",
+            component=COMPONENT,
+        )
+    return f"/{path.lstrip('/')}"
+
+
+# The watchdog of an engine: blocking calls to it in threads, given up if it falls silent.
+#
+# A request may take its time (a pull, a commit, a creation under load), but a living engine answers a ping meanwhile.
+# One that does not is asked nothing more until it answers again: callers are refused at once instead of queueing up.
 
 logger = structlog.get_logger("sandbox.engine")
 
-COMPONENT = "sandbox.container"
+
+T = TypeVar("T")
+
+
+class EngineWatchdog:
+    """At most ``threads`` calls at a time, none of which outlasts the engine's answers by more than ``silence_s``."""
+
+    def __init__(self, ping: Callable[[float], bool], *, threads: int, silence_s: float) -> None:
+        #: Blocking: whether the engine answers within so many seconds.
+        self._ping = ping
+        self._step_s = silence_s / 2
+        self._threads = DaemonThreads(threads, "docker")
+        self._pinging = DaemonThreads(1, "docker-ping")
+        self._asking: asyncio.Task[None] | None = None
+        self._reviving: asyncio.Task[None] | None = None
+        self._silent = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether it did not answer the last ping."""
+        return self._silent
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in a thread; raises what it raises, and CapacityExceeded if the engine is or falls silent.
+
+        Given up or cancelled, work that has begun goes on unseen, and work that waits for a thread is dropped.
+        """
+        if self._silent:
+            raise self._refusal()
+        future = asyncio.wrap_future(self._threads.submit(work))
+        future.add_done_callback(_seen)
+        try:
+            while not (await asyncio.wait([future], timeout=self._step_s))[0]:
+                if not await self._answers() and not future.done():
+                    raise self._refusal()
+        finally:
+            future.cancel()
+        return future.result()
+
+    async def look(self) -> bool:
+        """Return whether it answers now, which one that refuses connections does not; no call is refused for it."""
+        if self._silent:
+            return False
+        return await asyncio.wrap_future(self._pinging.submit(lambda: self._ping(self._step_s)))
+
+    async def close(self) -> None:
+        """Wait for what runs, as long as the engine answers."""
+        tasks = [task for task in (self._asking, self._reviving) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        patience_s = 0.0 if self._silent else 2 * self._step_s
+        for threads in (self._pinging, self._threads):
+            await asyncio.to_thread(threads.close, patience_s)
+
+    # --- inside
+
+    def _refusal(self) -> CapacityExceeded:
+        message = "the Docker engine does not answer"
+        return CapacityExceeded(message, component=COMPONENT, retry_after_s=self._step_s)
+
+    async def _answers(self) -> bool:
+        """Return whether it answers; it is asked once for all who wait."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        await asyncio.shield(self._asking)
+        return not self._silent
+
+    async def _ask(self) -> None:
+        answers = await asyncio.wrap_future(self._pinging.submit(lambda: self._ping(self._step_s)))
+        if answers and self._silent:
+            logger.info("the engine answers again")
+        elif not answers and not self._silent:
+            logger.warning("the engine does not answer", within_s=self._step_s)
+        self._silent = not answers
+        if self._silent and (self._reviving is None or self._reviving.done()):
+            self._reviving = asyncio.create_task(self._revive())
+
+    async def _revive(self) -> None:
+        while self._silent:
+            await asyncio.sleep(self._step_s)
+            await self._ask()
+
+
+class DaemonThreads:
+    """Threads for blocking calls. An executor's hold up the end of the program until the last call returns."""
+
+    def __init__(self, limit: int, name: str) -> None:
+        self._limit = limit
+        self._name = name
+        self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Return the future result of ``work``, which is dropped if that is cancelled before a thread is free."""
+        future: Future[T] = Future()
+        self._waiting.put((future, work))
+        if not self._idle.acquire(blocking=False) and len(self._threads) < self._limit:
+            thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def close(self, within_s: float) -> None:
+        """Drop what waits, and give what runs so many seconds. Blocks."""
+        while not self._waiting.empty():
+            item = self._waiting.get()
+            if item is not None:
+                item[0].cancel()
+        for _ in self._threads:
+            self._waiting.put(None)
+        deadline_s = time.monotonic() + within_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _serve(self) -> None:
+        while (item := self._next()) is not None:
+            future, work = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # noqa: BLE001  # whoever asked is told
+                    future.set_exception(error)
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        try:
+            return self._waiting.get_nowait()
+        except queue.Empty:
+            self._idle.release()
+            return self._waiting.get()
+
+
+def _seen(future: asyncio.Future[T]) -> None:
+    """Mark a failure as seen: a caller that gave up does not come back for it."""
+    if not future.cancelled():
+        future.exception()
+
+
+#: Bytes that an archive of one file has beside the file.
+ARCHIVE_SLACK_BYTES = 2 * tarfile.RECORDSIZE
+
+
+def pack_file(name: str, file: BinaryIO, archive: BinaryIO, *, mode: int, uid: int) -> None:
+    """Write an archive of one file that ``uid`` owns."""
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        entry = tarfile.TarInfo(name)
+        entry.size, entry.mode, entry.uid, entry.gid = file.seek(0, io.SEEK_END), mode, uid, uid
+        file.seek(0)
+        tar.addfile(entry, file)
+
+
+def unpacked_file(archive: bytes | bytearray, path: str) -> bytes:
+    """Return the one file of an archive; raises InvalidInput, naming ``path``, if it is no regular file."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        member = next(iter(tar), None)
+        file = None if member is None or not member.isreg() else tar.extractfile(member)
+        if file is None:
+            raise InvalidInput(f"{path!r} is no regular file", component=COMPONENT)
+        return file.read()
+
+
+def pack_tree(source: Path, target: str, archive: BinaryIO, limit_bytes: int) -> None:
+    """Write a directory as it is, but with nothing writable in it, and without sockets and the like.
+
+    Raises InvalidConfig if its files hold more than ``limit_bytes``.
+    """
+    left_bytes = limit_bytes
+
+    def entry(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        nonlocal left_bytes
+        left_bytes -= info.size
+        if left_bytes < 0:
+            message = f"{source} holds more than {limit_bytes} bytes, too many to be copied into a container"
+            raise InvalidConfig(f"{message} (sandbox.docker.copy_limit)", component=COMPONENT)
+        info.mode &= 0o555
+        return info if info.isreg() or info.isdir() or info.issym() or info.islnk() else None
+
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.add(source, arcname=target.lstrip("/"), filter=entry)
+
+
+class SpooledContent(FileContent):
+    """A content on disk, whose pieces can be had again."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(b"")
+        self._file = file
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        self._file.seek(0)
+        while piece := await asyncio.to_thread(self._file.read, PIECE_BYTES):
+            yield piece
+
+
+@asynccontextmanager
+async def on_disk(content: FileContent) -> AsyncIterator[BinaryIO]:
+    """Yield a file without a name that holds it, at its beginning."""
+    with tempfile.TemporaryFile() as made:
+        file = cast(BinaryIO, made)
+        async for piece in content.pieces():
+            await asyncio.to_thread(file.write, piece)
+        file.seek(0)
+        yield file
+
+
+@asynccontextmanager
+async def repeatable(content: FileContent) -> AsyncIterator[FileContent]:
+    """Yield the same content as one whose pieces can be had more than once."""
+    if content.repeatable:
+        yield content
+        return
+    async with on_disk(content) as file:
+        yield SpooledContent(file)
+
+
+STDOUT, STDERR = 1, 2
+#: Stream, three bytes of nothing, length.
+_HEADER = struct.Struct("!BxxxI")
+#: Bytes of one chunk above which it is no engine that speaks.
+CHUNK_MAX_BYTES = 16 * 2**20
+
+
+def chunk_decoder() -> FrameDecoder:
+    """Return a decoder whose frames are ``((stream, length), data)``."""
+    return FrameDecoder(_HEADER, length_at=1, limit=CHUNK_MAX_BYTES)
+
+
 #: Seconds after which an engine that did not answer may be asked again.
 RETRY_S = 5.0
 #: Seconds after which an engine that answers not even a ping is given up.
@@ -39,7 +395,6 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: What takes IPv6 from a network namespace, and where a kernel that has it says so.
 NO_IPV6, IPV6 = "net.ipv6.conf.all.disable_ipv6", Path("/proc/sys/net/ipv6")
 P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class NoRunner(CodedError):
@@ -74,7 +429,7 @@ class Blueprint:
     offline: bool = False
     #: Name servers; empty takes the engine's.
     dns: tuple[str, ...] = ()
-    #: Filter of system calls (`runtimes.sandbox.seccomp.engine_profile`); empty takes the engine's own.
+    #: Filter of system calls (`runtimes.sandbox.linux.engine_profile`); empty takes the engine's own.
     seccomp: str = ""
     #: Whether its standard input stays open, for one attached gateway after the other.
     attached: bool = False
@@ -480,3 +835,176 @@ def _typed(error: docker.errors.APIError) -> CodedError:
     if status == 400 and "executable" not in message:
         return InvalidInput(message, component=COMPONENT)
     return CodedError(message, component=COMPONENT)
+
+
+# Leftovers: what an engine that was killed forgets of containers, found by their ids and taken away.
+#
+# An engine that dies between the making of a container's task and its start (or its end) knows nothing of that task
+# when it comes back: it removes the container as one that never ran, and its control groups, the process in them and
+# its shim stay for ever (containerd before 1.7). Only what bears the id of a container of ours is touched, and only
+# once the engine has said that there is no such container. Which ones to look after is kept in files, for the next
+# gateway.
+
+#: An engine that lives needs a moment to take down what it has removed.
+GRACE_S = 5.0
+#: Containers to be looked after at a time, and how often for each.
+WATCHED_MAX, LOOKS_MAX = 4096, 10
+SHIM = b"containerd-shim"
+
+
+class LeftoverCleaner:
+    """Looks after containers that were removed. `watch` and `sweep` block and may be called in any thread."""
+
+    def __init__(
+        self, hierarchy: Hierarchy | None, directory: Path, *, proc: Path = Path("/proc"), grace_s: float = GRACE_S
+    ) -> None:
+        """Look after containers that have a file in ``directory``."""
+        self._hierarchy = hierarchy
+        self._directory = directory
+        self._proc = proc
+        self._grace_s = grace_s
+        #: Where this engine puts a container's groups, below every hierarchy's root: ``{}`` stands for the id.
+        self._places: set[str] = set()
+        #: Container -> (when it was removed, looks so far).
+        self._removed: dict[str, tuple[float, int]] = {}
+        if hierarchy is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._removed = {file.name: (time.monotonic(), 0) for file in directory.iterdir()}
+
+    def learn(self, container: str, pid: int) -> None:
+        """Learn from a container's first process where its engine puts control groups."""
+        with suppress(OSError):
+            for line in (self._proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines():
+                place = line.split(":", 2)[2].strip("/")
+                if container in place:
+                    self._places.add(place.replace(container, "{}"))
+
+    def watch(self, container: str) -> None:
+        """Look after a container that the engine has removed, or does not know."""
+        if self._hierarchy is not None and len(self._removed) < WATCHED_MAX:
+            self._removed[container] = time.monotonic(), 0
+            with suppress(OSError):  # a full disk: this gateway knows it all the same
+                (self._directory / container).touch()
+
+    def sweep(self) -> int:
+        """Take away what is left of containers removed a while ago; return how many had left something."""
+        now_s = time.monotonic()
+        due = {one: seen for one, seen in list(self._removed.items()) if now_s - seen[0] >= self._grace_s}
+        if not self._places or not due:
+            return 0  # nobody has shown yet where to look, or nothing to look for
+        found, shims = 0, self._shims()
+        for container, (since_s, looks) in due.items():
+            left = list(self._groups(container))
+            if left or container in shims:
+                found += 1
+                logger.warning("the engine forgot a container; what is left of it goes", container=container[:12])
+                self._take_away(container, left, shims.get(container, []))
+            if (left or container in shims) and looks + 1 < LOOKS_MAX:
+                self._removed[container] = since_s, looks + 1
+            else:
+                del self._removed[container]
+                (self._directory / container).unlink(missing_ok=True)
+        return found
+
+    def _groups(self, container: str) -> Iterator[Path]:
+        """Yield its control groups in every hierarchy."""
+        assert self._hierarchy is not None
+        for root in self._hierarchy.roots:
+            for place in sorted(self._places):
+                group = root / place.format(container)
+                if group.is_dir():
+                    yield group
+
+    def _take_away(self, container: str, groups: list[Path], shims: list[int]) -> None:
+        """End the shim first: as long as it lives it may start what it was asked to."""
+        for pid in shims:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        assert self._hierarchy is not None
+        for place in self._places:
+            mounts = {name: root / place.format(container) for name, root in self._hierarchy.mounts.items()}
+            held = Cgroup(self._hierarchy.version, {name: at for name, at in mounts.items() if at.is_dir()})
+            if held.places.keys() >= {"cpu", "freezer"}:
+                with suppress(OSError):  # not ours to write, where the gateway is not root
+                    held.kill()
+        for group in groups:
+            with suppress(OSError):  # somebody in it is not gone yet: at the next look
+                group.rmdir()
+
+    def _shims(self) -> dict[str, list[int]]:
+        """Return the shims of this machine by container; one may live on without any group."""
+        found: dict[str, list[int]] = {}
+        for place in self._proc.glob("[0-9]*"):
+            with suppress(OSError, ValueError, IndexError):
+                words = (place / "cmdline").read_bytes().split(b"\0")
+                if SHIM in words[0].rpartition(b"/")[2]:
+                    container = words[words.index(b"-id") + 1].decode("ascii", "replace")
+                    found.setdefault(container, []).append(int(place.name))
+        return found
+
+
+#: Labels of all that is ours: the gateway, its sandbox, its state directory, and whose file system that is on.
+GATEWAY, NAME, STATE, MACHINE = "tangram.gateway", "tangram.sandbox", "tangram.state", "tangram.machine"
+#: The id of its own user; a snapshot's files are of the same.
+UID = "tangram.uid"
+
+
+def machine_id() -> str:
+    """Return what two processes have in common that see the same files under the same names."""
+    try:
+        machine = Path("/etc/machine-id").read_text(encoding="ascii").strip()
+    except OSError:
+        machine = ""
+    return f"{machine or os.uname().nodename}:{Path('/proc/self/ns/mnt').stat().st_ino}"
+
+
+class EngineRemains:
+    """The containers, networks and snapshots of every gateway that this engine has served."""
+
+    def __init__(self, connection: EngineConnection) -> None:
+        self._api = connection.api
+        #: What was found, by kind and name: the id.
+        self._ids: dict[tuple[str, str], str] = {}
+        #: State directories of this machine that labels name, and the sandboxes whose directories are in them.
+        self.state_dirs: set[str] = set()
+        self.sandboxes: set[str] = set()
+
+    def find(self) -> list[Remnant]:
+        wanted = {"label": GATEWAY}
+        containers: Sequence[Mapping[str, Any]] = self._api.containers(all=True, filters=wanted)
+        networks: Sequence[Mapping[str, Any]] = self._api.networks(filters=wanted)
+        images: Sequence[Mapping[str, Any]] = self._api.images(filters={"label": [GATEWAY, LABEL]})
+        found = [self._remnant("container", item["Names"][0].lstrip("/"), item) for item in containers]
+        found += [self._remnant("network", item["Name"], item) for item in networks]
+        return found + [self._remnant("snapshot", item["Labels"][LABEL], item) for item in images]
+
+    def _remnant(self, kind: str, name: str, item: Mapping[str, Any]) -> Remnant:
+        labels = item.get("Labels") or {}
+        self._ids[kind, name] = str(item["Id"])
+        state_dir = str(labels.get(STATE, ""))
+        self.sandboxes.add(name if kind == "snapshot" else str(labels.get(NAME, "")))
+        if labels.get(MACHINE) == machine_id():
+            self.state_dirs.add(state_dir)
+            held, why = verdict(state_dir)
+        else:
+            held, why = True, "its gateway is in a container: nobody here knows whether it lives"
+        return Remnant(kind=kind, name=name, state_dir=state_dir, held=held, why=why)
+
+    def remove(self, remnant: Remnant) -> None:
+        known = self._ids[remnant.kind, remnant.name]
+        try:
+            if remnant.kind == "network":
+                self._api.remove_network(known)
+            elif remnant.kind == "snapshot":
+                self._api.remove_image(known, force=True)
+            else:
+                self._api.remove_container(known, force=True, v=True)
+        except docker.errors.NotFound:
+            pass
+        except AWAY as error:
+            raise CodedError(f"{remnant.kind} {remnant.name}: {error}", component=COMPONENT) from None
+        if remnant.kind == "snapshot" and remnant.state_dir in self.state_dirs:
+            shutil.rmtree(Path(remnant.state_dir, SNAPSHOTS, remnant.name), ignore_errors=True)
+        if remnant.kind == "container" and remnant.state_dir in self.state_dirs:
+            sandbox = remnant.name.removeprefix("tangram-")
+            shutil.rmtree(Path(remnant.state_dir, SANDBOXES, sandbox), ignore_errors=True)

@@ -1,28 +1,176 @@
-"""Images of an engine: pulled when they are first needed, a few at once, and within a bound of the disk."""
+"""Images: pulled, made and committed."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import os
 import re
+import shutil
+import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import docker.errors
+import docker.utils
 import structlog
 
-from manager.errors import CapacityExceeded, CodedError, InvalidConfig, NotFound
-from runtimes.api.secrets import SECRET, Secrets
-from runtimes.sandbox.docker import base_image
-from runtimes.sandbox.docker.engine import DockerEngine
-from runtimes.sandbox.images import ImageState, RegistryLogin, require_image_name
+from manager.errors import CapacityExceeded, CodedError, InvalidConfig, NotFound, Unsupported
+from manager.function import BASE_IMAGE, SandboxSpec
+from runtimes.sandbox.docker.engine import AWAY, GATEWAY, DockerEngine, EngineConnection
+from runtimes.sandbox.snapshots import LABEL, REPOSITORY, SnapshotSettings, SnapshotStore
+from runtimes.sandbox.spec import ImageState, RegistryLogin, require_image_name
+from runtimes.secrets import SECRET, Secrets
+
+COMPONENT = "image"
+#: What is built upon where debootstrap cannot be used; the Dockerfile's own default.
+SOURCE = "debian:bookworm-slim"
+PLACE = Path(__file__).with_name("base")
+#: Seconds that a build may take as a whole, and that the engine may be silent.
+BUILD_S = 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseImageBuilder:
+    """Builds one image on one engine, and tells ``say`` how far it is. Its methods block."""
+
+    api: docker.APIClient
+    say: Callable[[str], None]
+    #: Makes the tree of a Debian and prints where it lies (base/debootstrap.sh).
+    script: Path = PLACE / "debootstrap.sh"
+
+    def present(self, name: str) -> bool:
+        """Return whether the engine has the image; raises InvalidConfig for what is no name, Unsupported."""
+        require_image_name(name)
+        try:
+            self.api.inspect_image(name)  # type: ignore[no-untyped-call]
+        except docker.errors.ImageNotFound:
+            return False
+        except AWAY as error:
+            raise _refused(error) from None
+        return True
+
+    def debootstrap(self, name: str) -> None:
+        """Make it from Debian's packages; raises Unsupported where that fails."""
+        repository, tag = _parted(name)
+        words = ["sh", str(self.script), "--tarball"]
+        try:
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=BUILD_S, check=True)
+        except (subprocess.SubprocessError, OSError) as error:
+            told = f"debootstrap could not make it ({error}): set TANGRAM_DEBIAN_MIRROR, or build with --from IMAGE"
+            raise Unsupported(told, component=COMPONENT) from None
+        tarball, *changes = done.stdout.splitlines()
+        self.say(f"{name}: importing {tarball}")
+        try:
+            answer = self.api.import_image_from_file(tarball, repository=repository, tag=tag, changes=changes)
+        except AWAY as error:
+            raise _refused(error) from None
+        if "errorDetail" in str(answer) or not self.present(name):
+            raise Unsupported(f"the engine did not import {tarball}: {str(answer)[-500:]}", component=COMPONENT)
+
+    def dockerfile(self, name: str, source: str) -> None:
+        """Make it from ``source``, an image that the engine has or can pull.
+
+        Raises InvalidConfig with what the engine says where that fails, Unsupported where it does not answer.
+        """
+        require_image_name(source)
+        _parted(name)
+        text = io.BytesIO((PLACE / "Dockerfile").read_bytes())
+        try:
+            events = self.api.build(
+                fileobj=text, tag=name, buildargs={"BASE": source}, rm=True, forcerm=True, decode=True, timeout=BUILD_S
+            )
+            self._follow(name, source, events)
+        except AWAY as error:
+            raise _refused(error) from None
+
+    def _follow(self, name: str, source: str, events: Iterable[Mapping[str, Any]]) -> None:
+        """Tell each step and each tenth of a pull, and raise what the engine ends with."""
+        deadline_s, layers, tenth = time.monotonic() + BUILD_S, dict[str, tuple[int, int]](), 0
+        failed = said = ""
+        for event in events:
+            if "error" in event:
+                failed = str(event["error"]).strip()  # the last event; read to the end, the connection is given back
+            if time.monotonic() > deadline_s:
+                raise InvalidConfig(f"{name} takes longer than {BUILD_S:g} s to build", component=COMPONENT)
+            line = str(event.get("stream", "")).strip()
+            if line.startswith("Step "):
+                self.say(f"{name}: {line.splitlines()[0][:100]}")
+            elif line and not line.startswith("--->"):
+                said = line[-500:]
+            detail = event.get("progressDetail") or {}
+            if event.get("status") == "Downloading" and "total" in detail:
+                layers[str(event.get("id"))] = (int(detail.get("current", 0)), int(detail["total"]))
+                done, total = (sum(each) for each in zip(*layers.values(), strict=True))
+                if total and 10 * done // total > tenth:
+                    tenth = 10 * done // total
+                    self.say(f"{name}: {tenth * 10} % of {source}, {total} bytes")
+        if failed:
+            told = f"{name} could not be built from {source} ({failed})"
+            raise InvalidConfig(f"{told}{': ' if said else ''}{said}", component=COMPONENT)
+
+
+def build(name: str, *, source: str, host: str, again: bool, say: Callable[[str], None]) -> bool:
+    """Build the image on the engine that ``host`` or the environment names; return whether it was not there yet.
+
+    Without ``source`` by debootstrap where this machine is a Debian whose root we are, else from
+    `SOURCE`. ``again`` builds what is there already. Raises InvalidConfig, Unsupported.
+    """
+    with closing(_opened(host)) as engine:
+        builder = BaseImageBuilder(api=engine.api, say=say)
+        if builder.present(name) and not again:
+            return False
+        if not source and _bootstraps():
+            builder.debootstrap(name)
+        else:
+            builder.dockerfile(name, source or SOURCE)
+        return True
+
+
+def lacks(name: str, host: str) -> bool:
+    """Return whether there is an engine, and it has not the image."""
+    try:
+        with closing(_opened(host)) as engine:
+            return not BaseImageBuilder(api=engine.api, say=lambda told: None).present(name)
+    except Unsupported:
+        return False
+
+
+def remedy(name: str) -> str:
+    """Return the command that makes a base image of that name."""
+    return "tangram image build" if name == BASE_IMAGE else f"tangram image build --tag {name}"
+
+
+def _opened(host: str) -> EngineConnection:
+    return EngineConnection.open(host, timeout_s=60.0, workers=1)
+
+
+def _bootstraps() -> bool:
+    return os.geteuid() == 0 and Path("/etc/debian_version").exists() and shutil.which("debootstrap") is not None
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """Return repository and tag of an image that is to be made; raises InvalidConfig."""
+    require_image_name(name)
+    repository, tag = docker.utils.parse_repository_tag(name)
+    if "@" in name or name.startswith("sha256:"):
+        raise InvalidConfig(f"{name!r} is a digest, which no new image can be given: name[:tag]", component=COMPONENT)
+    return repository, tag or "latest"
+
+
+def _refused(error: Exception) -> Unsupported:
+    return Unsupported(f"the engine did not build it: {error}", component=COMPONENT)
+
 
 logger = structlog.get_logger("sandbox.images")
 
-COMPONENT = "sandbox.images"
+IMAGES_COMPONENT = "sandbox.images"
 #: What a registry or the way to it says that may be otherwise soon.
 TEMPORARY = re.compile(
     r"connection refused|no such host|timeout|i/o|\beof\b|toomanyrequests|\b50[234]\b|reset by", re.IGNORECASE
@@ -34,7 +182,7 @@ HUB = "docker.io"
 
 
 class ImageStore:
-    """`runtimes.sandbox.images.ImageKeeper` over one engine. Only what it has pulled it ever removes."""
+    """`runtimes.sandbox.spec.ImageKeeper` over one engine. Only what it has pulled it ever removes."""
 
     def __init__(
         self,
@@ -83,7 +231,7 @@ class ImageStore:
 
     async def require(self, image: str) -> Mapping[str, str]:
         if not image:
-            raise InvalidConfig("sandbox.image is needed for container sandboxes", component=COMPONENT)
+            raise InvalidConfig("sandbox.image is needed for container sandboxes", component=IMAGES_COMPONENT)
         require_image_name(image)
         with suppress(NotFound):
             return _labels(await self._engine.call(self._engine.api.inspect_image, image))
@@ -165,12 +313,12 @@ class ImageStore:
         """Pull in a thread, and tell how far it is."""
         deadline_s, tenth = time.monotonic() + self._timeout_s, 0
         layers: dict[str, tuple[int, int]] = {}
-        repository, tag = _parted(image)
+        repository, tag = _images_parted(image)
         for event in self._engine.api.pull(repository, tag=tag, stream=True, decode=True, auth_config=login):
             if "error" in event:
-                raise InvalidConfig(str(event["error"]), component=COMPONENT)
+                raise InvalidConfig(str(event["error"]), component=IMAGES_COMPONENT)
             if time.monotonic() > deadline_s:
-                raise InvalidConfig(f"it takes longer than {self._timeout_s:g} s", component=COMPONENT)
+                raise InvalidConfig(f"it takes longer than {self._timeout_s:g} s", component=IMAGES_COMPONENT)
             _follow(layers, event)
             state.done_bytes = sum(done for done, _ in layers.values())
             state.total_bytes = sum(total for _, total in layers.values())
@@ -208,13 +356,13 @@ def told_of_pull(image: str, error: CodedError) -> CodedError:
     """Return a failed pull as it is told, in the registry's words."""
     message = (
         f"the image {image!r} is not on this machine and cannot be pulled ({error.message}); "
-        f"run `docker pull {image}`, or `{base_image.remedy(image)}` for a base image; a registry that asks who "
+        f"run `docker pull {image}`, or `{remedy(image)}` for a base image; a registry that asks who "
         "pulls is named in sandbox.docker.registries"
     )
-    said = error.message.replace(image, "").replace(_parted(image)[0], "")  # whose own name may have such words
+    said = error.message.replace(image, "").replace(_images_parted(image)[0], "")  # whose own name may have such words
     if isinstance(error, CapacityExceeded) or TEMPORARY.search(said):
-        return CapacityExceeded(message, component=COMPONENT, retry_after_s=RETRY_S)
-    return InvalidConfig(message, component=COMPONENT)
+        return CapacityExceeded(message, component=IMAGES_COMPONENT, retry_after_s=RETRY_S)
+    return InvalidConfig(message, component=IMAGES_COMPONENT)
 
 
 def _follow(layers: dict[str, tuple[int, int]], event: Mapping[str, Any]) -> None:
@@ -226,7 +374,7 @@ def _follow(layers: dict[str, tuple[int, int]], event: Mapping[str, Any]) -> Non
         layers[layer] = (layers[layer][1], layers[layer][1])
 
 
-def _parted(image: str) -> tuple[str, str | None]:
+def _images_parted(image: str) -> tuple[str, str | None]:
     """Return repository and tag of an image; without tag or digest the engine would pull all of them."""
     if "@" in image:
         repository, _, digest = image.partition("@")
@@ -245,3 +393,42 @@ def _read(record: Path) -> dict[str, tuple[int, float]]:
         return {str(image): (int(size), float(used_s)) for image, (size, used_s) in known.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
+
+
+class ContainerSnapshots(SnapshotStore):
+    """The snapshots of one state directory on one engine, whose images have ``label`` as their gateway."""
+
+    def __init__(
+        self, engine: DockerEngine, images: ImageStore, root: Path, settings: SnapshotSettings, label: str
+    ) -> None:
+        super().__init__(
+            root,
+            settings,
+            provider=lambda: "container",
+            remove=lambda record: engine.remove_image(record.image),
+        )
+        self._engine, self._images, self._label = engine, images, label
+
+    @asynccontextmanager
+    async def image_of(self, spec: SandboxSpec) -> AsyncIterator[tuple[str, Mapping[str, str]]]:
+        """Yield the image that a sandbox begins with and its labels: the spec's, or that of a snapshot.
+
+        It is not removed meanwhile. Raises as `ImageStore.require`, or NotFound if the snapshot has gone.
+        """
+        if not spec.snapshot:
+            async with self._images.held(spec.image) as labels:
+                yield spec.image, labels
+            return
+        async with self.held(spec.snapshot) as record:
+            yield record.image, await self._engine.image_labels(record.image)
+
+    async def reap(self) -> None:
+        """Remove snapshots that are too old, and images of ours that no snapshot is known to have."""
+        await self.prune()
+        # What becomes ready only after the engine was asked may not be in its answer yet.
+        known, ready = self.ids, {each.id for each in self.all()}
+        labels = await self._engine.labelled_images(LABEL, f"{GATEWAY}={self._label}")
+        found = {each[LABEL] for each in labels}
+        for id in found - known - self.ids:
+            await self._engine.remove_image(f"{REPOSITORY}:{id}")
+        await self.lose(found, ready)

@@ -1,44 +1,92 @@
-"""Container sandboxes: made hardened, held by their cgroup, spoken to through the resident runner."""
+"""Sandboxes in Docker containers."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import math
 import os
+import posixpath
 import secrets
 import shutil
 import signal
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any, Protocol
 
 import structlog
 
-from manager.errors import ActionFailed, CodedError, NotFound, Unsupported, exhaustion
-from manager.function import AUTO, SandboxSpec
-from runtimes.sandbox.capabilities import capabilities_of
-from runtimes.sandbox.cgroup import Hierarchy
-from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.disk.bound import DiskBound, WalkBound
-from runtimes.sandbox.disk.image import files_max, is_bounded
-from runtimes.sandbox.disk.watch import RUN_BYTES, RUN_FILES, DiskWatch
-from runtimes.sandbox.docker.control import ContainerControl, release_noted
-from runtimes.sandbox.docker.engine import Blueprint, DockerEngine, Found, NoRunner
-from runtimes.sandbox.docker.exec_client import ExecClient
-from runtimes.sandbox.docker.images import ImageStore
-from runtimes.sandbox.docker.installer import AttachInstaller, RunnerInstaller, SharedDirectoryInstaller
-from runtimes.sandbox.docker.leftovers import LeftoverCleaner
-from runtimes.sandbox.docker.network import ContainerNetworks
-from runtimes.sandbox.docker.remains import GATEWAY, MACHINE, NAME, STATE, UID, machine_id
-from runtimes.sandbox.docker.snapshots import ContainerSnapshots
-from runtimes.sandbox.egress import Egress
-from runtimes.sandbox.own_users import FIRST, OwnUsers
-from runtimes.sandbox.parts import RunnerClient
-from runtimes.sandbox.promises import PROMISES, ProviderInfo, require_user, require_workdir
-from runtimes.sandbox.record import (
+from manager.errors import (
+    ActionFailed,
+    CapacityExceeded,
+    CodedError,
+    InvalidConfig,
+    InvalidInput,
+    NotFound,
+    Unsupported,
+    exhaustion,
+)
+from manager.function import AUTO, Network, SandboxSpec
+from runtimes.sandbox.command import (
+    Command,
+    CommandResult,
+    FileContent,
+    FileStat,
+    FileStream,
+    HeldFile,
+    OnOutput,
+    ResumableCommand,
+)
+from runtimes.sandbox.disk import RUN_BYTES, RUN_FILES, DiskBound, DiskWatch, WalkBound, files_max, is_bounded
+from runtimes.sandbox.docker.attach import AttachByteStream, AttachClient
+from runtimes.sandbox.docker.engine import (
+    GATEWAY,
+    MACHINE,
+    NAME,
+    STATE,
+    UID,
+    Blueprint,
+    DockerEngine,
+    Found,
+    LeftoverCleaner,
+    NoRunner,
+    known_here,
+    machine_id,
+    on_disk,
+)
+from runtimes.sandbox.docker.images import ContainerSnapshots, ImageStore
+from runtimes.sandbox.egress import Egress, EgressGuard
+from runtimes.sandbox.linux import Cgroup, CpuWeight, Freezer, Hierarchy, Seccomp, capabilities_of, engine_profile
+from runtimes.sandbox.runner.client import (
+    COMMAND_FORM,
+    FILE_ERROR,
+    INSIDE,
+    ISOLATED,
+    RUNNER,
+    KeptOutput,
+    SandboxProcess,
+    SocketStream,
+    StreamClient,
+    cut_off,
+    lost,
+    packed_beside,
+)
+from runtimes.sandbox.sandbox import FIRST, CreationGate, OwnUsers, RunnerClient, Sandbox
+from runtimes.sandbox.snapshots import LABEL, REPOSITORY, SNAPSHOTS, SnapshotSettings, SnapshotStore
+from runtimes.sandbox.spec import (
     HOSTS,
+    PROMISES,
     SANDBOXES,
     TASK,
+    ProviderInfo,
     SandboxRecord,
     hold,
     note_bounded,
@@ -46,16 +94,736 @@ from runtimes.sandbox.record import (
     noted_bounded,
     noted_container,
     read_records,
+    require_user,
+    require_workdir,
 )
-from runtimes.sandbox.runner.protocol import lost
-from runtimes.sandbox.sandbox import Sandbox
-from runtimes.sandbox.seccomp import Seccomp, engine_profile
-from runtimes.sandbox.snapshots.record import SNAPSHOTS, SnapshotSettings
-from runtimes.sandbox.snapshots.store import SnapshotStore
 
 logger = structlog.get_logger("sandbox.container")
 
-COMPONENT = "sandbox.container"
+
+class ContainerControl:
+    """`runtimes.sandbox.sandbox.SandboxControl`.
+
+    What is asked of the engine takes tens of milliseconds instead of 20 us.
+    """
+
+    def __init__(
+        self,
+        engine: DockerEngine,
+        container: str,
+        directory: Path,
+        cgroup: Cgroup | None,
+        cleaner: LeftoverCleaner,
+        bound: DiskBound,
+        runner: int,
+        *,
+        removed: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """``runner`` is its first process as this machine knows it, 0 if it does not.
+
+        ``removed`` is called after the container has gone.
+        """
+        self._engine = engine
+        self._container = container
+        self._directory = directory
+        self._cgroup = cgroup
+        self._cleaner = cleaner
+        self._bound = bound
+        self._runner = runner
+        self._freezer = Freezer(cgroup, runner)
+        self._removed = removed
+
+    def processes(self) -> list[int]:
+        """Return every process in it, in this machine's numbers; none if they cannot be seen."""
+        return [] if self._cgroup is None else self._cgroup.processes()
+
+    async def set_cores(self, cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None:
+        with _out_of_reach():
+            if self._cgroup is None:
+                await self._engine.limit_cores(self._container, cores, weight)
+            else:
+                self._cgroup.set_cores(cores, weight)
+
+    async def freeze(self, lend: Callable[[int], bool]) -> bool:
+        with suppress(FileNotFoundError):
+            return self._freezer.freeze(lend)
+        return True
+
+    async def thaw(self) -> None:
+        with suppress(FileNotFoundError):
+            self._freezer.thaw()
+
+    def oom_kills(self) -> int:
+        return 0 if self._cgroup is None else self._cgroup.oom_kills()
+
+    def forks_refused(self) -> int:
+        return 0 if self._cgroup is None else self._cgroup.forks_refused()
+
+    def peak_memory_bytes(self) -> int:
+        return 0 if self._cgroup is None else self._cgroup.peak_memory_bytes()
+
+    async def cause_of_death(self) -> str:
+        try:
+            found = await self._engine.inspect(self._container)
+        except NotFound:
+            return "the container was removed"
+        except CodedError as error:
+            return error.message
+        if found.out_of_memory:
+            return "out_of_memory"
+        return "its runner fell silent" if found.running else f"its first process ended with status {found.exit_code}"
+
+    async def snapshot(self, spec: SandboxSpec, id: str, place: Path, limit_bytes: int) -> int:
+        bounded = await asyncio.to_thread(noted_bounded, self._directory)
+        if bounded is not None and not await asyncio.to_thread(self._bound.shows, bounded):
+            # Its processes still see it; the engine would keep an empty directory in its place.
+            raise lost("the image of its disk is not mounted any more where its engine keeps its files")
+        size_bytes = await self._engine.layer_bytes(self._container)
+        if size_bytes <= limit_bytes:
+            await self._engine.commit(self._container, f"{REPOSITORY}:{id}", {LABEL: id}, without=spec.env)
+        return size_bytes
+
+    async def remove(self) -> None:
+        await self.thaw()
+        await asyncio.to_thread(release_noted, self._bound, self._directory)
+        try:
+            if end_here(self._runner, self._container):
+                with suppress(CodedError):
+                    await self._engine.ended(self._container)
+            await self._engine.remove(self._container)
+        except CodedError:
+            if self._cgroup is not None:  # what it holds of the machine is given back even so
+                await asyncio.to_thread(self._cgroup.kill)
+            raise
+        await asyncio.to_thread(self._forget)
+        if self._removed is not None:
+            await self._removed()
+
+    def _forget(self) -> None:
+        """Remove the directory last: while it is there the next gateway knows of the container."""
+        self._cleaner.watch(self._container)
+        if self._cgroup is not None:
+            self._cgroup.remove_aside()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def end_here(runner: int, container: str) -> bool:
+    """End a container by its first process, and with that all others in it; return whether that is on its way.
+
+    The engine would start a program for it. Return False if that process (0: unknown) is not, or no longer, its first.
+    """
+    if not runner:
+        return False
+    try:
+        held = os.pidfd_open(runner)
+    except OSError:
+        return False
+    try:
+        if known_here(runner, container):  # and as it is held, it cannot become another
+            signal.pidfd_send_signal(held, signal.SIGKILL)
+            return True
+    except OSError:
+        pass
+    finally:
+        os.close(held)
+    return False
+
+
+def release_noted(bound: DiskBound, directory: Path) -> None:
+    """Take away the bound that was noted in a sandbox's directory, if any was."""
+    place = noted_bounded(directory)
+    if place is not None:
+        bound.release(place)
+
+
+@contextmanager
+def _out_of_reach() -> Iterator[None]:
+    """Raise the loss of a container, or of the engine, as the end of the action that wanted it."""
+    try:
+        yield
+    except (FileNotFoundError, NotFound):
+        raise lost("the container is gone; its files and processes are lost") from None
+    except CapacityExceeded as error:
+        raise cut_off(error.message) from None
+
+
+COMPONENT = "sandbox.network"
+#: Seconds after which somebody who found all networks in use may ask again.
+RETRY_S = 10.0
+#: Networks of the engine's own.
+NO_NETWORK, BRIDGE = "none", "bridge"
+#: An internal bridge has the machine's address on it by default, and through that all of its services.
+NO_HOST = {"com.docker.network.bridge.inhibit_ipv4": "true"}
+#: The sandbox itself: an engine asks its own machine's name server on behalf of whoever has no way to it.
+NO_NAMES = ("127.0.0.1",)
+
+
+class ContainerNetworks:
+    """What a provider's containers reach. ``here`` says of each whether it is on this machine, and of its kernel."""
+
+    def __init__(
+        self,
+        engine: DockerEngine,
+        *,
+        labels: Mapping[str, str],
+        name_servers: Sequence[str],
+        egress_network: str,
+        internal_networks: int,
+    ) -> None:
+        self._guard = EgressGuard(name_servers)
+        self._egress_network = egress_network
+        self._internal = InternalNetworks(engine, labels, internal_networks)
+        self.weakenings = (
+            (f"egress reaches what the network {egress_network!r} lets it (sandbox.docker.egress_network)",)
+            if egress_network
+            else ()
+        )
+
+    def holds_egress(self, *, here: bool) -> bool:
+        """Return whether egress is the public world, by rules of ours."""
+        return self._guards(here) and not self._guard.obstacle
+
+    def _guards(self, here: bool) -> bool:
+        return here and not self._egress_network
+
+    async def check(self, spec: SandboxSpec, *, here: bool) -> None:
+        """Raise InvalidConfig or Unsupported if a sandbox's network can never be what the spec says."""
+        if spec.network is not Network.EGRESS or self._guards(here):
+            await self._guard.check(spec)
+        elif not self._egress_network:
+            raise Unsupported(
+                "network: egress is held to the public world by rules that cannot be set from a container, nor for a "
+                "kernel of its own (sandbox.runtime); make a network of the engine that has rules of its own, and name "
+                "it: sandbox.docker.egress_network",
+                component=COMPONENT,
+            )
+        elif spec.allow:
+            raise Unsupported(
+                f"sandbox.allow: the rules of the network {self._egress_network!r} are not the gateway's to set",
+                component=COMPONENT,
+            )
+
+    @asynccontextmanager
+    async def of(self, spec: SandboxSpec, task: str) -> AsyncIterator[str]:
+        """Yield the engine's network for a sandbox of a task; it is there until the block ends."""
+        if spec.network is Network.INTERNAL:
+            async with self._internal.joined(task) as name:
+                yield name
+        elif spec.network is Network.EGRESS:
+            yield self._egress_network or BRIDGE
+        else:
+            yield NO_NETWORK
+
+    async def resolve(self, spec: SandboxSpec, *, here: bool) -> Egress | None:
+        """Return what the rules shall let through, None if there are none; raises InvalidConfig."""
+        return await self._guard.resolve(spec) if self._guards(here) else None
+
+    def name_servers(self, spec: SandboxSpec, egress: Egress | None) -> tuple[str, ...]:
+        """Return a sandbox's name servers; empty takes the engine's."""
+        if egress is None:
+            return NO_NAMES if spec.network is Network.INTERNAL else ()
+        return egress.name_servers or NO_NAMES
+
+    async def enforce(self, egress: Egress | None, pid: int) -> None:
+        """Set the rules, if any, in the network namespace of a process; raises CodedError if they cannot be set."""
+        if egress is not None:
+            await self._guard.enforce(egress, pid)
+
+    async def require(self, found: Found, record: SandboxRecord, *, here: bool) -> None:
+        """Raise `lost` if a container's network is not the one that its spec asks for.
+
+        One that was restarted from outside has a new network namespace, without rules.
+        """
+        spec, task = record.spec, record.labels.get(TASK, record.name)
+        if spec.network is Network.EGRESS and self._guards(here) and not await self._guard.holds(found.pid):
+            raise lost("its network namespace has no rules")
+        if spec.network is Network.INTERNAL and found.network != self._internal.name_of(task):
+            raise lost("its network is not that of its task")
+
+    def after(self, found: Found) -> Callable[[], Awaitable[None]] | None:
+        """Return what is to be called when a container has gone."""
+        return None if found.network in (NO_NETWORK, BRIDGE, self._egress_network) else self.sweep
+
+    async def sweep(self) -> None:
+        """Remove the internal networks on which no sandbox is."""
+        await self._internal.sweep()
+
+
+class InternalNetworks:
+    """The internal networks of one gateway's sandboxes, known to the engine by their labels."""
+
+    def __init__(self, engine: DockerEngine, labels: Mapping[str, str], limit: int) -> None:
+        self._engine = engine
+        self._labels = dict(labels)
+        #: What tells them from another gateway's, however often this one is started and wherever it runs.
+        self._own = f"{GATEWAY}={labels[GATEWAY]}"
+        self._limit = limit
+        self._lock = asyncio.Lock()
+        #: How many sandboxes are being made on a network: the engine does not count them before they start.
+        self._joining: Counter[str] = Counter()
+
+    def name_of(self, task: str) -> str:
+        """Return the name of a task's network: another gateway of this engine has others for tasks of one name."""
+        spoken = f"{self._own}\0{task}"
+        return f"tangram-{hashlib.sha256(spoken.encode()).hexdigest()[:16]}"
+
+    @asynccontextmanager
+    async def joined(self, task: str) -> AsyncIterator[str]:
+        """Yield the name of the task's network, which is there until the block ends and a sandbox on it lives.
+
+        Raises CapacityExceeded if there are as many networks as may be, all in use.
+        """
+        name = self.name_of(task)
+        async with self._lock:
+            self._joining[name] += 1
+            try:
+                await self._ensure(name, task)
+            except BaseException:
+                self._leave(name)
+                raise
+        try:
+            yield name
+        finally:
+            self._leave(name)
+
+    async def sweep(self) -> None:
+        """Remove the networks on which no sandbox is; what cannot be removed now is left to the next time."""
+        async with self._lock:
+            try:
+                await self._removed_unused(await self._there())
+            except CodedError as error:
+                logger.warning("unused networks are not looked for", why=error.message)
+
+    async def _ensure(self, name: str, task: str) -> None:
+        there = await self._there()
+        if name not in there and len(there) >= self._limit:
+            there = await self._removed_unused(there)
+        if name not in there and len(there) >= self._limit:
+            raise CapacityExceeded(
+                f"{len(there)} tasks have an internal network, as many as sandbox.docker.internal_networks lets be",
+                component=COMPONENT,
+                retry_after_s=RETRY_S,
+            )
+        await make_isolated(self._engine, name, {**self._labels, TASK: task})
+
+    async def _there(self) -> tuple[str, ...]:
+        found = await self._engine.call(self._engine.api.networks, filters={"label": [self._own]})
+        return tuple(str(item["Name"]) for item in found)
+
+    async def _removed_unused(self, there: Iterable[str]) -> tuple[str, ...]:
+        """Remove what nobody uses; return what is left."""
+        left = []
+        for name in there:
+            try:
+                if self._joining[name] or not await self._removed(name):
+                    left.append(name)
+            except CodedError as error:
+                logger.warning("an internal network was not removed", network=name, why=error.message)
+                left.append(name)
+        return tuple(left)
+
+    async def _removed(self, name: str) -> bool:
+        """Remove a network on which no container runs; return whether it is gone."""
+        try:
+            await self._engine.call(self._engine.api.remove_network, name)
+        except NotFound:
+            return True
+        except CodedError as error:
+            if "active endpoints" in error.message:
+                return False
+            raise
+        return True
+
+    def _leave(self, name: str) -> None:
+        self._joining[name] -= 1
+        if not self._joining[name]:
+            del self._joining[name]
+
+
+async def make_isolated(engine: DockerEngine, name: str, labels: Mapping[str, str]) -> None:
+    """Make a bridge without a way out and without the engine's machine on it, once; raises InvalidConfig."""
+
+    async def found() -> list[Mapping[str, Any]]:
+        networks = await engine.call(engine.api.networks, names=[name])
+        return [network for network in networks if network["Name"] == name]
+
+    if not (existing := await found()):
+        try:
+            await engine.call(
+                engine.api.create_network,
+                name,
+                driver="bridge",
+                internal=True,
+                check_duplicate=True,
+                options=NO_HOST,
+                labels=dict(labels),
+            )
+            return
+        except CodedError:
+            if not (existing := await found()):  # else somebody was faster
+                raise
+    if not existing[0].get("Internal") or not NO_HOST.items() <= (existing[0].get("Options") or {}).items():
+        raise InvalidConfig(
+            f"the network {name!r} shows the engine's machine to sandboxes: docker network rm {name}",
+            component=COMPONENT,
+        )
+
+
+START_S = 30.0
+PYTHON = ("python3", *ISOLATED)
+#: Signs of life that a gateway gives in the time after which a runner takes it for gone.
+LIFE_SIGNS = 3
+#: Seconds that commands go on at least when no gateway is heard of: its engine may be starting again.
+UNSEEN_S = 60.0
+
+
+class RunnerInstaller(Protocol):
+    """One way; the container's record names it, so that the next gateway takes the same."""
+
+    @property
+    def name(self) -> str: ...
+
+    def equip(self, blueprint: Blueprint, directory: Path, mounts: Mapping[str, str]) -> Blueprint:
+        """Return the container with its runner; ``mounts`` (path here -> path inside) can be read in it."""
+        ...
+
+    async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
+        """Put in, before its start, what it cannot see from outside."""
+        ...
+
+    async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> RunnerClient:
+        """Speak to the runner of a started container; raises ActionFailed(environment_lost)."""
+        ...
+
+
+class SharedDirectoryInstaller:
+    """Mounts of our directories, and a Unix socket in one of them: the engine sees them, and so does the container."""
+
+    name = "socket"
+
+    def __init__(self, state_dir: Path) -> None:
+        """Blocks for a moment: ``state_dir``, which the engine sees, gets the file that starts in each container."""
+        self._runner = packed_beside(state_dir.absolute())
+
+    def equip(self, blueprint: Blueprint, directory: Path, mounts: Mapping[str, str]) -> Blueprint:
+        offline = blueprint.network == NO_NETWORK
+        return replace(
+            blueprint,
+            offline=offline,
+            argv=(*PYTHON, f"{INSIDE}/runner.py", f"{INSIDE}/run"),
+            # The socket's directory is the gateway's: without privileges of its own it is no root.
+            capabilities=(*blueprint.capabilities, *(() if os.geteuid() == 0 else ("DAC_OVERRIDE",))),
+            binds={
+                str(self._runner): (f"{INSIDE}/runner.py", "ro"),
+                str(directory / "run"): (f"{INSIDE}/run", "rw"),
+                **({str(directory / HOSTS): ("/etc/hosts", "rw")} if offline else {}),
+                **{source: (target, "ro") for source, target in mounts.items()},
+            },
+        )
+
+    async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
+        """Do nothing: they are mounted."""
+
+    async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> StreamClient:
+        stream = SocketStream(directory / "run", peer_pid=found.pid)
+        return await StreamClient.open(stream, record.greeting(own_cgroup=True), within_s=START_S)
+
+
+@dataclass(frozen=True, slots=True)
+class AttachInstaller:
+    """Needs nothing but a connection to the engine, whatever files and kernel the container sees.
+
+    The runner travels in the container's own command line, and speaks over its standard streams.
+    """
+
+    engine: DockerEngine
+    #: Most bytes of the files that are copied in place of a mount.
+    copy_limit_bytes: int
+    name: str = "attach"
+
+    def equip(self, blueprint: Blueprint, directory: Path, mounts: Mapping[str, str]) -> Blueprint:
+        return replace(blueprint, argv=(*PYTHON, "-c", _packed_runner(), "--attached"), attached=True)
+
+    async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
+        for source, target in mounts.items():
+            await self.engine.put_tree(container, Path(source), target, limit_bytes=self.copy_limit_bytes)
+
+    async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> AttachClient:
+        unattended_s = max(record.spec.unattended_s, UNSEEN_S)
+        life_s = min(record.spec.idle_ttl_s, unattended_s) / LIFE_SIGNS
+        stream = AttachByteStream(self.engine, found.id, token=record.token, life_s=life_s)
+        sequence = 1 + secrets.randbits(31)
+        hello = record.greeting(own_cgroup=True, unattended_s=unattended_s, sequence=sequence)
+
+        async def attach(first: int) -> StreamClient:
+            return await StreamClient.open(stream, hello, within_s=START_S, first=first)
+
+        async def running() -> bool:
+            return await self.engine.running(found.id)
+
+        return await AttachClient(attach, running, detachable=record.spec.unattended_s > 0).attach()
+
+
+@cache
+def _packed_runner() -> str:
+    """Return the runner for Python's ``-c``: small, as the engine repeats it in every list of containers."""
+    packed = base64.b64encode(zlib.compress(RUNNER.read_bytes(), 9)).decode("ascii")
+    return f"import base64,zlib;exec(compile(zlib.decompress(base64.b64decode('{packed}')),'runner.py','exec'))"
+
+
+EXEC_CLIENT_COMPONENT = "sandbox.container"
+#: Signals every process that carries the action's marker, whatever session or parent it has taken.
+SIGNAL_SCRIPT = """
+for p in /proc/[0-9]*; do
+  case "$(tr '\\0' '\\n' <$p/environ 2>/dev/null)" in *TANGRAM_ACTION=$1*) kill -$2 ${p#/proc/} 2>/dev/null;; esac
+done; true
+"""
+SWEEP_SCRIPT, STOP_SCRIPT, CONTINUE_SCRIPT = "kill -9 -1", "kill -STOP -1", "kill -CONT -1"
+#: Prints the markers of the commands that run: what came in from outside has no parent here.
+LEFT_SCRIPT = """
+for p in /proc/[0-9]*; do
+  case $p in /proc/1|/proc/$$) continue;; esac
+  case "$(tr '\\t\\n' '  ' <$p/status 2>/dev/null)" in *" PPid: 0 "*)
+    tr '\\0' '\\n' <$p/environ 2>/dev/null |
+      while read -r v; do case $v in TANGRAM_ACTION=*) echo "${v#*=}";; esac; done;;
+  esac
+done
+"""
+LIST_SCRIPT = """
+[ -e "$1" ] || exit 66
+[ -d "$1" ] || exit 67
+cd "$1" || exit 68
+for f in * .[!.]* ..?*; do [ -e "$f" ] || [ -L "$f" ] || continue; stat -c '%s %f %n' "$f"; done
+"""
+#: Makes the directory ($1) of a file ($2); prints ok with who asks, and the mode and owner of one that is there.
+WRITE_SCRIPT = """
+mkdir -p "$1" 2>/dev/null
+[ -d "$2" ] && echo is_a_directory && exit
+[ ! -d "$1" ] && [ -e "$1" ] && echo not_a_directory && exit
+if [ -f "$2" ]; then [ -w "$2" ] || { echo permission_denied; exit; }
+else [ -w "$1" ] || { echo permission_denied; exit; }; fi
+echo ok "$(id -u)" $(stat -c '%a %u' "$2" 2>/dev/null)
+"""
+SCRIPT_S = 10.0
+
+
+class ExecClient:
+    """`runtimes.sandbox.sandbox.RunnerClient` over the engine."""
+
+    hides = False
+
+    def __init__(self, engine: DockerEngine, container: str, record: SandboxRecord) -> None:
+        self._engine = engine
+        self._container = container
+        self._spec = record.spec
+        self._user, self._own_user = record.user, record.uid > 0
+        self.lost = asyncio.Event()
+        #: Nothing can be claimed: only whoever started a ``docker exec`` gets its output.
+        self.resumable: Mapping[str, ResumableCommand] = {}
+        self.started: frozenset[str] | None = None
+
+    async def end_left(self) -> None:
+        """End the commands of an earlier gateway, whose output nobody gets any more."""
+        user = self._user
+        _, markers = await self._script(LEFT_SCRIPT, user=user)
+        for marker in markers.decode("ascii", "replace").split():
+            await self._script(SIGNAL_SCRIPT, marker, "KILL", user=user)
+
+    async def prepare_workdir(self) -> None:
+        """Make the working directory the user's."""
+        script = '[ -d "$1" ] && [ "$3" = False ] || { mkdir -p "$1" && chown "$2" "$1"; }'
+        await self._script(script, self._spec.workdir, self._user, str(self._own_user), user="0")
+
+    async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
+        if bool(command.argv) == bool(command.shell):
+            raise InvalidInput(COMMAND_FORM, component=EXEC_CLIENT_COMPONENT)
+        if command.session is not None:
+            told = f"the image {self._spec.image!r} has no python3: there are no sessions in it"
+            raise Unsupported(told, component=EXEC_CLIENT_COMPONENT)
+        marker = secrets.token_hex(8)
+        user = command.user or self._user
+        loop, abandoned = asyncio.get_running_loop(), threading.Event()
+
+        def show(stream: str, data: bytes) -> None:
+            if on_output is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(on_output, stream, data)
+
+        output = KeptOutput(command, show)
+        started_s = time.monotonic()
+        work = asyncio.ensure_future(
+            self._engine.call(
+                self._engine.execute,
+                self._container,
+                _words(command),
+                user=user,
+                cwd=posixpath.join(self._spec.workdir, command.cwd),
+                env={"HOME": self._spec.workdir, **self._spec.env, **command.env, "TANGRAM_ACTION": marker},
+                stdin=command.stdin,
+                output=output.add,
+                abandoned=abandoned.is_set,
+            )
+        )
+        try:
+            timed_out = not await _within(work, command.timeout_s)
+            if timed_out:
+                await self._end(work, marker, user, command.kill_grace_s)
+            code = await work
+        except asyncio.CancelledError:
+            await self._end(work, marker, user, 0.0)
+            abandoned.set()
+            raise
+        except CodedError as error:
+            raise await self._explained(error) from None
+        signal = code - 128 if code is not None and timed_out and code > 128 else None
+        result = CommandResult(
+            exit_code=None if signal is not None else code,
+            signal=signal,
+            timed_out=timed_out,
+            duration_s=time.monotonic() - started_s,
+        )
+        return output.completed(result)
+
+    async def spawn(self, command: Command) -> SandboxProcess:
+        raise Unsupported(
+            f"the image {self._spec.image!r} has no python3: it cannot hold a long-lived process",
+            component=EXEC_CLIENT_COMPONENT,
+        )
+
+    async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
+        return await self._engine.get_file(self._container, self._place(path), limit_bytes=limit_bytes)
+
+    async def open_file(self, path: str, *, limit_bytes: int, user: str = "") -> FileStream:
+        """Read it whole: its archive comes from the engine, not from the sandbox."""
+        if user:
+            await self._require_right("-r", path, user)
+        return HeldFile(await self.read_file(path, limit_bytes=limit_bytes))
+
+    async def write_file(
+        self, path: str, content: FileContent, *, mode: int | None, locked: bool = False, user: str = ""
+    ) -> bool:
+        """Nothing is locked by it; on its way it lies on this machine's disk."""
+        place, user = self._place(path), user or self._user
+        directory, name = posixpath.split(place)
+        _, told = await self._script(WRITE_SCRIPT, directory, place, user=user)
+        words = told.decode("ascii", "replace").split()
+        if words[:1] != ["ok"]:
+            kind = words[0] if words else "permission_denied"
+            message = f"{place!r} cannot be written by user {user}: {kind}"
+            raise InvalidInput(message, component=EXEC_CLIENT_COMPONENT, detail={FILE_ERROR: kind})
+        own, *there = words[1:]
+        kept_mode, uid = there or ("644", own)
+        mode = int(kept_mode, 8) if mode is None else mode
+        async with on_disk(content) as file:
+            await self._engine.put_file(self._container, directory, name, file, mode=mode, uid=int(uid))
+        return False
+
+    async def _require_right(self, right: str, path: str, user: str) -> None:
+        """Raise InvalidInput unless the user has this right (of ``test``) to what is there."""
+        code, _ = await self._script(f'[ ! -e "$1" ] || [ {right} "$1" ]', self._place(path), user=user)
+        if code != 0:
+            detail = {FILE_ERROR: "permission_denied"}
+            raise InvalidInput(
+                f"{path!r} may not be used by user {user}", component=EXEC_CLIENT_COMPONENT, detail=detail
+            )
+
+    async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
+        code, output = await self._script(LIST_SCRIPT, self._place(path), user=user or self._user)
+        if code != 0:
+            kind = {67: "not_a_directory", 68: "permission_denied"}.get(code, "not_found")
+            told = f"{path!r} is no directory in the sandbox ({kind})"
+            raise NotFound(told, component=EXEC_CLIENT_COMPONENT, detail={FILE_ERROR: kind})
+        found = []
+        for line in output.decode("utf-8", "replace").splitlines():
+            size, mode, name = line.split(" ", 2)
+            bits = int(mode, 16)
+            found.append(
+                FileStat(
+                    path=posixpath.join(path, name),
+                    size_bytes=int(size),
+                    directory=bits & 0o170000 == 0o040000,
+                    mode=bits & 0o7777,
+                )
+            )
+        return sorted(found, key=lambda entry: entry.path)
+
+    def keep(self, claims: str, *, detached: bool) -> None:
+        """Do nothing: a ``docker exec`` ends with its gateway."""
+
+    async def rest(self, *, resting: bool) -> None:
+        await self._script(STOP_SCRIPT if resting else CONTINUE_SCRIPT, user="0")
+
+    def lend(self, fd: int) -> bool:
+        """Return True: it has no runner that would end itself."""
+        return True
+
+    async def sweep(self) -> int:
+        await self._script(SWEEP_SCRIPT, user="0")
+        return 0
+
+    def close(self) -> None:
+        self.lost.set()
+
+    # --- inside
+
+    def _place(self, path: str) -> str:
+        full = posixpath.normpath(posixpath.join(self._spec.workdir, path))
+        if not path.startswith("/") and not (full + "/").startswith(self._spec.workdir.rstrip("/") + "/"):
+            raise InvalidInput(f"{path!r} leaves the sandbox's working directory", component=EXEC_CLIENT_COMPONENT)
+        return full
+
+    async def _end(self, work: asyncio.Future[int | None], marker: str, user: str, grace_s: float) -> None:
+        """Send SIGTERM, wait for the grace, and send SIGKILL until the command is gone."""
+        if grace_s > 0:
+            await self._script(SIGNAL_SCRIPT, marker, "TERM", user=user)
+            await _within(work, grace_s)
+        for _ in range(3):
+            await self._script(SIGNAL_SCRIPT, marker, "KILL", user=user)
+            if await _within(work, 1.0):
+                return
+        self.lost.set()
+        raise lost("a process in the sandbox does not end")
+
+    async def _script(self, script: str, *words: str, user: str) -> tuple[int, bytes]:
+        output = bytearray()
+        code = await asyncio.wait_for(
+            self._engine.call(
+                self._engine.execute,
+                self._container,
+                ["/bin/sh", "-c", script, "sh", *words],
+                user=user,
+                cwd="/",
+                env={},
+                stdin=b"",
+                output=lambda _, data: output.extend(data),
+                abandoned=lambda: False,
+            ),
+            SCRIPT_S,
+        )
+        return code or 0, bytes(output)
+
+    async def _explained(self, error: CodedError) -> CodedError:
+        """Return the failure as the action is told it: without a running container its environment is lost."""
+        if isinstance(error, CapacityExceeded):
+            return lost(error.message)
+        if isinstance(error, NotFound) or "is not running" in error.message:
+            self.lost.set()
+            return lost("the container is gone")
+        return error
+
+
+def _words(command: Command) -> list[str]:
+    """Return the command as an argument vector; the shell joins its two streams if they are wanted in one."""
+    if command.argv:
+        return ["/bin/sh", "-c", 'exec "$0" "$@" 2>&1', *command.argv] if command.merge else list(command.argv)
+    return ["/bin/sh", "-c", f"exec 2>&1\n{command.shell}" if command.merge else command.shell]
+
+
+async def _within(work: asyncio.Future[int | None], seconds: float) -> bool:
+    done, _ = await asyncio.wait([work], timeout=seconds if math.isfinite(seconds) else None)
+    return bool(done)
+
+
+PROVIDER_COMPONENT = "sandbox.container"
 #: Exit status of a first process that was ended by SIGKILL.
 KILLED = 128 + signal.SIGKILL
 #: What keeps a container without python3 alive; as PID 1 it reaps what is orphaned.
@@ -302,7 +1070,7 @@ class ContainerProvider:
                     await asyncio.to_thread(self._cleaner.watch, container)
             await asyncio.to_thread(release_noted, self._bound, directory)
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-            if short := exhaustion(error, COMPONENT):
+            if short := exhaustion(error, PROVIDER_COMPONENT):
                 raise short from None
             raise
 
@@ -368,7 +1136,7 @@ class ContainerProvider:
     def _without_runner(self, blueprint: Blueprint, record: SandboxRecord, error: NoRunner) -> Blueprint:
         if record.spec.image in self._bare:
             message = f"the image {record.spec.image!r} has neither python3 nor /bin/sh: nothing can be run in it"
-            raise Unsupported(message, component=COMPONENT) from error
+            raise Unsupported(message, component=PROVIDER_COMPONENT) from error
         logger.warning("no python3 in the image: each command costs a docker exec", image=record.spec.image)
         self._bare.add(record.spec.image)
         return self._bare_blueprint(blueprint)
@@ -394,7 +1162,7 @@ class ContainerProvider:
                 state = await self._engine.inspect(found.id)
                 if not state.running and state.exit_code != KILLED:
                     message = f"the runner does not start in {spec.image!r}: its python3 must be 3.8 or newer"
-                    raise Unsupported(message, component=COMPONENT) from failure
+                    raise Unsupported(message, component=PROVIDER_COMPONENT) from failure
                 raise
         control = self._control(found)
         sandbox = Sandbox(

@@ -23,15 +23,13 @@ import structlog
 
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Unsupported, exhaustion
 from manager.function import Network, SandboxSpec
-from runtimes.api.secrets import REDACTED, SECRET, Secrets
+from runtimes.sandbox.archiver import Refused
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import PURPOSE
-from runtimes.sandbox.files.archiver import Refused
-from runtimes.sandbox.files.archives import open_archive
-from runtimes.sandbox.files.trees import unpack_tree
-from runtimes.sandbox.handler.requirements import RequirementSettings
-from runtimes.sandbox.handler.sources import COMPONENT
+from runtimes.sandbox.files import open_archive, unpack_tree
+from runtimes.sandbox.handler.sources import COMPONENT, RequirementSettings
 from runtimes.sandbox.sandbox import Provider, Sandbox
+from runtimes.secrets import REDACTED, SECRET, Secrets
 
 #: Where a build finds pip and the wheels, and what it leaves; in a layer: its files, and how large they are.
 _PIP, _LINKS, _TARGET = "/installer/pip", "/links", "layer"

@@ -1,42 +1,816 @@
-"""The pytest runtime: a suite in the trajectory's sandbox, as wide as its lease, with verdicts and a reward."""
+"""The `pytest` runtime: rewards from test suites."""
 
 from __future__ import annotations
 
+import ast
 import base64
 import json
+import math
+import os
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import orjson
+from msgspec import Meta
 
 from manager.action import Action, Lease
 from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound, Reason, TooLarge
-from manager.function import FunctionSpec
+from manager.function import FunctionSpec, PytestSpec, Setting
+from runtimes.kind import Kind, Schema, schema_of
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_ended, processes_refused
-from runtimes.sandbox.disk.bound import WalkBound
+from runtimes.sandbox.disk import WalkBound
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.exec.runtime import LogLines, Stage, begin
-from runtimes.sandbox.pytest import baseline, launch, plugin
-from runtimes.sandbox.pytest.fresh import ChangeTransfer
-from runtimes.sandbox.pytest.mistakes import no_python
-from runtimes.sandbox.pytest.plan import COMPONENT, PytestSettings, SuitePlan, plan_of
-from runtimes.sandbox.pytest.plugin import key_of
-from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes, nothing_judged
-from runtimes.sandbox.runner.packing import compiled
-from runtimes.sandbox.runner.protocol import FILE_ERROR, unmade
+from runtimes.sandbox.exec import Directory, Env, LogLines, Stage, begin, checked, invalid, traced
+from runtimes.sandbox.pytest import baseline, changes, launch, plugin
+from runtimes.sandbox.pytest.plugin import begins, key_of
+from runtimes.sandbox.runner.client import FILE_ERROR, compiled, unmade
 from runtimes.sandbox.sandbox import Sandbox
+
+# Mistakes of whoever asks for a reward, found in the request alone, before anything of the agent's runs.
+#
+# Each of them would be a reward of 0.0 whatever the agent has done, told only in a note. What the agent's code can
+# bring about is never looked at here: that stays a reward of 0.0. Where a request may be right, it is: tests come out
+# of conftests, plugins and bases too, so that a name is missed only in a file that shows where all of its names come
+# from.
+
+#: Options with which pytest runs no test.
+_RUNS_NONE = frozenset(
+    {
+        *("--collect-only", "--collectonly", "--co", "--fixtures", "--funcargs", "--fixtures-per-test", "--markers"),
+        *("--setup-plan", "--setupplan", "--setup-only", "--setuponly", "--cache-show", "--help", "--version"),
+        "--trace",  # which asks what there is nobody to answer
+    }
+)
+#: Options with which the first failures end the suite, and short ones without a value of which -x is one.
+_ENDS_EARLY = frozenset({"--exitfirst", "--maxfail", "--sw", "--stepwise", "--sw-skip", "--stepwise-skip"})
+_NO_LIMIT = ["--maxfail", "0"]
+_EXIT_FIRST = re.compile(r"-[vqslx]*x[vqslx]*")
+#: With which pytest goes on after a file that it cannot collect.
+_GOES_ON = "--continue-on-collection-errors"
+#: Short options without a value, of which -h and -V end pytest before its tests.
+_SHORT = re.compile(r"-[vqxslhV]*[hV][vqxslhV]*")
+#: Names by which a module may make others.
+_MAKERS = frozenset(
+    {"globals", "locals", "vars", "exec", "eval", "setattr", "type", "__dict__", "modules", "__getattr__"}
+)
+#: Bases that bring no tests along.
+_PLAIN_BASES = frozenset({"object", "TestCase", "IsolatedAsyncioTestCase"})
+#: Words of a conftest that makes or renames tests.
+_COLLECTS = re.compile(r"pytest_collect|pytest_pycollect|pytest_itemcollected|_nodeid|pytest_plugins")
+
+
+def added_options(env: Mapping[str, str]) -> Sequence[str]:
+    """Return the options that the environment has for pytest."""
+    return _split(env.get("PYTEST_ADDOPTS", ""))
+
+
+def option_at_fault(args: Sequence[str]) -> str:
+    """Return what keeps pytest from running any test, empty if nothing does."""
+    words = list(args)
+    for value in _values(words, ("-o", "--override-ini")):
+        words += _split(value.partition("=")[2]) if value.startswith("addopts=") else []
+    return next((word for word in words if word.partition("=")[0] in _RUNS_NONE or _SHORT.fullmatch(word)), "")
+
+
+def ends_early(args: Iterable[str]) -> bool:
+    """Return whether the caller's own options end the suite at its first failures; ``--maxfail=0`` has no limit."""
+    words = list(args)
+    return any(
+        _EXIT_FIRST.fullmatch(word)
+        or (word.partition("=")[0] in _ENDS_EARLY and not (word == "--maxfail=0" or words[at : at + 2] == _NO_LIMIT))
+        for at, word in enumerate(words)
+    )
+
+
+def goes_on(args: Iterable[str]) -> bool:
+    """Return whether the caller's own options have a file that cannot be collected count as one test."""
+    return _GOES_ON in args
+
+
+def left_out(args: Sequence[str], ids: Iterable[str]) -> tuple[str, str]:
+    """Return the first listed test that the caller's own options leave out, and by which; empty if none is."""
+    dropped = [("--deselect", value) for value in _values(args, ("--deselect",))]
+    ignored = [("--ignore", posixpath.normpath(value)) for value in _values(args, ("--ignore",))]
+    for id in ids:
+        path = posixpath.normpath(id.partition("::")[0])
+        for option, value in dropped:
+            if id.startswith(value):
+                return id, f"{option} {value}"
+        for option, value in ignored:
+            if path == value or path.startswith(value + "/"):
+                return id, f"{option} {value}"
+    return "", ""
+
+
+def undefined(ids: Iterable[str], tests: Mapping[str, str]) -> str:
+    """Return the first id of a test that its file, which is given with the request, cannot have; empty if none is."""
+    if any(posixpath.basename(path) == "conftest.py" and _COLLECTS.search(text) for path, text in tests.items()):
+        return ""
+    given = {posixpath.normpath(path): text for path, text in tests.items()}
+    modules: dict[str, _Names | None] = {}
+    for id in ids:
+        path, _, name = id.partition("::")
+        path = posixpath.normpath(path)
+        if not name or path not in given or not path.endswith(".py"):
+            continue
+        if path not in modules:
+            modules[path] = _names_of(given[path])
+        names = modules[path]
+        if names is not None and not names.may_have(name.partition("[")[0].split("::")):
+            return id
+    return ""
+
+
+def testless(paths: Iterable[str], tests: Mapping[str, str]) -> bool:
+    """Return whether none of these given files can have a test: nothing in them is called one, or made elsewhere."""
+    if any(posixpath.basename(path) == "conftest.py" and _COLLECTS.search(text) for path, text in tests.items()):
+        return False
+    found = [_names_of(tests[path]) for path in paths]
+    return bool(found) and all(names is not None and names.has_none for names in found)
+
+
+def no_python(text: str) -> str:
+    """Return why a file cannot be read as Python, with its line; empty if it can.
+
+    Another Python may have grammar that this one has not: ask it as well.
+    """
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return f"{error.msg}, line {error.lineno}"
+    except (ValueError, RecursionError, MemoryError) as error:
+        return str(error)
+    return ""
+
+
+class _Names:
+    """What a module of tests defines, of which every name can be seen."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._names: set[str] = set()
+        #: Names that a decorator may lengthen, as that of `parameterized` does.
+        self._decorated: set[str] = set()
+        #: Whether a class may have what it does not show.
+        self._inherits = False
+        for node in ast.walk(tree):
+            self._see(node)
+
+    @property
+    def has_none(self) -> bool:
+        return not any(_is_test(name) for name in self._names)
+
+    def may_have(self, parts: Sequence[str]) -> bool:
+        """Return whether there may be such a test: what is no name of a test is a plugin's."""
+        if not all(part.isidentifier() and (_is_test(part) or part in self._names) for part in parts):
+            return True
+        return all(
+            part in self._names
+            or (self._inherits and level > 0)
+            or any(part.startswith(name) for name in self._decorated)
+            for level, part in enumerate(parts)
+        )
+
+    def _see(self, node: ast.AST) -> None:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self._names.add(node.name)
+                if node.decorator_list:
+                    self._decorated.add(node.name)
+            case ast.ClassDef():
+                self._names.add(node.name)
+                plain = all(_last_name(base) in _PLAIN_BASES for base in node.bases)
+                self._inherits |= bool(not plain or node.keywords or node.decorator_list)
+            case ast.Name(ctx=ast.Store()):
+                self._names.add(node.id)
+                self._inherits |= _is_test(node.id)  # it may be a class
+            case ast.alias():
+                bound = node.asname or node.name.partition(".")[0]
+                self._names.add(bound)
+                self._inherits |= _is_test(bound) and bound not in _PLAIN_BASES
+
+
+def _names_of(text: str) -> _Names | None:
+    """Return the names of a module; None if they cannot all be seen (another Python's grammar may read it, too)."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias) and node.name == "*":
+            return None
+        if isinstance(node, ast.Name | ast.Attribute) and _last_name(node) in _MAKERS:
+            return None
+    called = any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in tree.body)
+    return None if called else _Names(tree)  # a call may make tests: `pytest_bdd.scenarios` does
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_test(name: str) -> bool:
+    return "test" in name.lower().replace("pytest", "").replace("unittest", "")
+
+
+def _split(words: str) -> list[str]:
+    try:
+        return shlex.split(words)
+    except ValueError:
+        return []  # pytest says so itself
+
+
+def _values(args: Sequence[str], options: Sequence[str]) -> Iterator[str]:
+    """Yield what is given to one of the options, behind it or in the next word."""
+    for at, word in enumerate(args):
+        name, is_joined, value = word.partition("=")
+        if name not in options and word[:2] in options and not word.startswith("--"):
+            yield word[2:]
+        elif name in options and is_joined:
+            yield value
+        elif word in options and at + 1 < len(args):
+            yield args[at + 1]
+
+
+#: Verdicts of pytest's that are no failure and no pass, which a function may take out of the count.
+IGNORABLE = frozenset({"skipped", "xfailed", "xpassed"})
+VERDICTS = frozenset({*IGNORABLE, "passed", "failed", "error"})
+
+#: pytest's own exit status for no tests.
+NO_TESTS = 5
+
+LINE_MAX_BYTES = 1 * 2**20
+TESTS_MAX = 100_000
+DOUBTS_MAX = 5
+STATUS_MAX = 255
+WORKERS_MAX = 2**16
+_NOTE_IDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteRequest:
+    """Which tests are run, and which of them decide the reward."""
+
+    #: Paths, or ids with ``::``; empty runs what the lists name, or everything.
+    targets: tuple[str, ...] = ()
+    fail_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = ()
+    #: Verdicts that take a test out of the count, if `fail_to_pass` does not name it.
+    ignore: frozenset[str] = frozenset()
+    #: Without lists, a file that cannot be collected is one test that failed; else nothing is worth anything then.
+    goes_on: bool = False
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        return self.fail_to_pass + self.pass_to_pass
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Files and directories to collect, each once however it is spelled."""
+        asked = (*self.targets, *self.listed)
+        return tuple(dict.fromkeys(os.path.normpath(id.partition("::")[0]) for id in asked))
+
+
+@dataclass(slots=True)
+class SuiteReport:
+    """What is known of a run; of several, where it had to be taken up again after a crash."""
+
+    nonce: str
+    #: Id -> verdict, as the suite names its tests.
+    tests: dict[str, str] = field(default_factory=dict)
+    #: File -> why it could not be collected.
+    broken: dict[str, str] = field(default_factory=dict)
+    #: File -> why it skipped itself when it was imported.
+    skipped: dict[str, str] = field(default_factory=dict)
+    #: Ids that were to run.
+    selected: list[str] = field(default_factory=list)
+    #: Started, and not yet ended.
+    running: set[str] = field(default_factory=set)
+    workers: int = 0
+    xdist: bool = False
+    #: pytest was there and began.
+    started: bool = False
+    #: Why pytest could not even begin.
+    absent: str = ""
+    #: Why the suite's process found no place of its own.
+    blocked: str = ""
+    #: pytest's exit status; None while it runs, or if its process ended without one.
+    end: int | None = None
+    #: Whether a worker ended before its time.
+    crashed: bool = False
+    #: What the suite's process saw before it let the project in.
+    noticed: tuple[str, ...] = ()
+    #: Why the report is not to be believed: what does not fit together, or what the project has changed.
+    doubts: list[str] = field(default_factory=list)
+    _rest: bytes = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take in what the run wrote; lines that are not ours are passed over."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            record = self._record(line)
+            if record is not None:
+                self._take(record)
+            elif line.strip():
+                self.doubt("somebody else wrote to the report")
+        if len(self._rest) > LINE_MAX_BYTES:
+            self._rest = b""
+
+    def doubt(self, why: str) -> None:
+        if why not in self.doubts and len(self.doubts) < DOUBTS_MAX:
+            self.doubts.append(why)
+
+    def take_up(self) -> None:
+        """Go on after the process ended under its tests: those that ran are errors, another run may take the others."""
+        for id in self.running:
+            self.tests.setdefault(id, "error")
+        self.running.clear()
+        self._rest = b""
+        self.end = None
+
+    @property
+    def left(self) -> list[str]:
+        """Selected tests without a verdict."""
+        return [id for id in self.selected if id not in self.tests]
+
+    def _record(self, line: bytes) -> Mapping[str, object] | None:
+        try:
+            record = _without_surrogates(json.loads(line))
+        except (ValueError, RecursionError):  # which deep nesting raises
+            return None
+        return record if isinstance(record, dict) and record.get("nonce") == self.nonce else None
+
+    def _take(self, record: Mapping[str, object]) -> None:
+        if self.end is not None:
+            self.doubt("the report went on after its end")
+        match record:
+            case {"start": {"xdist": str(xdist), "workers": int(workers), "noticed": list(noticed)}}:
+                self.started, self.xdist = True, bool(xdist)
+                self.workers = min(max(workers, self.workers), WORKERS_MAX)
+                self.noticed = tuple(str(text) for text in noticed)
+            case {"selected": list(ids)}:
+                known = set(self.selected)
+                self.selected += [str(id) for id in ids if id not in known][: TESTS_MAX - len(known)]
+            case {"run": str(id)}:
+                self.running.add(id)
+            case {"test": str(id), "verdict": str(verdict)} if verdict in VERDICTS and len(self.tests) < TESTS_MAX:
+                if id in self.tests:
+                    self.doubt(f"{id} was reported twice")
+                elif id not in self.running:
+                    self.doubt(f"{id} was reported without having begun")
+                self.running.discard(id)
+                self.tests[id] = verdict
+            case {"altered": [str(name), *_]}:
+                self.doubt(f"the project altered {name}, which makes the verdicts")
+            case {"turned": str(id)}:
+                self.doubt(f"{id} raised something, and a hook of the project called it passed")
+            case {"broken": str(path), "message": str(message)}:
+                self.broken[path] = message
+            case {"skipped": str(path), "message": str(message)} if len(self.skipped) < TESTS_MAX:
+                self.skipped[path] = message
+            case {"crashed": str()}:
+                self.crashed = True
+            case {"absent": str(why)}:
+                self.absent = why
+            case {"blocked": str(why)}:
+                self.blocked = why
+                self.doubt(f"the suite could not begin: {why}")
+            case {"end": int(status)} if 0 <= status <= STATUS_MAX:
+                self.end = status
+            case _:
+                pass
+
+
+def sayable(text: str) -> str:
+    """Return a text that can be written as UTF-8: names of files may be any bytes, which Python reads as surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _without_surrogates(value: object) -> object:
+    """Return a record with texts that can be told; raises RecursionError if it is nested too deeply."""
+    if isinstance(value, str):
+        return value if value.isascii() else sayable(value)
+    if isinstance(value, list):
+        return [_without_surrogates(each) for each in value]
+    if isinstance(value, dict):
+        return {sayable(name): _without_surrogates(each) for name, each in value.items()}
+    return value
+
+
+def judge(request: SuiteRequest, report: SuiteReport) -> dict[str, object]:
+    """Return verdicts and reward as plain JSON values.
+
+    Only ``passed`` is a pass. With lists the reward is 1.0 when every listed test passes, else 0.0; without, the share
+    of the tests that passed, and 0.0 where a file could not be collected: nobody knows how many tests it has, and
+    pytest would have run none at all. A test that was asked for and did not run is ``missing``, a file that skipped
+    itself one skipped test. Verdicts that the request ignores are out of the count, and where none is left in it the
+    reward is 0.0. A report in doubt is worth 0.0.
+    """
+    tests = _verdicts(request, report)
+    counted = _counted(request, tests)
+    passing = sum(tests[id] == "passed" for id in counted)
+    resolved = 0 < passing == len(counted)
+    if request.listed:
+        reward = 1.0 if resolved else 0.0
+    else:
+        reward = passing / len(counted) if counted else 0.0
+        if report.broken and not request.goes_on:
+            reward = 0.0
+    if report.doubts:
+        reward, resolved = 0.0, False
+    return {
+        "reward": reward,
+        "resolved": resolved,
+        "tests": tests,
+        "fail_to_pass": _parted(request, request.fail_to_pass, tests),
+        "pass_to_pass": _parted(request, request.pass_to_pass, tests),
+        "counts": dict(sorted(Counter(tests.values()).items())),
+        "collection_errors": dict(report.broken),
+    }
+
+
+def notes(request: SuiteRequest, report: SuiteReport, result: Mapping[str, object]) -> list[str]:
+    """Return what a reader of the reward should know, in sentences."""
+    said = []
+    tests = result["tests"]
+    assert isinstance(tests, dict)
+    counted = _counted(request, tests)
+    missing = [id for id, verdict in tests.items() if verdict == "missing"]
+    if missing:
+        said.append(f"{len(missing)} requested test(s) did not run: {_some(missing)}")
+    failed = [id for id in counted if tests[id] in ("failed", "error")]
+    if failed:
+        said.append(f"{len(failed)}{' listed' if request.listed else ''} test(s) did not pass: {_some(failed)}")
+    others = {verdict: [id for id in counted if tests[id] == verdict] for verdict in sorted(IGNORABLE)}
+    said += [
+        f"{len(those)} test(s) {verdict}, which is no pass: {_some(those)}"
+        for verdict, those in others.items()
+        if those
+    ]
+    if report.broken:
+        told = f"{len(report.broken)} file(s) could not be collected: {_some(report.broken)}"
+        whole = "" if request.listed or request.goes_on else ", so that the suite is worth 0.0, as it is to pytest"
+        said.append(told + whole)
+    if report.skipped and result["reward"] != 1.0:
+        path, why = next(iter(report.skipped.items()))
+        said.append(f"{len(report.skipped)} file(s) skipped themselves when they were imported: {path} ({why})")
+    if not tests:
+        said.append("no test was collected")
+    elif not counted:
+        ignored = ", ".join(sorted({str(verdict) for verdict in tests.values()}))
+        said.append(f"all {len(tests)} test(s) are ignored ({ignored}), so that none counts: {_some(tests)}")
+    return [*said, *report.doubts, *report.noticed]
+
+
+def nothing_judged(request: SuiteRequest, report: SuiteReport, given: Collection[str]) -> str:
+    """Return why the run says nothing about the code, empty if it does.
+
+    That is a suite which came to its end without having found a test that was asked for, of files that are not
+    ``given`` with the request. A suite that broke, ended its own process or ran something says something.
+    """
+    ran = report.broken or report.skipped or report.tests or report.selected or report.crashed
+    if report.end != NO_TESTS or ran or report.doubts:
+        return ""
+    if given and {os.path.normpath(path) for path in request.paths} <= {os.path.normpath(path) for path in given}:
+        return ""
+    if request.listed:
+        return f"none of the {len(request.listed)} listed test(s) was found: {_some(request.listed)}"
+    return "no test was collected"
+
+
+def _verdicts(request: SuiteRequest, report: SuiteReport) -> dict[str, str]:
+    """Return every test's verdict, by the name under which it was asked for if it was."""
+    known = {key_of(id): verdict for id, verdict in report.tests.items()}
+    files = {
+        **dict.fromkeys(map(key_of, report.skipped), "skipped"),
+        **dict.fromkeys(map(key_of, report.broken), "error"),
+    }
+    asked = [*request.listed, *report.left]
+    for target in request.targets:
+        key = key_of(target)
+        if "::" in target and (key in known or not any(begins(other, key) for other in known)):
+            asked.append(target)
+    tests = {}
+    for id in asked:
+        key = key_of(id)
+        tests[id] = known.get(key) or files.get(key.partition("::")[0], "missing")
+    keys = {key_of(id) for id in asked}
+    tests.update({id: verdict for id, verdict in report.tests.items() if key_of(id) not in keys})
+    if not request.listed:
+        tests.update(dict.fromkeys(report.skipped, "skipped"))
+        tests.update(dict.fromkeys(report.broken, "error"))
+    return tests
+
+
+def _counted(request: SuiteRequest, tests: Mapping[str, str]) -> list[str]:
+    """Return the tests that decide: the listed ones or else all, without those of verdicts that are ignored."""
+    named = set(request.fail_to_pass)
+    asked = dict.fromkeys(request.listed) if request.listed else tests
+    return [id for id in asked if id in named or tests[id] not in request.ignore]
+
+
+def _parted(request: SuiteRequest, ids: Iterable[str], tests: Mapping[str, str]) -> dict[str, list[str]]:
+    parted: dict[str, list[str]] = {"passed": [], "failed": []}
+    counted = set(_counted(request, tests))
+    for id in ids:
+        if id in counted:
+            parted["passed" if tests[id] == "passed" else "failed"].append(id)
+    return parted
+
+
+def _some(ids: Iterable[str]) -> str:
+    listed = list(ids)
+    more = f" and {len(listed) - _NOTE_IDS} more" if len(listed) > _NOTE_IDS else ""
+    return ", ".join(listed[:_NOTE_IDS]) + more
+
+
+COMPONENT = "pytest"
+#: What a tree's own options must not change, as the verdicts would hang on how many workers there were: no failure ends
+#: the suite, nor does a file that cannot be collected.
+_TO_THE_END = ("--maxfail=0", "--continue-on-collection-errors")
+#: Modules beside tests that hold none.
+_NO_SUITES = ("conftest.py", "__init__.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PytestSettings:
+    """How suites are run."""
+
+    python: str = "python3"
+    #: Workers started for each core of a malleable action, which may be given more cores while it runs.
+    growth: float = 1.5
+    #: Least expected seconds on one core from which that is done: a further worker costs 0.2 to 1.4 CPU seconds,
+    #: and shorter suites end before they could be given anything.
+    growth_from_s: float = 20.0
+    #: Times that a run is taken up again after its process ended under its tests.
+    resumes_max: int = 4
+    #: Seconds for each step in which a trajectory's changes are brought to a fresh sandbox.
+    transfer_s: float = 60.0
+    #: Bytes of a report, and of what a suite prints, that are taken in.
+    output_max_bytes: int = 16 * 2**20
+
+
+class PytestInput(TypedDict, total=False):
+    """Which tests to run; by default those of ``tests``, or all that pytest collects."""
+
+    targets: Annotated[
+        list[str],
+        Meta(
+            description="Files, directories and test ids that pytest is given; without any, and without lists, the "
+            "files of tests, so that nobody else's count"
+        ),
+    ]
+    fail_to_pass: Annotated[list[str], Meta(description="Test ids that must pass for a reward of 1")]
+    pass_to_pass: Annotated[list[str], Meta(description="Test ids that must still pass for it")]
+    tests: Annotated[
+        dict[str, str],
+        Meta(
+            description="Files of the tests by path, as seen from cwd. They are written when everything that the agent "
+            "left running has ended, and are out of its user's hands where a runner is root and that user is not"
+        ),
+    ]
+    paths: Annotated[
+        list[str],
+        Meta(
+            description="With grade fresh: the files and directories of the workdir whose changes count; all by default"
+        ),
+    ]
+    args: Annotated[list[str], Meta(description="Options of pytest, after those of the function")]
+    cwd: Directory
+    env: Env
+    suite: Annotated[str, Meta(description="Name of the suite, by which a duration can be learned")]
+    workers: Annotated[int, Meta(ge=1, description="Workers; as many as cores were granted by default")]
+    test_timeout_s: Annotated[float, Meta(gt=0, description="Seconds that one test may take")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuitePlan:
+    """One action's input, read and checked."""
+
+    request: SuiteRequest
+    spec: PytestSpec
+    tests: Mapping[str, str]
+    paths: tuple[str, ...]
+    cwd: str
+    env: Mapping[str, str]
+    args: tuple[str, ...]
+    workers: int
+    #: Workers that the caller wanted; 0 if none were named.
+    asked_workers: int
+    dist: str
+    test_timeout_s: float
+
+
+def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
+    """Return the caller's input as a plan; raises ActionFailed(invalid_input) with the path at fault."""
+    function = execution.call.function
+    given = checked(execution.call.input, PytestInput, learned=function.duration.fields, component=COMPONENT)
+    spec = function.pytest or PytestSpec()
+    request = SuiteRequest(
+        targets=tuple(given.get("targets", ())),
+        fail_to_pass=tuple(given.get("fail_to_pass", ())),
+        pass_to_pass=tuple(given.get("pass_to_pass", ())),
+    )
+    args, cwd = tuple(given.get("args", ())), given.get("cwd", "")
+    paths = {"targets": request.targets, "fail_to_pass": request.fail_to_pass, "pass_to_pass": request.pass_to_pass}
+    for name, texts in {**paths, "args": args}.items():
+        if not all(text and "\0" not in text for text in texts):
+            raise invalid(f"$.{name}", "must be a list of strings that are not empty", COMPONENT)
+    for name, texts in paths.items():
+        if any(id.startswith("/") for id in texts):
+            raise invalid(f"$.{name}", "must be seen from the working directory, not from /", COMPONENT)
+    if "\0" in cwd:
+        raise invalid("$.cwd", "must be a string without NUL", COMPONENT)
+    tests = given.get("tests", {})
+    _check_tests(tests, given.get("paths", []), spec)
+    _check_listed(request, tests, (*spec.args, *args))
+    added = added_options(given.get("env", {}))
+    words = {"$.args": args, "$.env": added, "pytest.args of the function": spec.args}
+    for path, said in words.items():
+        if option := option_at_fault(said):
+            raise invalid(path, f"must have pytest run tests: with {option} it runs none", COMPONENT)
+    if not request.targets and not request.listed:
+        request = replace(request, targets=_suites(tests))
+        if tests and (not request.targets or testless(request.targets, tests)):
+            told = (
+                "must hold a test: nothing in them is called one (if a plugin makes them, name their files in targets)"
+            )
+            raise invalid("$.tests", told, COMPONENT)
+    options = (*spec.args, *added, *args)
+    early = ends_early(options)
+    workers = _workers(execution, spec, request, given.get("workers"), settings)
+    return SuitePlan(
+        request=replace(request, ignore=frozenset(spec.ignore), goes_on=goes_on(options)),
+        spec=spec,
+        tests=tests,
+        paths=tuple(given.get("paths", ())),
+        cwd=cwd,
+        env=traced(execution.call, given.get("env", {})),
+        args=(*(_TO_THE_END[1:] if early else _TO_THE_END), *spec.args, *args),
+        workers=1 if early else workers,
+        asked_workers=given.get("workers", 0),
+        dist=spec.dist,
+        test_timeout_s=given.get("test_timeout_s", 0.0),
+    )
+
+
+def _check_listed(request: SuiteRequest, tests: Mapping[str, str], args: Sequence[str]) -> None:
+    """Raise ActionFailed(invalid_input) where a listed test could not pass whatever was done."""
+    for name, ids in (("fail_to_pass", request.fail_to_pass), ("pass_to_pass", request.pass_to_pass)):
+        if whole := next((id for id in ids if "::" not in id), ""):
+            told = f"must be ids of tests (file::test), which {whole} is not: files and directories stand in targets"
+            raise invalid(f"$.{name}", told, COMPONENT)
+        if missed := undefined(ids, tests):
+            raise invalid(f"$.{name}", f"names {missed}, which its file in tests does not define", COMPONENT)
+        id, option = left_out(args, ids)
+        if id:
+            raise invalid(f"$.{name}", f"names {id}, which {option} leaves out", COMPONENT)
+    if missed := undefined(request.targets, tests):
+        raise invalid("$.targets", f"names {missed}, which its file in tests does not define", COMPONENT)
+
+
+def _suites(tests: Mapping[str, str]) -> tuple[str, ...]:
+    """Return which files of the tests hold any: those that pytest would collect, or else every module."""
+    modules = [path for path in tests if path.endswith(".py") and posixpath.basename(path) not in _NO_SUITES]
+    named = [path for path in modules if fnmatch(posixpath.basename(path), "test_*.py") or path.endswith("_test.py")]
+    return tuple(named or modules)
+
+
+def _check_tests(tests: Mapping[str, str], paths: Sequence[str], spec: PytestSpec) -> None:
+    for name, each in (("tests", list(tests)), ("paths", paths)):
+        for path in each:
+            if not path or "\0" in path or path.startswith("/") or ".." in path.split("/"):
+                raise invalid(f"$.{name}", "must have paths below the working directory", COMPONENT)
+    if paths and spec.grade != "fresh":
+        raise invalid("$.paths", "is for functions with pytest: {grade: fresh}", COMPONENT)
+
+
+def _workers(
+    execution: Execution, spec: PytestSpec, request: SuiteRequest, asked: int | None, settings: PytestSettings
+) -> int:
+    """Return how many processes: one per core, more if the action may grow, fewer if there are fewer tests."""
+    action = execution.action
+    wanted = max(1, execution.lease.units("cpu"))
+    if action.malleable and "cpu" in action.cost and (action.t_ori_s or 0.0) >= settings.growth_from_s:
+        wanted = min(math.ceil(wanted * settings.growth), max(wanted, action.cost["cpu"].maximum))
+    wanted = asked or wanted
+    if request.listed and not request.targets:
+        wanted = min(wanted, len(request.listed))
+    return max(1, min(wanted, spec.max_workers))
+
+
+_SOURCE = Path(changes.__file__).read_text(encoding="utf-8")
+_NOTE_FILES = 3
+#: Bytes of a listing of the fresh sandbox's files, and beside the changes for their names.
+_LISTING_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeTransfer:
+    """How changes are brought over."""
+
+    #: Interpreter in both sandboxes.
+    python: str
+    #: Files and directories, all by default.
+    paths: Sequence[str]
+    #: Files that stay as the fresh sandbox or the caller has them.
+    left_out: Collection[str]
+    #: Whether conftests and files with pytest's options stay as the image has them.
+    ignore: bool
+    #: Bytes that may have changed.
+    limit_bytes: int
+    #: Seconds for each step.
+    timeout_s: float
+
+    async def known(self, fresh: Sandbox) -> dict[str, Any]:
+        """Return what the fresh sandbox has already; raises ActionFailed."""
+        listed = await self._run(fresh, "list", b"", _LISTING_BYTES)
+        if listed.exit_code != 0 or listed.stdout_truncated:
+            why = _last(listed) or "it has too many files"
+            message = f"the fresh sandbox's files cannot be listed: {why}"
+            raise ActionFailed(Reason.INVALID_INPUT, message, component=COMPONENT)
+        known = json.loads(listed.stdout)
+        assert isinstance(known, dict)
+        return known
+
+    async def collect(self, original: Sandbox, known: dict[str, Any]) -> bytes:
+        """Return what the trajectory's sandbox says that it has changed, which nobody has looked at.
+
+        Raises ValueError if it says nothing.
+        """
+        told = json.dumps({"known": known, **self._rules()}).encode()
+        try:
+            ended = await self._run(original, "collect", told, self.limit_bytes + _LISTING_BYTES)
+        except (InvalidInput, NotFound, TooLarge) as refused:  # it cannot even be entered, which is the agent's
+            raise ValueError(f"the trajectory's changes could not be read: {refused.message}") from None
+        except ActionFailed as failure:
+            if original.condemned:
+                raise ValueError(f"the trajectory's changes could not be read: {failure.message}") from None
+            raise
+        if ended.exit_code != 0 or ended.stdout_truncated:
+            raise ValueError(f"the trajectory's changes could not be read: {_last(ended)}")
+        return ended.stdout
+
+    async def apply(self, fresh: Sandbox, changed: bytes) -> list[str]:
+        """Bring them into the fresh sandbox; return notes for the record. Raises ValueError if that cannot be."""
+        told = json.dumps(self._rules()).encode()
+        ended = await self._run(fresh, "apply", told + b"\n" + changed, _LISTING_BYTES)
+        if ended.exit_code != 0:
+            raise ValueError(f"the trajectory's changes could not be applied: {_last(ended)}")
+        said = json.loads(ended.stdout)
+        notes = []
+        if said["left_out"]:
+            notes.append(f"not taken from the trajectory: {_fresh_some(said['left_out'])}")
+        if said["failed"]:
+            notes.append(f"could not be applied: {_fresh_some(said['failed'])}")
+        return notes
+
+    def _rules(self) -> dict[str, object]:
+        """Return what may come over, for whoever packs it and for whoever unpacks it."""
+        return {
+            "paths": list(self.paths),
+            "left_out": list(self.left_out),
+            "ignore": self.ignore,
+            "limit_bytes": self.limit_bytes,
+        }
+
+    async def _run(self, sandbox: Sandbox, mode: str, given: bytes, limit_bytes: int) -> CommandResult:
+        return await sandbox.run(
+            Command(
+                argv=(self.python, "-I", "-S", "-c", _SOURCE, mode),
+                stdin=given,
+                timeout_s=self.timeout_s,
+                kill_grace_s=0.0,
+                output_limit_bytes=limit_bytes,
+            )
+        )
+
+
+def _last(ended: CommandResult) -> str:
+    """Return the last line that it wrote to standard error."""
+    if ended.timed_out:
+        return "it took too long"
+    return (ended.stderr.decode("utf-8", "replace").strip().splitlines() or [""])[-1][:500]
+
+
+def _fresh_some(paths: Sequence[object]) -> str:
+    more = f" and {len(paths) - _NOTE_FILES} more" if len(paths) > _NOTE_FILES else ""
+    return ", ".join(sayable(str(path)[:200]) for path in paths[:_NOTE_FILES]) + more
+
 
 #: What a record can say that held: nobody else was at work in the sandbox; Python and pytest began with nothing of the
 #: agent's; the tests came with the request; the suite's user could not change them; the tree's options did not count;
 #: the report fits together.
 Check = Literal["swept", "clean_start", "tests_given", "tests_locked", "tree_options_ignored", "report_whole"]
 
-_SOURCE = Path(launch.__file__).read_text(encoding="utf-8")
+_RUNTIME_SOURCE = Path(launch.__file__).read_text(encoding="utf-8")
 #: The modules that it finds in a directory of its own.
 _MODULES = {
     name: Path(str(module.__file__)).read_text(encoding="utf-8")
@@ -343,9 +1117,9 @@ class _Run:
             "test_timeout_s": plan.test_timeout_s,
         }
         python, hides = self._settings.python, self._sandbox.hides
-        start = (python, "-I", "-S", "-c", START, _SOURCE, python)
+        start = (python, "-I", "-S", "-c", START, _RUNTIME_SOURCE, python)
         return Command(
-            argv=(python, "-s", "-c", CLEAN, _SOURCE) if hides else start,
+            argv=(python, "-s", "-c", CLEAN, _RUNTIME_SOURCE) if hides else start,
             hide=launch.HIDE if hides else (),
             cwd=plan.cwd,
             env=plan.env,
@@ -444,3 +1218,81 @@ def _within(value: dict[str, object], request: SuiteRequest, limit_bytes: int) -
 
 def _how(ended: CommandResult) -> str:
     return f"exit code {ended.exit_code}" if ended.signal is None else f"signal {ended.signal}"
+
+
+Verdict = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", "missing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PytestKeys:
+    """The keys of a pytest function."""
+
+    pytest: Annotated[PytestSpec, Setting("how the suite is run")] = field(default_factory=PytestSpec)
+
+
+class ListedTests(TypedDict):
+    """The tests of one list, by whether they passed; ignored ones are in neither."""
+
+    passed: list[str]
+    failed: list[str]
+
+
+class PytestResult(TypedDict):
+    """The verdicts of a suite, and the reward that they are worth."""
+
+    reward: Annotated[
+        float | None,
+        Meta(
+            description="1 or 0 by the listed tests; without lists the share of tests that passed. Only passed is a "
+            "pass, and what pytest.ignore names does not count; null if it is not valid"
+        ),
+    ]
+    valid: Annotated[
+        bool,
+        Meta(description="Whether the run says something about the code; not if it found none of the tests asked for"),
+    ]
+    reason: Annotated[str, Meta(description="Why it is not valid; empty if it is")]
+    graded: Annotated[
+        Literal["fresh", "same_sandbox"], Meta(description="In a sandbox of its own, or where the agent worked")
+    ]
+    checked: Annotated[list[Check], Meta(description="What held of this run (docs/SANDBOXES.md, Rewards)")]
+    resolved: Annotated[bool | None, Meta(description="Whether all that count passed; null likewise")]
+    tests: Annotated[
+        dict[str, Verdict],
+        Meta(description="Verdict by test id; passed ones that no list names are left out if the result is too large"),
+    ]
+    fail_to_pass: Annotated[ListedTests, Meta(description="The input's list, parted")]
+    pass_to_pass: Annotated[ListedTests, Meta(description="The input's list, parted")]
+    counts: Annotated[dict[str, int], Meta(description="Tests by verdict")]
+    collection_errors: Annotated[dict[str, str], Meta(description="Why a file could not be collected, by its path")]
+    workers: Annotated[int, Meta(description="Workers that ran")]
+    duration_s: Annotated[float, Meta(description="Seconds that the suite ran")]
+    exit_code: Annotated[
+        int | None, Meta(description="pytest's exit status; null if the suite did not come to its end")
+    ]
+    note: Annotated[str, Meta(description="What a reader of the reward should know; empty for nothing")]
+
+
+_INPUT = schema_of(PytestInput, additionalProperties=False)
+_RESULT = schema_of(PytestResult)
+
+
+def _input_schema(function: FunctionSpec) -> Schema:
+    """The fields that the learning looks at may be any value, unless they are pytest's own."""
+    properties = _INPUT["properties"]
+    assert isinstance(properties, dict)
+    return {**_INPUT, "properties": {**dict.fromkeys(function.duration.fields, True), **properties}}
+
+
+PYTEST = Kind(
+    name="pytest",
+    meaning="a test suite in the trajectory's sandbox, with a worker for each core; its verdicts are the reward",
+    make=lambda materials: PytestRuntime(materials.environments),
+    works_in_sandbox=True,
+    section=PytestKeys,
+    sandbox="its environment",
+    spec=lambda section, place: {"pytest": section.pytest},
+    input_schema=_input_schema,
+    result_schema=lambda function: _RESULT,
+    shown={"": (_INPUT, _RESULT)},
+)

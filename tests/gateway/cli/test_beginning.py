@@ -18,7 +18,7 @@ from gateway.cli import beginning
 from gateway.config.load import load
 from manager.function import BASE_IMAGE
 from runtimes.kinds import KINDS
-from runtimes.sandbox.docker import base_image
+from runtimes.sandbox.docker import images
 from tests.tangram.cli.conftest import Tangram
 
 #: A Python that has pytest, or has none.
@@ -166,7 +166,7 @@ def test_serve_without_a_configuration_says_the_command_that_makes_the_image_whe
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
     missing = {"tangram-base:bookworm"}
-    monkeypatch.setattr(base_image, "lacks", lambda name, host: name in missing)
+    monkeypatch.setattr(images, "lacks", lambda name, host: name in missing)
     config = load([beginning.NONE], {})
     beginning.tell_missing_image(config)
     told = "the base image tangram-base:bookworm is missing: run `tangram image build`\n"
@@ -188,7 +188,7 @@ def test_image_build_says_whether_the_image_was_made_or_was_there(
         say("step")
         return again
 
-    monkeypatch.setattr(base_image, "build", build)
+    monkeypatch.setattr(images, "build", build)
     assert tangram("image", "build") == (0, f"{BASE_IMAGE} is there already (--again builds it anew)\n", "step\n")
     assert tangram("image", "build", "--tag", "a:b", "--from", "c", "--again") == (0, "a:b is ready\n", "step\n")
     status, out, _ = tangram("image", "build", "--host", "unix:///d", "--json")

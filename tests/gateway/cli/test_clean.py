@@ -16,8 +16,8 @@ from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
-from runtimes.sandbox.record import SandboxRecord
 from runtimes.sandbox.sandbox import Provider, Sandbox
+from runtimes.sandbox.spec import SandboxRecord
 from tests.runtimes.sandbox.conftest import unique
 from tests.tangram.cli.conftest import Tangram
 

@@ -15,7 +15,7 @@ from gateway.functions import function_info
 from manager.action import UnitSet
 from manager.errors import InvalidConfig
 from manager.function import FunctionSpec, RequestSpec
-from runtimes.model.device.devices import nvml
+from runtimes.model.engine import nvml
 from tangram.types import NodeCondition, NodeStatus
 
 

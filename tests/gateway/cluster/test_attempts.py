@@ -12,7 +12,7 @@ from gateway.invocations.reattach import claims_of_try
 from gateway.invocations.record import Mode, Record
 from manager.action import State
 from manager.function import FunctionSpec
-from runtimes.node import wire
+from runtimes.node import protocol
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.handlers.test_store import function as handler
 from tests.runtimes.node.memory_stream import close_all, pair
@@ -41,8 +41,8 @@ def running(function: FunctionSpec, trajectory: str | None = None, *, begun: boo
     return LiveInvocation(record=kept, function=function)
 
 
-def facts(claim: str, *, begun: bool) -> wire.AttemptFacts:
-    return wire.AttemptFacts(
+def facts(claim: str, *, begun: bool) -> protocol.AttemptFacts:
+    return protocol.AttemptFacts(
         claim=claim, action_id="a", attempt=1, trajectory=None, begun=begun, ended=False, ran_s=0.0
     )
 
@@ -56,7 +56,7 @@ async def test_what_its_node_says_has_not_begun_has_not_whatever_the_record_fear
 ) -> None:
     invocation, node = running(function, trajectory, begun=True), RemoteNode("n1", epoch=life)
     known = [] if there == "absent" else [facts(claims_of_try(invocation.record), begun=there == "begun")]
-    node.attach(pair()[0], wire.Inventory(epoch="this", attempts=known, trajectories=[]), recovering=True)
+    node.attach(pair()[0], protocol.Inventory(epoch="this", attempts=known, trajectories=[]), recovering=True)
     certain = there != "begun" and life == "this" and function is not MODEL
     assert NodeReattachment(node).never_started(invocation) is certain
     await node.close()

@@ -13,8 +13,17 @@ import uvloop
 from gateway.cluster.door import NodeDoor, bind
 from manager.errors import InvalidConfig
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, node_side, server_side
-from runtimes.node.link import LinkSettings, LinkStream, NodeLink
-from runtimes.node.wire import PROTOCOL, AttemptLog, Beat, NodeHello, NodeRefused, encode
+from runtimes.node.protocol import (
+    PROTOCOL,
+    AttemptLog,
+    Beat,
+    LinkSettings,
+    LinkStream,
+    NodeHello,
+    NodeLink,
+    NodeRefused,
+    encode,
+)
 from tests.gateway.conftest import until
 from tests.runtimes.node.session import hello
 

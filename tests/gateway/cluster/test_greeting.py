@@ -12,7 +12,7 @@ from gateway.cluster.greeting import CORES_MAX, DEVICES_MAX, described, is_chang
 from manager.config import NodeSpec
 from manager.errors import InvalidConfig
 from manager.resources.devices import split
-from runtimes.node.wire import NodeHello
+from runtimes.node.protocol import NodeHello
 from tests.runtimes.node.session import hello
 
 

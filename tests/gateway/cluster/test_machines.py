@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cluster import machines
-from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.process import ProcessProvider
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, until
 
 

@@ -12,11 +12,9 @@ from gateway.cluster.snapshots import NodeSnapshots
 from gateway.store.store import Store, StoreSpec
 from manager.errors import CapacityExceeded, Conflict, NotFound, SnapshotLost
 from manager.function import Network, SandboxSpec
-from runtimes.node.remote import RemoteNode
-from runtimes.node.snapshots.messages import SnapshotsKept
-from runtimes.node.snapshots.remote import RemoteSnapshots
-from runtimes.node.wire import ChannelError
-from runtimes.sandbox.snapshots.record import NodeSnapshotSettings, SnapshotRecord
+from runtimes.node.protocol import ChannelError, SnapshotsKept
+from runtimes.node.remote import RemoteNode, RemoteSnapshots
+from runtimes.sandbox.snapshots import NodeSnapshotSettings, SnapshotRecord
 
 FIRST, SECOND = "1" * 12, "2" * 12
 SPEC = SandboxSpec(image="any", env={"TASK": "7"}, network=Network.NONE, chosen=True)

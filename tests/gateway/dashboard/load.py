@@ -18,8 +18,8 @@ from manager.config import TaskSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec
 from manager.resources.pools import QuotaSpec
-from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
+from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving
 
 #: Seconds of an action by function, and the share that fails and why.

@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import expect
 
 from manager.function import RetrySpec, SandboxSpec
-from runtimes.fake import ScriptedRuntime
+from runtimes.testing import ScriptedRuntime
 from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving, until
 from tests.gateway.dashboard.load import LoadedRollout, bench, loaded
 from tests.gateway.dashboard.shown import IN_BROWSER, ShownPage

@@ -14,7 +14,7 @@ from gateway.facades.faults import KIND_BY_CODE, KIND_BY_REASON, TABLE, Dialect,
 from manager.action import State, UnitSet
 from manager.errors import Reason
 from manager.resources.pools import ConcurrencySpec
-from runtimes.fake import ScriptedRuntime, ScriptStep
+from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.facades.world import doors
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from runtimes.fake import ScriptStep
+from runtimes.testing import ScriptStep
 from tests.gateway.conftest import RunningGateway, until
 from tests.gateway.facades.world import doors
 

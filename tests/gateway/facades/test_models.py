@@ -23,7 +23,7 @@ from gateway.config.load import GatewayConfig
 from gateway.config.sections import DevicesConfig, NodeConfig, SandboxConfig, ServerConfig
 from manager.action import UnitSet
 from manager.function import FunctionSpec, ModelAction, ModelSpec
-from runtimes.model.settings import ModelSettings
+from runtimes.model.request import ModelSettings
 from runtimes.sandbox.provider import ProviderSettings
 from tests.gateway.facades.test_fuzz import COUNT, SECRETS, SEED, almost
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from manager.errors import Reason
-from runtimes.fake import ScriptStep
 from runtimes.runtime import Execution
+from runtimes.testing import ScriptStep
 from tests.gateway.conftest import until
 from tests.gateway.facades.world import doors
 

@@ -14,7 +14,7 @@ import pytest
 
 from manager.action import UnitSet
 from manager.function import FunctionSpec, SandboxSpec
-from runtimes.fake import ScriptStep
+from runtimes.testing import ScriptStep
 from tests.gateway.conftest import RunningGateway, until
 from tests.gateway.facades.world import doors
 

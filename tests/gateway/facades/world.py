@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from manager.function import FunctionSpec
-from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
+from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving
 
 #: A handler that may run twice, one that waits alone in its queue, and one that may not be repeated.

@@ -18,7 +18,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from gateway.grpc.service import WAITING_BYTES, InputPiece, WaitingInput
-from runtimes.sandbox.runner.conversation import SessionExchange
+from runtimes.sandbox.runner.client import SessionExchange
 from tests.cluster.relay import NodeRelay
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 from tests.gateway.grpc.peer import framed, head, peer

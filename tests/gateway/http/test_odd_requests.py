@@ -17,8 +17,8 @@ from gateway.invocations.record import Record, _written
 from gateway.wire import DEPTH_MAX
 from manager.action import Outcome, Settlement, State
 from manager.errors import Reason
-from runtimes.fake import ScriptedRuntime, ScriptStep
 from runtimes.runtime import Execution
+from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 from tests.gateway.grpc.peer import Peer, random_frame
 

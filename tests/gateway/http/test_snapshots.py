@@ -15,9 +15,9 @@ import pytest
 from gateway.config.load import GatewayConfig
 from gateway.config.sections import NodeConfig
 from manager.function import Background, Capabilities, SandboxSpec, TrajectoryChoices
-from runtimes.sandbox.choice import forked
 from runtimes.sandbox.provider import ProviderSettings
-from runtimes.sandbox.snapshots.record import SnapshotSettings
+from runtimes.sandbox.snapshots import SnapshotSettings
+from runtimes.sandbox.spec import forked
 from tangram import AsyncClient, ConflictError, InvalidInputError
 from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving, until
 

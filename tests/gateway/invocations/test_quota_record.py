@@ -19,8 +19,8 @@ from manager.assembly import build_core
 from manager.config import ManagerSpec, NodeSpec
 from manager.engine import Engine
 from manager.resources.pools import QuotaSpec
-from runtimes.fake import ScriptedRuntime
-from runtimes.local import LocalExecutor
+from runtimes.executor import LocalExecutor
+from runtimes.testing import ScriptedRuntime
 
 SEARCH = QuotaSpec(limit=5, period_s=60.0)
 

@@ -17,7 +17,7 @@ from gateway.store.listing import Filter
 from gateway.store.store import Durability, LogRow, Store, StoreSpec
 from manager.action import State
 from manager.errors import InvalidInput, NotFound, Reason, StorageUnavailable
-from runtimes.sandbox.disk.room import REMEDY as ROOM
+from runtimes.sandbox.disk import REMEDY as ROOM
 from tests.gateway.records import accepted
 
 

@@ -17,8 +17,8 @@ from manager.events import Finished, Refuse, Resumed, Submitted, Tick, Trajector
 from manager.executor import Call
 from manager.function import FunctionSpec
 from manager.resources.pools import ConcurrencySpec, QuotaSpec
-from runtimes.fake import ScriptedRuntime, ScriptStep
-from runtimes.local import LocalExecutor
+from runtimes.executor import LocalExecutor
+from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 from tests.runtimes.recorder import RecordingLog
 

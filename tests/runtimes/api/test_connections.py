@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from runtimes.api import connections
-from runtimes.api.connections import OriginConnections
+from runtimes import api
+from runtimes.api import OriginConnections
 
 DEADLINE_S = 60.0
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\nok"
@@ -92,7 +92,7 @@ async def test_what_is_free_for_too_long_or_too_many_is_closed(monkeypatch: pyte
         await asyncio.gather(*(client.get(other.url) for _ in range(2)))
         while one.open + other.open > 3:  # noqa: ASYNC110  # a close takes its way to the server
             await asyncio.sleep(0.002)
-        monkeypatch.setattr(connections, "IDLE_S", -1.0)
+        monkeypatch.setattr(api, "IDLE_S", -1.0)
         await client.get(other.url)
         while one.open + other.open:  # noqa: ASYNC110  # as above
             await asyncio.sleep(0.002)

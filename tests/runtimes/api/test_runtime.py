@@ -16,8 +16,8 @@ import pytest
 
 from manager.errors import ActionFailed, InvalidConfig, Reason
 from manager.function import FunctionSpec, RequestSpec, RetrySpec
-from runtimes.api.runtime import ApiRuntime, retry_after_s
-from runtimes.api.secrets import Secrets
+from runtimes.api import ApiRuntime, retry_after_s
+from runtimes.secrets import Secrets
 from scripts.quota_server import Quota, QuotaServer
 from tests.runtimes.recorder import assert_as_declared, execution_of
 

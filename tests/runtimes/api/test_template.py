@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from manager.errors import InvalidConfig, InvalidInput
 from manager.function import RequestSpec
-from runtimes.api.secrets import Secrets, redact
-from runtimes.api.template import RequestTemplate
+from runtimes.api import RequestTemplate
+from runtimes.secrets import Secrets, redact
 
 SECRETS = Secrets(environ={"TANGRAM_SECRET_SEARCH_KEY": "s3same/open"})
 SEARCH = RequestSpec(method="GET", url="https://api.example.com:8443/v1/{place}/find?q={query}&n=5")

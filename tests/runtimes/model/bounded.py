@@ -11,10 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtimes.model.device import fork_server, worker
-from runtimes.model.device.messages import RunBatch, Usage
-from runtimes.model.device.process import ForkServer
-from runtimes.model.engine.device_engine import DeviceEngine, OnEnded
+from runtimes.model import fork_server, worker
+from runtimes.model.processes import ForkServer, RunBatch, Usage
+from runtimes.model.worker import DeviceEngine, OnEnded
 
 #: Names the file that holds the most bytes of one tensor; without the file there is no bound.
 BOUND = "TANGRAM_TEST_TENSOR_BOUND"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.model.device.process import ForkServer
+from runtimes.model.processes import ForkServer
+from runtimes.model.request import ModelSettings
 from runtimes.model.runtime import ModelRuntime
-from runtimes.model.settings import ModelSettings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

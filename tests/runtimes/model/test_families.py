@@ -18,14 +18,20 @@ import torch  # noqa: E402  # torch may be missing
 
 from manager.errors import InvalidConfig, Unsupported  # noqa: E402
 from manager.function import ModelAction  # noqa: E402
-from runtimes.model.checkpoint.checkpoint import open_checkpoint  # noqa: E402
-from runtimes.model.checkpoint.image import build_layout, fill  # noqa: E402
-from runtimes.model.checkpoint.skeleton import Head  # noqa: E402
-from runtimes.model.device.arena import DoesNotFit  # noqa: E402
-from runtimes.model.device.backend import Cuda, DeviceBackend, Dropped, Host  # noqa: E402
-from runtimes.model.device.messages import Generated, ImageRef, Placed, RunBatch, WorkItem  # noqa: E402
-from runtimes.model.engine.device_engine import DeviceEngine, OnEnded  # noqa: E402
+from runtimes.model.checkpoint import open_checkpoint  # noqa: E402
+from runtimes.model.processes import Generated, ImageRef, Placed, RunBatch, WorkItem  # noqa: E402
 from runtimes.model.request import Sampling  # noqa: E402
+from runtimes.model.weights import (  # noqa: E402  # noqa: E402
+    Cuda,
+    DeviceBackend,
+    DoesNotFit,
+    Dropped,
+    Head,
+    Host,
+    build_layout,
+    fill,
+)
+from runtimes.model.worker import DeviceEngine, OnEnded  # noqa: E402
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain, plain_logprobs, plain_score, write  # noqa: E402
 from tests.runtimes.model.conftest import Write  # noqa: E402
 from tests.runtimes.model.fake_cuda import FakeCuda  # noqa: E402

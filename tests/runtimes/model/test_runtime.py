@@ -25,11 +25,13 @@ from manager.action import Chunk  # noqa: E402
 from manager.config import ServiceSpec  # noqa: E402  # torch may be missing
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # noqa: E402
 from manager.function import FunctionSpec, ModelAction  # noqa: E402
-from runtimes.model.device.process import ForkServer  # noqa: E402
-from runtimes.model.engine.torch_backend import _make_rendezvous_dir  # noqa: E402
-from runtimes.model.kind import MODEL  # noqa: E402
-from runtimes.model.runtime import ModelRuntime  # noqa: E402
-from runtimes.model.settings import ModelSettings  # noqa: E402
+from runtimes.model.processes import ForkServer  # noqa: E402
+from runtimes.model.request import ModelSettings  # noqa: E402
+from runtimes.model.runtime import (
+    MODEL,
+    ModelRuntime,
+)
+from runtimes.model.torch_backend import _make_rendezvous_dir  # noqa: E402
 from runtimes.runtime import Result  # noqa: E402
 from tests.runtimes.model.asking import execution, function  # noqa: E402
 from tests.runtimes.model.bounded import BOUND, BoundedForkServer  # noqa: E402
@@ -448,7 +450,7 @@ import asyncio, sys
 from pathlib import Path
 from manager.function import ModelAction
 from runtimes.model.runtime import ModelRuntime
-from runtimes.model.settings import ModelSettings
+from runtimes.model.request import ModelSettings
 from tests.runtimes.model.bounded import BOUND, BoundedForkServer  # noqa: E402
 from tests.runtimes.model.asking import execution, function
 

@@ -12,15 +12,12 @@ from manager.action import Action, Lease
 from manager.errors import ActionFailed, Reason
 from manager.executor import Executor
 from manager.function import FunctionSpec, SandboxSpec
-from runtimes.local import LocalExecutor
-from runtimes.node.fitness.served import Trouble
-from runtimes.node.models.served import NodeModels
-from runtimes.node.sandboxes import NodeSandboxes
-from runtimes.node.snapshots.served import ServedSnapshots
-from runtimes.node.wire import TrajectoryFacts
+from runtimes.executor import LocalExecutor
+from runtimes.node.daemon import NodeModels, NodeSandboxes, ServedSnapshots, Trouble
+from runtimes.node.protocol import TrajectoryFacts
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import claims_of
-from runtimes.sandbox.files.files import SandboxFiles
+from runtimes.sandbox.files import SandboxFiles
 from runtimes.sandbox.session import SessionTable
 
 #: What a command says: (stream, text) in order.

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from manager.clock import Clock
-from runtimes.node.link import LinkSettings, LinkStream, NodeLink, Pulse
-from runtimes.node.wire import HEADER
+from runtimes.node.protocol import HEADER, LinkSettings, LinkStream, NodeLink, Pulse
 
 #: Bytes beyond which who writes is told to wait.
 HIGH_BYTES = 64 * 2**10

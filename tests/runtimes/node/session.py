@@ -15,12 +15,10 @@ from manager.config import NodeSpec
 from manager.errors import CodedError
 from manager.executor import Call
 from manager.function import FunctionSpec
-from runtimes.node import wire
-from runtimes.node.agent import Agent, AgentSettings
-from runtimes.node.message import Message
+from runtimes.node import protocol as wire
+from runtimes.node.daemon import Agent, AgentSettings, TellingSettings
+from runtimes.node.protocol import Inventory, Message
 from runtimes.node.remote import RemoteNode
-from runtimes.node.telling import TellingSettings
-from runtimes.node.wire import Inventory
 from runtimes.sandbox.command import claims_of
 from tests.runtimes.node.machine import Machine, MachineWork, Words
 from tests.runtimes.node.memory_stream import pair

@@ -13,18 +13,16 @@ from msgspec.structs import replace
 from manager.action import Outcome, State
 from manager.errors import InvalidConfig, Reason
 from manager.function import FunctionSpec
-from runtimes.node import wire
-from runtimes.node.agent import Agent
-from runtimes.node.handlers.store import HandlerStore
-from runtimes.node.journal import AttemptJournal
+from runtimes.node import protocol
+from runtimes.node.daemon import Agent, AttemptJournal, HandlerStore
 from tests.runtimes.node.handlers.test_store import function
 from tests.runtimes.node.machine import Machine, MachineWork
 from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import STUCK_S
 from tests.runtimes.node.test_wire import ACTION, LEASE
 
-EXECUTE = wire.ExecuteAttempt("a.1/", ACTION, LEASE, "f", wire.pack({}), None, None, {})
-HANDLER = wire.function_bytes(function("0" * 64))
+EXECUTE = protocol.ExecuteAttempt("a.1/", ACTION, LEASE, "f", protocol.pack({}), None, None, {})
+HANDLER = protocol.function_bytes(function("0" * 64))
 
 
 @pytest.fixture
@@ -35,25 +33,25 @@ async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
     await agent.close()
 
 
-async def end_of(agent: Agent, *messages: wire.CancelAttempt) -> Outcome | None:
+async def end_of(agent: Agent, *messages: protocol.CancelAttempt) -> Outcome | None:
     """Have an attempt executed, and told more in the same turn; return how it has ended once its task is over."""
     link, _ = pair()
-    for message in (wire.DefineFunction("f", HANDLER), EXECUTE, *messages):
+    for message in (protocol.DefineFunction("f", HANDLER), EXECUTE, *messages):
         agent._handle(link, message)
     attempt = agent._attempts[EXECUTE.claim]
     assert attempt.task is not None
     await asyncio.wait([attempt.task], timeout=STUCK_S)
-    return None if attempt.end is None else wire.outcome_of(attempt.end)
+    return None if attempt.end is None else protocol.outcome_of(attempt.end)
 
 
 async def test_a_cancel_in_the_turn_of_its_beginning_is_its_end(agent: Agent) -> None:
-    end = await end_of(agent, wire.CancelAttempt(EXECUTE.claim, False))
+    end = await end_of(agent, protocol.CancelAttempt(EXECUTE.claim, False))
     assert end is not None
     assert (end.state, end.reason) == (State.CANCELLED, Reason.CANCELLED)
 
 
 async def test_one_that_nobody_wants_any_more_in_that_turn_is_forgotten(agent: Agent) -> None:
-    await end_of(agent, wire.CancelAttempt(EXECUTE.claim, True))
+    await end_of(agent, protocol.CancelAttempt(EXECUTE.claim, True))
     assert not agent.busy
 
 
@@ -61,12 +59,12 @@ async def test_ends_on_record_are_forgotten_together_and_one_that_begins_again_a
     link, _ = pair()
     assert await end_of(agent) is not None
     first = agent._attempts[EXECUTE.claim]
-    agent._handle(link, wire.AcknowledgeEnd(EXECUTE.claim))
+    agent._handle(link, protocol.AcknowledgeEnd(EXECUTE.claim))
     assert agent.busy, "it waits a moment for others"
     agent._handle(link, EXECUTE)
     assert agent._attempts[EXECUTE.claim] is not first, "its record is no end of the next one's"
     assert await end_of(agent) is not None
-    agent._handle(link, wire.AcknowledgeEnd(EXECUTE.claim))
+    agent._handle(link, protocol.AcknowledgeEnd(EXECUTE.claim))
     assert agent.inventory().attempts == []
     assert not agent.busy
 
@@ -86,13 +84,13 @@ async def test_ends_are_written_down_behind_their_telling_and_before_they_are_fo
     agent = Agent(tmp_path, MachineWork.on(Machine()))
     await agent.start()
     link, _ = pair()
-    agent._handle(link, wire.DefineFunction("f", wire.function_bytes(FunctionSpec(name="f", runtime="exec"))))
+    agent._handle(link, protocol.DefineFunction("f", protocol.function_bytes(FunctionSpec(name="f", runtime="exec"))))
     for claim in ("kept.1/", "told.1/"):
         agent._handle(link, replace(EXECUTE, claim=claim, action=dataclasses.replace(ACTION, id=claim[:4])))
-        agent._handle(link, wire.AttemptGo(claim, False, None))
+        agent._handle(link, protocol.AttemptGo(claim, False, None))
     attempts = dict(agent._attempts)
     await asyncio.wait([attempt.task for attempt in attempts.values() if attempt.task is not None], timeout=STUCK_S)
-    agent._handle(link, wire.AcknowledgeEnd("told.1/"))
+    agent._handle(link, protocol.AcknowledgeEnd("told.1/"))
     await agent.close()
     known = AttemptJournal(tmp_path).contents.attempts
     assert {claim: entry.end for claim, entry in known.items()} == {"kept.1/": attempts["kept.1/"].end}
@@ -101,7 +99,7 @@ async def test_ends_are_written_down_behind_their_telling_and_before_they_are_fo
 async def test_a_function_that_it_cannot_read_is_refused_and_nothing_else(agent: Agent) -> None:
     link, _ = pair()
     unread = HANDLER.replace(b'"name"', b'"mane"')
-    for message in (wire.DefineFunction("other", unread), replace(EXECUTE, claim="b.1/", function="other")):
+    for message in (protocol.DefineFunction("other", unread), replace(EXECUTE, claim="b.1/", function="other")):
         agent._handle(link, message)
     assert not agent.busy, "it has ended, and the link lives"
     with pytest.raises(InvalidConfig, match="upgrade the node"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from manager.action import State
-from runtimes.node.wire import AttemptBegins, AttemptGo
+from runtimes.node.protocol import AttemptBegins, AttemptGo
 from tests.runtimes.node.machine import Machine, facts_of_trajectory
 from tests.runtimes.node.session import WORDS, Session, said, settled, spool_files
 

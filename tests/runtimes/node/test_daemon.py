@@ -13,11 +13,10 @@ from manager.action import Action, Lease, Outcome, State
 from manager.config import NodeSpec
 from manager.errors import CodedError, Conflict, InvalidConfig, Unauthorized
 from manager.executor import Call
-from runtimes.node import wire
+from runtimes.node import protocol
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
 from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
-from runtimes.node.link import LinkStream, NodeLink
-from runtimes.node.message import Message
+from runtimes.node.protocol import LinkStream, Message, NodeLink
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine, MachineWork, facts_of_trajectory
 from tests.runtimes.node.session import AGENT, FUNCTION, STUCK_S, KeptLog
@@ -42,13 +41,13 @@ class StandInDoor:
     def __init__(self, certificate: NodeCertificate) -> None:
         self.certificate = certificate
         self.node = RemoteNode("n1", on_event=self)
-        self.hellos: list[wire.NodeHello] = []
+        self.hellos: list[protocol.NodeHello] = []
         self.drains: list[str] = []
         self.fitnesses: list[tuple[str, bool]] = []
         self.goodbyes: list[tuple[str, bool]] = []
-        self.inventories: list[wire.Inventory] = []
+        self.inventories: list[protocol.Inventory] = []
         #: What is said to a hello.
-        self.answer: Callable[[wire.NodeHello], Message] = lambda hello: welcome()
+        self.answer: Callable[[protocol.NodeHello], Message] = lambda hello: welcome()
         self.attached = asyncio.Event()
         self.gone = asyncio.Event()
         self.changed = asyncio.Event()
@@ -65,7 +64,7 @@ class StandInDoor:
     def goodbye(self, why: str, killed: bool) -> None:
         self.goodbyes.append((why, killed))
 
-    def sandbox_changed(self, facts: wire.TrajectoryFacts) -> None: ...
+    def sandbox_changed(self, facts: protocol.TrajectoryFacts) -> None: ...
 
     async def open(self) -> int:
         context = server_side(self.certificate)
@@ -76,12 +75,12 @@ class StandInDoor:
     async def _serve(self, stream: LinkStream) -> None:
         link = NodeLink(stream)
         try:
-            hello = await link.receive(wire.NodeHello, STUCK_S)
+            hello = await link.receive(protocol.NodeHello, STUCK_S)
             self.hellos.append(hello)
             answer = self.answer(hello)
             link.send(answer)
-            if isinstance(answer, wire.NodeWelcome):
-                inventory = await link.receive(wire.Inventory, STUCK_S, frame_max_bytes=2**20)
+            if isinstance(answer, protocol.NodeWelcome):
+                inventory = await link.receive(protocol.Inventory, STUCK_S, frame_max_bytes=2**20)
                 self.inventories.append(inventory)
                 self.gone.clear()
                 self.node.attach(link, inventory)
@@ -101,9 +100,9 @@ class StandInDoor:
             await self._server.wait_closed()
 
 
-def welcome(**more: object) -> wire.NodeWelcome:
+def welcome(**more: object) -> protocol.NodeWelcome:
     said = {"generation": 1, "key": "k" * 32, "beat_s": 60.0, "silent_s": 180.0, **more}
-    return wire.NodeWelcome(**said)  # type: ignore[arg-type]
+    return protocol.NodeWelcome(**said)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +185,9 @@ async def test_a_gateway_with_another_certificate_hears_nothing(door: StandInDoo
 
 
 async def test_a_ticket_that_is_not_taken_ends_the_daemon_with_the_reason(door: StandInDoor, tmp_path: Path) -> None:
-    door.answer = lambda hello: wire.NodeRefused(code="unauthorized", message="it was used already", retry_after_s=1.0)
+    door.answer = lambda hello: protocol.NodeRefused(
+        code="unauthorized", message="it was used already", retry_after_s=1.0
+    )
     daemon = await daemon_of(door, tmp_path / "n", Machine())
     async with asyncio.timeout(STUCK_S):
         with pytest.raises(Unauthorized, match="used already"):

@@ -6,7 +6,7 @@ import pytest
 
 from manager.action import State
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason, Unsupported
-from runtimes.node.errors import as_failure, error_of, facts_of, failed
+from runtimes.node.protocol import as_failure, error_of, facts_of, failed
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from manager.action import Outcome, State
-from runtimes.node import wire
-from runtimes.node.journal import AttemptJournal, JournalSettings, epoch
-from runtimes.node.spool import TAIL_BYTES, TEXT_BYTES, Spool, records
+from runtimes.node import protocol
+from runtimes.node.daemon import AttemptJournal, JournalSettings, epoch
+from runtimes.node.protocol import TAIL_BYTES, TEXT_BYTES, Spool, records
 from tests.runtimes.node.test_wire import ACTION, LEASE
 
 LIMIT_BYTES = 4 * 2**20
 
 
-def execute(claim: str) -> wire.ExecuteAttempt:
-    return wire.ExecuteAttempt(claim, ACTION, LEASE, "digest", b"m\x80", None, None, {})
+def execute(claim: str) -> protocol.ExecuteAttempt:
+    return protocol.ExecuteAttempt(claim, ACTION, LEASE, "digest", b"m\x80", None, None, {})
 
 
-def end(claim: str) -> wire.AttemptEnd:
-    return wire.end_of(claim, Outcome(state=State.SUCCEEDED, result={"exit_code": 0}), 0)
+def end(claim: str) -> protocol.AttemptEnd:
+    return protocol.end_of(claim, Outcome(state=State.SUCCEEDED, result={"exit_code": 0}), 0)
 
 
 def written(directory: Path) -> None:
@@ -188,5 +188,5 @@ async def test_a_spool_may_be_written_from_any_thread(tmp_path: Path) -> None:
 
 
 def test_a_torn_piece_is_no_log() -> None:
-    with pytest.raises(wire.ChannelError):
+    with pytest.raises(protocol.ChannelError):
         list(records(b"\x00\x00\x00\x00\x09short"))

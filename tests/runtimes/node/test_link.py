@@ -9,9 +9,8 @@ from typing import cast
 import pytest
 
 from manager.clock import VirtualClock
-from runtimes.node import wire
-from runtimes.node.link import HANDED_BYTES, READ_BYTES, LinkClosed, LinkSettings, NodeLink, Pulse
-from runtimes.node.message import Message
+from runtimes.node import protocol
+from runtimes.node.protocol import HANDED_BYTES, READ_BYTES, LinkClosed, LinkSettings, Message, NodeLink, Pulse
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
 from tests.runtimes.node.session import STUCK_S, hello
 
@@ -25,12 +24,12 @@ def transport_of(link: NodeLink) -> MemoryTransport:
 async def test_frames_of_one_turn_arrive_in_order() -> None:
     near, far = pair()
     for number in range(100):
-        near.send(wire.AttemptBegins(str(number)))
+        near.send(protocol.AttemptBegins(str(number)))
     heard: list[str] = []
     all_heard = asyncio.Event()
 
     def hear(message: Message) -> None:
-        assert isinstance(message, wire.AttemptBegins)
+        assert isinstance(message, protocol.AttemptBegins)
         heard.append(message.claim)
         if len(heard) == 100:
             all_heard.set()
@@ -88,18 +87,18 @@ async def test_each_side_beats_at_every_tick_whatever_else_it_says() -> None:
         return True
 
     near, _ = pair(see)
-    beat = wire.encode(wire.Beat())[wire.HEADER.size - 1]
+    beat = protocol.encode(protocol.Beat())[protocol.HEADER.size - 1]
     for tick in range(1, 11):
         near.tick()
         if tick % 3 == 0:
-            near.send(wire.AttemptBegins("a.1/"))
+            near.send(protocol.AttemptBegins("a.1/"))
             await asyncio.sleep(0)
         assert kinds.count(beat) == tick
 
 
 async def test_what_waits_to_leave_needs_no_beat_beside_it() -> None:
     near, _ = pair()
-    near.send(wire.AttemptBegins("a.1/"))
+    near.send(protocol.AttemptBegins("a.1/"))
     unsent_bytes = near.unsent_bytes
     near.tick()
     assert near.unsent_bytes == unsent_bytes
@@ -172,13 +171,13 @@ async def test_a_slow_reader_is_cut_when_it_leaves_too_much_unread() -> None:
     near, _ = pair(settings=LinkSettings(unsent_max_bytes=10_000))
     transport_of(near).stuck = True
     for _ in range(9):
-        near.send(wire.AttemptLog("a.1/", 0, b"x" * 1000))
+        near.send(protocol.AttemptLog("a.1/", 0, b"x" * 1000))
         await asyncio.sleep(0)
     assert not near.closed.is_set()
-    near.send(wire.AttemptLog("a.1/", 0, b"x" * 1000))
+    near.send(protocol.AttemptLog("a.1/", 0, b"x" * 1000))
     assert near.closed.is_set()
     assert "unread" in near.why
-    near.send(wire.Beat())  # says nothing, and raises nothing
+    near.send(protocol.Beat())  # says nothing, and raises nothing
 
 
 async def test_a_transport_is_handed_a_bounded_part_and_the_rest_follows_in_order_as_the_peer_reads() -> None:
@@ -189,13 +188,13 @@ async def test_a_transport_is_handed_a_bounded_part_and_the_rest_follows_in_orde
     near_transport.stuck = True
     number, piece = 64, bytes(64 * 2**10)
     for each in range(number):
-        near.send(wire.AttemptLog("a.1/", each, piece))
+        near.send(protocol.AttemptLog("a.1/", each, piece))
     await asyncio.sleep(0)
     assert near_transport.get_write_buffer_size() <= HANDED_BYTES + 2 * len(piece)
     assert near.unsent_bytes > number * len(piece), "all of it counts as unsent"
     listening = asyncio.create_task(far.run(lambda message: heard.append(message.offset)))  # type: ignore[attr-defined]
     near_transport.release()
-    near.send(wire.AttemptLog("a.1/", number, b"last"))
+    near.send(protocol.AttemptLog("a.1/", number, b"last"))
     await asyncio.wait_for(near.drained(), 60)
     assert near.unsent_bytes == 0
     async with asyncio.timeout(60):
@@ -209,40 +208,40 @@ async def test_a_transport_is_handed_a_bounded_part_and_the_rest_follows_in_orde
 async def test_another_protocol_is_refused_with_the_remedy() -> None:
     near, far = pair()
     far.send(hello(protocol=99))
-    with pytest.raises(wire.ChannelError, match="protocol 99"):
-        await near.receive(wire.NodeHello, WITHIN_S)
-    told = await far.receive(wire.NodeRefused, WITHIN_S)
+    with pytest.raises(protocol.ChannelError, match="protocol 99"):
+        await near.receive(protocol.NodeHello, WITHIN_S)
+    told = await far.receive(protocol.NodeRefused, WITHIN_S)
     assert "upgrade" in told.message
 
 
 async def test_somebody_who_says_something_else_than_hello_is_refused() -> None:
     near, far = pair()
-    far.send(wire.AttemptBegins("a.1/"))
-    with pytest.raises(wire.ChannelError, match="where a NodeHello was expected"):
-        await near.receive(wire.NodeHello, WITHIN_S)
+    far.send(protocol.AttemptBegins("a.1/"))
+    with pytest.raises(protocol.ChannelError, match="where a NodeHello was expected"):
+        await near.receive(protocol.NodeHello, WITHIN_S)
     assert near.closed.is_set()
 
 
 async def test_a_stranger_has_room_for_a_greeting_and_no_more() -> None:
     near, far = pair()
-    far.send(wire.AttemptLog("a.1/", 0, b"x" * (wire.GREETING_BYTES + 1)))
-    with pytest.raises(wire.ChannelError, match="more than"):
-        await near.receive(wire.NodeHello, WITHIN_S)
+    far.send(protocol.AttemptLog("a.1/", 0, b"x" * (protocol.GREETING_BYTES + 1)))
+    with pytest.raises(protocol.ChannelError, match="more than"):
+        await near.receive(protocol.NodeHello, WITHIN_S)
 
 
 async def test_one_who_says_nothing_is_cut() -> None:
     near, _ = pair()
     with pytest.raises(LinkClosed, match="nothing was said"):
-        await near.receive(wire.NodeHello, 0.0)
+        await near.receive(protocol.NodeHello, 0.0)
     assert near.closed.is_set()
 
 
 async def test_a_frame_that_does_not_fit_cuts_a_running_link() -> None:
     near, far = pair(settings=CALM)
     running = asyncio.create_task(near.run(lambda message: None))
-    transport_of(far).write(wire.HEADER.pack(2**31, 1))
+    transport_of(far).write(protocol.HEADER.pack(2**31, 1))
     transport_of(far).write(b"")
-    transport_of(near).protocol.data_received(wire.HEADER.pack(2**31, 1))
+    transport_of(near).protocol.data_received(protocol.HEADER.pack(2**31, 1))
     async with asyncio.timeout(WITHIN_S):
         assert "more than" in await running
 
@@ -250,8 +249,8 @@ async def test_a_frame_that_does_not_fit_cuts_a_running_link() -> None:
 async def test_the_first_message_and_what_follows_it_at_once_are_both_heard() -> None:
     near, far = pair()
     far.send(hello())
-    far.send(wire.AttemptBegins("a.1/"))
-    await near.receive(wire.NodeHello, WITHIN_S)
+    far.send(protocol.AttemptBegins("a.1/"))
+    await near.receive(protocol.NodeHello, WITHIN_S)
     heard = asyncio.Event()
     running = asyncio.create_task(near.run(lambda message: heard.set()))
     async with asyncio.timeout(WITHIN_S):
@@ -268,23 +267,23 @@ async def test_a_silent_side_is_cut_when_its_time_is_over_and_not_only_at_the_ne
 
 async def test_what_is_in_no_hurry_leaves_with_what_is_said_next() -> None:
     near, far = pair()
-    near.send(wire.AcknowledgeEnd("a.1/"), in_no_hurry=True)
+    near.send(protocol.AcknowledgeEnd("a.1/"), in_no_hurry=True)
     for _ in range(3):
         await asyncio.sleep(0)
     assert near.unsent_bytes > 0, "it waits"
-    near.send(wire.AttemptBegins("b.1/"))
-    assert isinstance(await far.receive(wire.AcknowledgeEnd, WITHIN_S), wire.AcknowledgeEnd)
+    near.send(protocol.AttemptBegins("b.1/"))
+    assert isinstance(await far.receive(protocol.AcknowledgeEnd, WITHIN_S), protocol.AcknowledgeEnd)
     assert near.unsent_bytes == 0
-    await far.receive(wire.AttemptBegins, WITHIN_S)
+    await far.receive(protocol.AttemptBegins, WITHIN_S)
 
 
 async def test_what_is_in_no_hurry_leaves_all_the_same_if_nothing_else_is_said() -> None:
     near, far = pair()
-    near.send(wire.AcknowledgeEnd("a.1/"), in_no_hurry=True)
-    await far.receive(wire.AcknowledgeEnd, WITHIN_S)
-    near.send(wire.AcknowledgeEnd("b.1/"), in_no_hurry=True)
+    near.send(protocol.AcknowledgeEnd("a.1/"), in_no_hurry=True)
+    await far.receive(protocol.AcknowledgeEnd, WITHIN_S)
+    near.send(protocol.AcknowledgeEnd("b.1/"), in_no_hurry=True)
     near.close("done")
-    await far.receive(wire.AcknowledgeEnd, WITHIN_S)
+    await far.receive(protocol.AcknowledgeEnd, WITHIN_S)
 
 
 async def test_links_that_began_at_different_times_tick_at_the_same_moments() -> None:
@@ -307,12 +306,12 @@ async def test_a_peer_is_not_read_while_what_it_said_waits_for_a_greeting_to_be_
     transport.pause_reading = lambda: paused.append(True)  # type: ignore[method-assign]
     transport.resume_reading = lambda: paused.append(False)  # type: ignore[method-assign]
     for number in range(3):
-        far.send(wire.AttemptLog("a.1/", number, bytes(READ_BYTES // 2)))
+        far.send(protocol.AttemptLog("a.1/", number, bytes(READ_BYTES // 2)))
     for _ in range(5):
         await asyncio.sleep(0)
     assert paused == [True]
-    with pytest.raises(wire.ChannelError, match="more than"):
-        await near.receive(wire.NodeHello, WITHIN_S)
+    with pytest.raises(protocol.ChannelError, match="more than"):
+        await near.receive(protocol.NodeHello, WITHIN_S)
     assert paused == [True, False]
 
 
@@ -324,8 +323,8 @@ async def test_an_error_of_who_hears_ends_the_link_and_is_raised() -> None:
 
     running = asyncio.create_task(near.run(hear))
     await asyncio.sleep(0)
-    far.send(wire.AttemptBegins("a.1/"))
-    far.send(wire.AttemptBegins("b.1/"))
+    far.send(protocol.AttemptBegins("a.1/"))
+    far.send(protocol.AttemptBegins("b.1/"))
     async with asyncio.timeout(WITHIN_S):
         with pytest.raises(ZeroDivisionError):
             await running

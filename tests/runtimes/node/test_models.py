@@ -12,11 +12,10 @@ from manager.action import Chunk
 from manager.config import ServiceSpec
 from manager.errors import Unsupported
 from manager.function import FunctionSpec, ModelAction, ModelSpec
-from runtimes.node import wire
-from runtimes.node.message import Message
-from runtimes.node.models.messages import ModelsChanged
-from runtimes.node.models.remote import RemoteModels
-from runtimes.node.models.served import NodeModels
+from runtimes.node import protocol
+from runtimes.node.daemon import NodeModels
+from runtimes.node.protocol import Message, ModelsChanged
+from runtimes.node.remote import RemoteModels
 from tests.runtimes.node.session import STUCK_S
 
 JUDGE = FunctionSpec(
@@ -46,7 +45,7 @@ class ScriptedDevices:
 
 
 def test_a_model_function_travels_with_its_path() -> None:
-    assert wire.read_function(wire.function_bytes(JUDGE), FunctionSpec) == JUDGE
+    assert protocol.read_function(protocol.function_bytes(JUDGE), FunctionSpec) == JUDGE
 
 
 async def test_costs_and_residency_arrive_as_they_were_told() -> None:
@@ -59,8 +58,8 @@ async def test_costs_and_residency_arrive_as_they_were_told() -> None:
     await models.prepared(JUDGE)
     devices.restore(Chunk(0, 1), Chunk(1, 1))
     for message in told:
-        (kind, body) = wire.HEADER.unpack_from(frame := wire.encode(message))[1], frame[wire.HEADER.size :]
-        assert remote.take(wire.decode(kind, body))
+        (kind, body) = protocol.HEADER.unpack_from(frame := protocol.encode(message))[1], frame[protocol.HEADER.size :]
+        assert remote.take(protocol.decode(kind, body))
     async with asyncio.timeout(STUCK_S):
         await arrived.wait()
     assert list(remote.services) == [COSTS]
@@ -106,7 +105,7 @@ async def test_another_link_begins_with_nothing() -> None:
     remote.take(ModelsChanged(services=[COSTS], resident={COSTS.name: [Chunk(0, 1)]}))
     remote.attach()
     assert (remote.services, remote.resident, len(changes)) == ([], {}, 1)
-    assert not remote.take(wire.Beat())
+    assert not remote.take(protocol.Beat())
 
 
 def test_a_node_without_devices_says_how_it_would_have_some() -> None:

@@ -15,8 +15,8 @@ from manager.action import Lease, State
 from manager.errors import ActionFailed, Reason, Unsupported
 from manager.executor import Call
 from manager.function import FunctionSpec
-from runtimes.node import remote_call, wire
-from runtimes.node.message import Message
+from runtimes.node import protocol, remote
+from runtimes.node.protocol import Message
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine, facts_of_trajectory
 from tests.runtimes.node.memory_stream import pair
@@ -92,20 +92,20 @@ async def test_what_runs_in_no_sandbox_is_let_go_before_it_asks(runtime: str, to
     kinds: list[type[Message]] = []
 
     def see(kind: int) -> bool:
-        kinds.append(wire.KINDS[kind])
+        kinds.append(protocol.KINDS[kind])
         return True
 
     async def announce() -> bool:
         return True
 
     node, (near, _) = RemoteNode("n1"), pair(see)
-    node.attach(near, wire.Inventory(epoch="e", attempts=[], trajectories=[]))
+    node.attach(near, protocol.Inventory(epoch="e", attempts=[], trajectories=[]))
     function = FunctionSpec(name="instance", runtime=runtime)
     call = Call(function=function, input={}, log=DiscardedOutput(), announce=announce)
     execution = asyncio.create_task(node.execute(ACTION, LEASE, call))
     for _ in range(5):
         await asyncio.sleep(0)
-    assert kinds == [wire.DefineFunction, wire.ExecuteAttempt, *([wire.AttemptGo] if told else [])]
+    assert kinds == [protocol.DefineFunction, protocol.ExecuteAttempt, *([protocol.AttemptGo] if told else [])]
     await node.close()
     with pytest.raises(asyncio.CancelledError):
         await execution
@@ -240,7 +240,7 @@ async def test_a_new_gateway_ends_what_it_does_not_take(session: Session) -> Non
 async def test_a_node_says_only_of_its_present_life_what_never_began(known: str, certain: bool) -> None:
     node = RemoteNode("n1", epoch=known)
     for _ in range(2):  # a cut before anything is decided makes nothing certain
-        node.attach(pair()[0], wire.Inventory(epoch="this", attempts=[], trajectories=[]), recovering=True)
+        node.attach(pair()[0], protocol.Inventory(epoch="this", attempts=[], trajectories=[]), recovering=True)
         assert node.never_started("a.1/") is certain
     await node.end_unclaimed(())
     assert node.never_started("b.1/"), "what comes from now on is of this life"
@@ -249,21 +249,21 @@ async def test_a_node_says_only_of_its_present_life_what_never_began(known: str,
 
 async def test_a_node_that_joins_for_the_first_time_has_one_life_only() -> None:
     node = RemoteNode("n1")
-    node.attach(pair()[0], wire.Inventory(epoch="this", attempts=[], trajectories=[]))
+    node.attach(pair()[0], protocol.Inventory(epoch="this", attempts=[], trajectories=[]))
     assert node.never_started("a.1/")
     await node.close()
 
 
 async def test_a_node_that_tells_of_too_many_trajectories_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_call, "TRAJECTORIES_MAX", 2)
+    monkeypatch.setattr(remote, "TRAJECTORIES_MAX", 2)
     facts = [facts_of_trajectory(f"t{number}", "task") for number in range(3)]
     node, (near, far) = RemoteNode("n1"), pair()
-    with pytest.raises(wire.ChannelError, match="more than 2 trajectories"):
-        node.attach(near, wire.Inventory(epoch="e", attempts=[], trajectories=facts))
+    with pytest.raises(protocol.ChannelError, match="more than 2 trajectories"):
+        node.attach(near, protocol.Inventory(epoch="e", attempts=[], trajectories=facts))
     assert (node.attached, node.trajectories()) == (False, {})
-    node.attach(near, wire.Inventory(epoch="e", attempts=[], trajectories=facts[:2]))
+    node.attach(near, protocol.Inventory(epoch="e", attempts=[], trajectories=facts[:2]))
     for each in (facts[1], msgspec.structs.replace(facts[0], sandbox=""), facts[2], facts[0]):
-        far.send(wire.SandboxChanged(each))
+        far.send(protocol.SandboxChanged(each))
     async with asyncio.timeout(STUCK_S):
         assert "more than 2 trajectories" in await node.serve(near)
     assert not node.attached
@@ -274,7 +274,7 @@ async def test_a_frame_of_the_wrong_side_cuts_the_link(session: Session) -> None
     await session.begin_daemon()
     assert session.agent is not None
     link, _ = pair()
-    with pytest.raises(wire.ChannelError):
-        session.agent._handle(link, wire.AttemptBegins("a.1/"))
-    with pytest.raises(wire.ChannelError, match="never defined"):
-        session.agent._handle(link, wire.ExecuteAttempt("a.1/", ACTION, LEASE, "unknown", b"m\x80", None, None, {}))
+    with pytest.raises(protocol.ChannelError):
+        session.agent._handle(link, protocol.AttemptBegins("a.1/"))
+    with pytest.raises(protocol.ChannelError, match="never defined"):
+        session.agent._handle(link, protocol.ExecuteAttempt("a.1/", ACTION, LEASE, "unknown", b"m\x80", None, None, {}))

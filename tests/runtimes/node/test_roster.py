@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from runtimes.node.node_state import LEGAL_NODE_MOVES, NodeState
-from runtimes.node.roster import (
+from runtimes.node.membership import (
+    LEGAL_NODE_MOVES,
     Admitted,
     CountedOut,
     DrainAsked,
@@ -21,6 +21,7 @@ from runtimes.node.roster import (
     FoundUnfit,
     Greeted,
     LinkLost,
+    NodeState,
     RaySaid,
     Reconciled,
     Roster,

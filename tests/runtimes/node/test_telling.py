@@ -10,11 +10,9 @@ import pytest
 
 from manager.action import Outcome, State
 from manager.function import FunctionSpec
-from runtimes.node import wire
-from runtimes.node.attempt import NodeAttempt
-from runtimes.node.message import Message
-from runtimes.node.spool import Spool
-from runtimes.node.telling import Telling, TellingSettings
+from runtimes.node import protocol
+from runtimes.node.daemon import NodeAttempt, Telling, TellingSettings
+from runtimes.node.protocol import Message, Spool
 from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import STUCK_S
 from tests.runtimes.node.test_wire import ACTION, LEASE
@@ -40,7 +38,7 @@ class TellingNode:
         self.changed.set()
 
     def attempt(self, claim: str) -> NodeAttempt:
-        execute = wire.ExecuteAttempt(claim, ACTION, LEASE, "f", wire.pack({}), None, None, {})
+        execute = protocol.ExecuteAttempt(claim, ACTION, LEASE, "f", protocol.pack({}), None, None, {})
         spool = Spool(self._directory / claim.rstrip("/"), 2**20, lambda: None)
         function = FunctionSpec(name="shell", runtime="exec")
         return NodeAttempt(execute=execute, function=function, function_bytes=b"", spool=spool, attached=True)
@@ -70,11 +68,11 @@ async def test_of_a_short_attempt_all_is_told_in_one_turn_and_in_order(tmp_path:
     for _ in range(3):
         await asyncio.sleep(0)
     assert told.near.unsent_bytes == 0 and not told.heard, "that it runs waits for more"
-    attempt.end = wire.end_of(attempt.claim, SUCCEEDED, 0)
+    attempt.end = protocol.end_of(attempt.claim, SUCCEEDED, 0)
     told.telling.more(attempt, at_once=True)
     assert told.near.unsent_bytes > 0, "no turn of the loop lies between"
-    log = [wire.AttemptLog] if said else []
-    wanted = [wire.AttemptStarted, *log, wire.AttemptEnd]
+    log = [protocol.AttemptLog] if said else []
+    wanted = [protocol.AttemptStarted, *log, protocol.AttemptEnd]
     assert await told.until_heard(len(wanted)) == wanted
     await told.close()
 
@@ -84,20 +82,20 @@ async def test_that_a_long_attempt_runs_is_told_soon_and_once(tmp_path: Path) ->
     attempt = told.attempt("a.1/")
     attempt.began_s = 1.0
     told.telling.more(attempt)
-    assert await told.until_heard(1) == [wire.AttemptStarted]
+    assert await told.until_heard(1) == [protocol.AttemptStarted]
     attempt.spool.write("stdout", "a line\n")
     told.telling.more(attempt)
-    assert await told.until_heard(2) == [wire.AttemptStarted, wire.AttemptLog]
+    assert await told.until_heard(2) == [protocol.AttemptStarted, protocol.AttemptLog]
     await told.close()
 
 
 async def test_an_end_waits_its_turn_where_the_link_has_no_room(tmp_path: Path) -> None:
     told = TellingNode(tmp_path, wait_s=0.0, unsent_bytes=1)
-    told.near.send(wire.AttemptBegins("b.1/"))
+    told.near.send(protocol.AttemptBegins("b.1/"))
     attempt = told.attempt("a.1/")
-    attempt.end = wire.end_of(attempt.claim, SUCCEEDED, 0)
+    attempt.end = protocol.end_of(attempt.claim, SUCCEEDED, 0)
     before = told.near.unsent_bytes
     told.telling.more(attempt, at_once=True)
     assert told.near.unsent_bytes == before
-    assert await told.until_heard(2) == [wire.AttemptBegins, wire.AttemptEnd]
+    assert await told.until_heard(2) == [protocol.AttemptBegins, protocol.AttemptEnd]
     await told.close()

@@ -15,7 +15,7 @@ from manager.config import NodeSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from runtimes.kinds import KINDS
-from runtimes.node import wire
+from runtimes.node import protocol
 
 ROOT = Path(__file__).parent.parent.parent.parent
 ACTION = Action(id="a", function="f", cost={"cpu": UnitSet.of((1, 2, 4))}, trajectory="t", key="cpu", malleable=True)
@@ -27,7 +27,9 @@ LEASE = Lease(
         "gpu": Grant(pool="gpu:n1", units=2, chunk=Chunk(2, 2), restore=True, evict=("m",)),
     },
 )
-EXECUTE = wire.ExecuteAttempt("a.1/", ACTION, LEASE, "d", wire.pack({"command": "true"}), None, None, {"k": "v"})
+EXECUTE = protocol.ExecuteAttempt(
+    "a.1/", ACTION, LEASE, "d", protocol.pack({"command": "true"}), None, None, {"k": "v"}
+)
 OUTCOME = Outcome(
     state=State.FAILED,
     reason=Reason.UPSTREAM,
@@ -41,27 +43,32 @@ OUTCOME = Outcome(
 
 @pytest.mark.parametrize("piece_bytes", [1, 3, 64, 10**6])
 def test_messages_come_out_whole_whatever_the_pieces(piece_bytes: int) -> None:
-    messages = [EXECUTE, wire.Beat(), wire.end_of("a.1/", OUTCOME, 7), wire.AttemptLog("a.1/", 3, b"\x00\xff" * 50)]
-    data = b"".join(wire.encode(message) for message in messages)
-    reader = wire.FrameReader(2**20)
+    messages = [
+        EXECUTE,
+        protocol.Beat(),
+        protocol.end_of("a.1/", OUTCOME, 7),
+        protocol.AttemptLog("a.1/", 3, b"\x00\xff" * 50),
+    ]
+    data = b"".join(protocol.encode(message) for message in messages)
+    reader = protocol.FrameReader(2**20)
     out = [message for start in range(0, len(data), piece_bytes) for message in reader.feed(data[start:][:piece_bytes])]
     assert out == messages
 
 
 def test_an_outcome_comes_out_as_it_was() -> None:
-    assert wire.outcome_of(wire.end_of("a.1/", OUTCOME, 0)) == OUTCOME
+    assert protocol.outcome_of(protocol.end_of("a.1/", OUTCOME, 0)) == OUTCOME
 
 
 @pytest.mark.parametrize("figure", [math.inf, -math.inf, math.nan, -1.0, 1e300])
 def test_figures_that_cannot_be_are_left_out_of_an_end(figure: float) -> None:
     told = replace(OUTCOME, execution_s=figure, retry_after_s=figure, usage={"mean_units": figure, "cpu_s": 0.25})
-    heard = wire.outcome_of(wire.end_of("a.1/", told, 0))
+    heard = protocol.outcome_of(protocol.end_of("a.1/", told, 0))
     assert heard == replace(OUTCOME, execution_s=0.0, retry_after_s=None, usage={"cpu_s": 0.25})
 
 
 @pytest.mark.parametrize("value", [{"deep": [{"x": "\ud800 alone"}]}, {"large": 2**80}, {}, {"f": 1e300, "n": None}])
 def test_any_json_value_travels(value: dict[str, object]) -> None:
-    assert wire.unpack_object(wire.pack(value)) == value
+    assert protocol.unpack_object(protocol.pack(value)) == value
 
 
 def test_a_function_travels_without_what_only_the_scheduler_reads() -> None:
@@ -73,7 +80,7 @@ def test_a_function_travels_without_what_only_the_scheduler_reads() -> None:
         sandbox=SandboxSpec(image="i", env={"A": "b"}, allow=("10.0.0.1:80",)),
         pytest=PytestSpec(grade="fresh"),
     )
-    there = wire.read_function(wire.function_bytes(function), FunctionSpec)
+    there = protocol.read_function(protocol.function_bytes(function), FunctionSpec)
     assert (there.sandbox, there.pytest, there.cost) == (function.sandbox, function.pytest, function.cost)
     assert there.elasticity is None
 
@@ -81,7 +88,7 @@ def test_a_function_travels_without_what_only_the_scheduler_reads() -> None:
 def test_a_function_travels_with_all_that_its_schemas_say() -> None:
     said = {"type": "object", "oneOf": [{"required": ["a"]}, {"minimum": 1, "const": None, "deep": {"x": [True]}}]}
     function = FunctionSpec(name="f", runtime="exec", input_schema=said, result_schema=said)
-    assert wire.read_function(wire.function_bytes(function), FunctionSpec) == function
+    assert protocol.read_function(protocol.function_bytes(function), FunctionSpec) == function
 
 
 def test_every_function_of_this_repository_travels() -> None:
@@ -89,29 +96,29 @@ def test_every_function_of_this_repository_travels() -> None:
     assert any(function.input_schema for function in functions)
     for function in functions:
         kind = KINDS[function.runtime]
-        there = wire.read_function(wire.function_bytes(function), kind.function)
+        there = protocol.read_function(protocol.function_bytes(function), kind.function)
         assert there == replace(function, elasticity=None)
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        wire.HEADER.pack(2**30, 5),
-        wire.HEADER.pack(0, 250),
-        wire.HEADER.pack(1, 7) + b"\xc1",
-        wire.HEADER.pack(2, 7) + b"\x91\x01",
-        wire.encode(wire.end_of("a.1/", OUTCOME, 0)).replace(b"failed", b"queued"),
+        protocol.HEADER.pack(2**30, 5),
+        protocol.HEADER.pack(0, 250),
+        protocol.HEADER.pack(1, 7) + b"\xc1",
+        protocol.HEADER.pack(2, 7) + b"\x91\x01",
+        protocol.encode(protocol.end_of("a.1/", OUTCOME, 0)).replace(b"failed", b"queued"),
     ],
     ids=["too large", "unknown kind", "no msgpack", "too few fields", "an end that is none"],
 )
 def test_what_does_not_fit_is_refused(data: bytes) -> None:
-    with pytest.raises(wire.ChannelError):
-        list(wire.FrameReader(2**20).feed(data))
+    with pytest.raises(protocol.ChannelError):
+        list(protocol.FrameReader(2**20).feed(data))
 
 
 def test_fields_that_are_not_known_are_passed_over_and_those_with_defaults_may_be_missing() -> None:
     spec = NodeSpec(name="n1", numa=((0,),), memory_bytes=1)
-    hello = wire.NodeHello(
+    hello = protocol.NodeHello(
         protocol=1,
         version="1",
         name="n1",
@@ -126,11 +133,11 @@ def test_fields_that_are_not_known_are_passed_over_and_those_with_defaults_may_b
         sandboxes="plain",
         unfit="full",
     )
-    told = wire.encode(hello)
-    size_bytes, kind = wire.HEADER.unpack_from(told)
-    fields = msgspec.msgpack.decode(told[wire.HEADER.size :])
+    told = protocol.encode(hello)
+    size_bytes, kind = protocol.HEADER.unpack_from(told)
+    fields = msgspec.msgpack.decode(told[protocol.HEADER.size :])
     fewer = msgspec.msgpack.encode(fields[: fields.index("full")])
     more = msgspec.msgpack.encode([*fields, "what a later version says"])
-    assert size_bytes == len(told) - wire.HEADER.size
-    assert wire.decode(kind, fewer) == msgspec.structs.replace(hello, unfit="")
-    assert wire.decode(kind, more) == hello
+    assert size_bytes == len(told) - protocol.HEADER.size
+    assert protocol.decode(kind, fewer) == msgspec.structs.replace(hello, unfit="")
+    assert protocol.decode(kind, more) == hello

@@ -13,8 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.byte_stream import SocketStream
-from runtimes.sandbox.runner.stream_client import StreamClient
+from runtimes.sandbox.runner.client import SocketStream, StreamClient
 
 DEADLINE_S = 60.0
 

@@ -13,7 +13,7 @@ import pytest
 from manager.errors import CodedError, InvalidInput, NotFound, TooLarge
 from manager.function import Capabilities, SandboxSpec
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.files.archives import gathered, open_archive, put_archive
+from runtimes.sandbox.files import gathered, open_archive, put_archive
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import RUNNER_ALONE, unique
 

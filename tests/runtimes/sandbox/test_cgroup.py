@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.sandbox.cgroup import Cgroup, CpuWeight, Hierarchy, parse_cores
+from runtimes.sandbox.linux import Cgroup, CpuWeight, Hierarchy, parse_cores
 
 V1 = """\
 31 30 0:27 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct

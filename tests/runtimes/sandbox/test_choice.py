@@ -14,11 +14,10 @@ import runtimes.sandbox.provider as choice
 from manager.errors import InvalidConfig, Unsupported
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.process.means import Means
-from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.process import Means, ProcessProvider
 from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
-from runtimes.sandbox.record import SandboxRecord
+from runtimes.sandbox.sandbox import CreationGate
+from runtimes.sandbox.spec import SandboxRecord
 from tests.runtimes.sandbox.conftest import unique
 
 

@@ -13,14 +13,12 @@ from structlog.testing import capture_logs
 from manager.clock import VirtualClock
 from manager.errors import InvalidInput
 from manager.function import Network, SandboxSpec, TrajectoryChoices, Warm
-from runtimes.api.secrets import Secrets
-from runtimes.sandbox.choice import OtherSandbox, chosen, chosen_env, contradiction, difference
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.environments import Environments, EnvironmentSettings
+from runtimes.sandbox.environments import DEMAND_S, Environments, EnvironmentSettings, WarmPools
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from runtimes.sandbox.warm_pool import DEMAND_S
-from runtimes.sandbox.warm_pools import WarmPools
+from runtimes.sandbox.spec import OtherSandbox, chosen, chosen_env, contradiction, difference
+from runtimes.secrets import Secrets
 from tangram.types import SandboxChoice
 
 DEADLINE_S = 60.0

@@ -15,11 +15,10 @@ import pytest
 
 from manager.errors import CodedError, InvalidConfig, Unsupported
 from manager.function import Network, SandboxSpec
-from runtimes.sandbox.creation_gate import CreationGate
+from runtimes.sandbox import process
 from runtimes.sandbox.egress import Egress, EgressGuard, Target, attached, parsed
-from runtimes.sandbox.process import uplink
-from runtimes.sandbox.process.means import Means
-from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.process import Means, ProcessProvider
+from runtimes.sandbox.sandbox import CreationGate
 from tests.network_world import (
     MACHINE,
     NEIGHBOUR,
@@ -37,7 +36,7 @@ EGRESS = SandboxSpec(network=Network.EGRESS)
 @pytest.fixture(scope="module")
 def world() -> Iterator[NetworkWorld]:
     missing = [tool for tool in ("ip", "nsenter", "iptables", "bwrap") if shutil.which(tool) is None]
-    why = "only root can make a world" if os.geteuid() != 0 else uplink.missing_uplink() or " ".join(missing)
+    why = "only root can make a world" if os.geteuid() != 0 else process.missing_uplink() or " ".join(missing)
     if why:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
     with network_world() as made:

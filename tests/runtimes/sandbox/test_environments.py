@@ -25,16 +25,14 @@ from manager.errors import (
     Unsupported,
 )
 from manager.function import Background, FunctionSpec, Isolation, SandboxSpec, Warm
-from runtimes.api.secrets import Secrets
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.exec.runtime import ExecRuntime
-from runtimes.sandbox.process.control import ProcessControl
+from runtimes.sandbox.environments import DEMAND_S, Environments, EnvironmentSettings, WarmPool
+from runtimes.sandbox.exec import ExecRuntime
+from runtimes.sandbox.process import ProcessControl
 from runtimes.sandbox.provider import ProviderSettings, make_provider
-from runtimes.sandbox.runner.protocol import lost
-from runtimes.sandbox.sandbox import Provider, Sandbox
-from runtimes.sandbox.warm_pool import DEMAND_S, WarmPool
+from runtimes.sandbox.runner.client import lost
+from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
+from runtimes.secrets import Secrets
 from tests.runtimes.recorder import assert_as_declared, execution_of
 
 DEADLINE_S = 60.0

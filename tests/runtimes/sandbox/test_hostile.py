@@ -12,10 +12,9 @@ import pytest
 from manager.errors import ActionFailed, InvalidInput, NotFound
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.disk.image import image_bytes
-from runtimes.sandbox.disk.watch import DiskWatch
+from runtimes.sandbox.disk import DiskWatch, image_bytes
 from runtimes.sandbox.docker.provider import ContainerProvider
-from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.process import ProcessProvider
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 

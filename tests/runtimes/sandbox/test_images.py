@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manager.errors import InvalidConfig
-from runtimes.sandbox.images import require_image_name
+from runtimes.sandbox.spec import require_image_name
 
 
 @pytest.mark.parametrize(

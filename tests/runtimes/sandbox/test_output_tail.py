@@ -8,8 +8,14 @@ from itertools import pairwise
 
 import pytest
 
-from runtimes.sandbox.output_tail import PAGE_PIECES, UNDER_WAY_BYTES, OutputTail, SessionPiece
-from runtimes.sandbox.session import InteractiveSession, SessionSettings
+from runtimes.sandbox.session import (
+    PAGE_PIECES,
+    UNDER_WAY_BYTES,
+    InteractiveSession,
+    OutputTail,
+    SessionPiece,
+    SessionSettings,
+)
 
 KEEP_BYTES = 64 * 2**10
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manager.function import Background, Isolation, Network, SandboxSpec, Warm
-from runtimes.sandbox.record import NAME, SandboxRecord, is_held, read_records
+from runtimes.sandbox.spec import NAME, SandboxRecord, is_held, read_records
 
 RECORD = SandboxRecord(
     name="a1b2",

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from manager.function import Background, SandboxSpec
-from runtimes.sandbox.cgroup import CpuWeight
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.record import SandboxRecord
+from runtimes.sandbox.linux import CpuWeight
 from runtimes.sandbox.sandbox import Provider, Sandbox
+from runtimes.sandbox.spec import SandboxRecord
 from tests.runtimes.sandbox.conftest import unique
 
 DEADLINE_S = 60.0

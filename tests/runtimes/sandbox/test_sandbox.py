@@ -13,7 +13,7 @@ import pytest
 from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason, TooLarge
 from manager.function import Isolation, SandboxSpec
 from runtimes.sandbox.command import ARGUMENT_MAX_BYTES, Command, CommandResult
-from runtimes.sandbox.runner.conversation import MARKER
+from runtimes.sandbox.runner.client import MARKER
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import RUNNER_ALONE, unique
 

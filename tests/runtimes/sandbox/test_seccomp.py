@@ -10,8 +10,8 @@ import pytest
 
 from manager.errors import Unsupported
 from runtimes.sandbox.command import Command
+from runtimes.sandbox.linux import ENOSYS, EPERM, ERRNO, MACHINES, compiled
 from runtimes.sandbox.sandbox import Sandbox
-from runtimes.sandbox.seccomp import ENOSYS, EPERM, ERRNO, MACHINES, compiled
 
 #: What commands try, each with the error's name or "ok" as its answer.
 ATTEMPTS = """

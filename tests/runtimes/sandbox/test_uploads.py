@@ -10,7 +10,7 @@ import pytest
 from manager.errors import NotFound, TooLarge
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import PIECE_BYTES, Command, FileContent
-from runtimes.sandbox.docker.spool import repeatable
+from runtimes.sandbox.docker.engine import repeatable
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import RUNNER_ALONE, unique
 

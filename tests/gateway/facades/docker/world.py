@@ -16,7 +16,7 @@ import docker
 
 from manager.action import UnitSet
 from manager.function import Background, FunctionSpec, SandboxSpec, TrajectoryChoices
-from runtimes.fake import ScriptStep
+from runtimes.testing import ScriptStep
 from tests.gateway.conftest import RunningGateway, until
 from tests.gateway.facades.world import doors
 

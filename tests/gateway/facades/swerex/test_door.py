@@ -15,7 +15,7 @@ import pytest
 
 from manager.action import UnitSet
 from manager.function import FunctionSpec
-from runtimes.fake import ScriptStep
+from runtimes.testing import ScriptStep
 from tests.gateway.conftest import DEADLINE_S, RunningGateway, until
 from tests.gateway.facades.world import doors
 

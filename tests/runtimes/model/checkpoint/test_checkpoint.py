@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manager.errors import InvalidConfig, Unsupported
-from runtimes.model.checkpoint.checkpoint import fingerprint, open_checkpoint
+from runtimes.model.checkpoint import fingerprint, open_checkpoint
 
 
 @pytest.fixture

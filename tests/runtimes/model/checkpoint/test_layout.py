@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manager.errors import Unsupported
-from runtimes.model.checkpoint.layout import Cut, Layout, Piece, shard
+from runtimes.model.checkpoint import Cut, Layout, Piece, shard
 
 
 def layout(**changes: object) -> Layout:

@@ -11,9 +11,8 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from runtimes.model.checkpoint.layout import Cut  # noqa: E402  # torch may be missing
-from runtimes.model.checkpoint.sharding import ShardingPlan, plan_of  # noqa: E402
-from runtimes.model.checkpoint.skeleton import Head, build_skeleton  # noqa: E402
+from runtimes.model.checkpoint import Cut  # noqa: E402  # torch may be missing
+from runtimes.model.weights import Head, ShardingPlan, build_skeleton, plan_of  # noqa: E402  # noqa: E402
 from tests.runtimes.model.checkpoints import FAMILIES, SHAPE  # noqa: E402
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from manager.errors import InvalidInput
 from manager.function import ModelAction, ModelSpec
-from runtimes.model.checkpoint.tokens import Tokens, check_ids
+from runtimes.model.host_images import Tokens, check_ids
 
 WORDS = [f"w{number}" for number in range(9)]
 

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.model
 
 import torch  # noqa: E402  # torch may be missing
 
-from runtimes.model.checkpoint.layout import CopyRange  # noqa: E402
-from runtimes.model.device.backend import GENTLE_PARTS, Cuda, DeviceBackend, Dropped, Host, Transfer  # noqa: E402
+from runtimes.model.checkpoint import CopyRange  # noqa: E402
+from runtimes.model.weights import GENTLE_PARTS, Cuda, DeviceBackend, Dropped, Host, Transfer  # noqa: E402
 from tests.runtimes.model.fake_cuda import FakeCuda  # noqa: E402
 
 PART = 1024

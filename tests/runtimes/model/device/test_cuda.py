@@ -16,12 +16,11 @@ pytest.importorskip("torch")
 import torch
 
 from manager.function import ModelAction
-from runtimes.model.device.backend import Cuda
-from runtimes.model.device.devices import nvml
-from runtimes.model.device.messages import WorkItem
-from runtimes.model.device.process import ForkServer
+from runtimes.model.engine import nvml
+from runtimes.model.processes import ForkServer, WorkItem
+from runtimes.model.request import ModelSettings
 from runtimes.model.runtime import ModelRuntime
-from runtimes.model.settings import ModelSettings
+from runtimes.model.weights import Cuda
 from tests.runtimes.model.asking import execution, function
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain_logprobs, plain_score
 from tests.runtimes.model.conftest import Write

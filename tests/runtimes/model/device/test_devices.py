@@ -11,11 +11,11 @@ import pytest
 
 from manager.errors import ActionFailed, InvalidConfig
 from manager.function import ModelAction
-from runtimes.model.device import devices
-from runtimes.model.device.devices import Device, Gpu, discover, nvml, used_bytes, visible_gpus
-from runtimes.model.device.process import ForkServer, ModelProcess
+from runtimes.model import engine
+from runtimes.model.engine import Device, Gpu, discover, nvml, used_bytes, visible_gpus
+from runtimes.model.processes import ForkServer, ModelProcess
+from runtimes.model.request import GIB, ModelSettings
 from runtimes.model.runtime import ModelRuntime
-from runtimes.model.settings import GIB, ModelSettings
 from tests.runtimes.model.asking import execution, function
 from tests.runtimes.model.conftest import Write
 
@@ -94,7 +94,7 @@ def test_cuda_is_refused_where_there_is_none() -> None:
 
 
 def test_the_memory_of_a_lost_device_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "nvml", lambda: FakeDriver(GPUS))
+    monkeypatch.setattr(engine, "nvml", lambda: FakeDriver(GPUS))
     known, lost = (Device(index=0, kind="cuda", name="", arena_bytes=1, uuid=uuid) for uuid in (GPUS[0].uuid, "GPU-x"))
     assert used_bytes(known) == 50
     assert used_bytes(lost) is None

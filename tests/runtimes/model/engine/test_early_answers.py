@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch")
 
 from manager.function import ModelAction
-from runtimes.model.device.process import ForkServer
+from runtimes.model.processes import ForkServer
+from runtimes.model.request import ModelSettings
 from runtimes.model.runtime import ModelRuntime
-from runtimes.model.settings import ModelSettings
 from runtimes.runtime import Result
 from tests.runtimes.model.asking import execution, function
 from tests.runtimes.model.conftest import Write

@@ -14,8 +14,8 @@ import pytest
 from manager.action import Chunk
 from manager.errors import ActionFailed, InvalidConfig, Reason
 from manager.function import FunctionSpec, ModelAction
+from runtimes.model.request import ModelSettings
 from runtimes.model.runtime import ModelRuntime
-from runtimes.model.settings import ModelSettings
 from tests.runtimes.model.asking import execution, function
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtimes.model.engine.packing import pack
+from runtimes.model.compute import pack
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 

@@ -26,10 +26,10 @@ from manager.formulation import formulate  # noqa: E402
 from manager.function import FunctionSpec, ModelAction  # noqa: E402
 from manager.learning import History  # noqa: E402
 from manager.scheduler.policy import PolicySpec  # noqa: E402
-from runtimes.local import LocalExecutor  # noqa: E402
-from runtimes.model.device.process import ForkServer  # noqa: E402
+from runtimes.executor import LocalExecutor  # noqa: E402
+from runtimes.model.processes import ForkServer  # noqa: E402
+from runtimes.model.request import ModelSettings  # noqa: E402
 from runtimes.model.runtime import ModelRuntime  # noqa: E402
-from runtimes.model.settings import ModelSettings  # noqa: E402
 from tests.runtimes.model.asking import NoLog, function  # noqa: E402
 from tests.runtimes.model.conftest import Write  # noqa: E402
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtimes.model.engine.restores import KEPT, Restores, has_moved, middle
+from runtimes.model.engine import KEPT, Restores, has_moved, middle
 
 
 def test_nothing_measured_is_estimated_by_the_rate_that_is_assumed() -> None:

@@ -9,11 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from manager.errors import InvalidInput, NotFound, TooLarge
-from runtimes.node.files.remote import RemoteFiles, RemoteTransfers
-from runtimes.node.files.served import ServedTransfers
-from runtimes.node.link import LinkSettings, NodeLink
-from runtimes.node.message import Message
-from runtimes.node.wire import ChannelError
+from runtimes.node.daemon import ServedTransfers
+from runtimes.node.protocol import ChannelError, LinkSettings, Message, NodeLink
+from runtimes.node.remote import RemoteFiles, RemoteTransfers
 from runtimes.sandbox.command import FileContent, FileSource, FileStat, FileStream
 from tests.runtimes.node.memory_stream import CALM, pair
 

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from runtimes.node.files.flow import AHEAD_BYTES, PIECE_BYTES, WINDOW_BYTES, Outflow
-from runtimes.node.files.messages import FilesPiece
+from runtimes.node.protocol import AHEAD_BYTES, PIECE_BYTES, WINDOW_BYTES, FilesPiece, Outflow
 from tests.runtimes.node.memory_stream import close_all, pair
 
 

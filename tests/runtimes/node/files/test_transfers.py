@@ -9,10 +9,17 @@ from collections.abc import AsyncIterator
 import pytest
 
 from manager.errors import CapacityExceeded, InvalidInput, NotFound, TooLarge
-from runtimes.node.files.flow import AHEAD_BYTES, PIECE_BYTES, WINDOW_BYTES
-from runtimes.node.files.messages import FilesAsk, FilesPiece, FilesTaken, FilesVerb
-from runtimes.node.link import LinkSettings
-from runtimes.node.wire import KINDS
+from runtimes.node.protocol import (
+    AHEAD_BYTES,
+    KINDS,
+    PIECE_BYTES,
+    WINDOW_BYTES,
+    FilesAsk,
+    FilesPiece,
+    FilesTaken,
+    FilesVerb,
+    LinkSettings,
+)
 from tests.runtimes.node.files.conftest import FilesWorld
 
 LARGE = random.Random(7).randbytes(5 * 2**20 + 17)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from runtimes.node.fitness.messages import FitnessChanged
-from runtimes.node.fitness.remote import WHY_MAX, RemoteFitness
-from runtimes.node.wire import Beat
+from runtimes.node.protocol import Beat, FitnessChanged
+from runtimes.node.remote import WHY_MAX, RemoteFitness
 
 
 def test_the_worst_is_passed_on_bounded_and_what_lives_there_goes_on_only_if_that_is_all() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.node import wire
-from runtimes.node.agent import Agent, AgentSettings
-from runtimes.node.fitness.messages import FitnessChanged
-from runtimes.node.fitness.served import FitnessSettings, NodeFitness
+from runtimes.node import protocol
+from runtimes.node.daemon import Agent, AgentSettings, FitnessSettings, NodeFitness
+from runtimes.node.protocol import FitnessChanged
 from tests.runtimes.node.machine import Machine, MachineWork
 from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import STUCK_S
@@ -73,7 +72,7 @@ async def test_the_gateway_is_told_at_the_join_and_whenever_it_turns(disk: Path)
         near, far = pair()
         serving = asyncio.create_task(agent.serve(far))
         async with asyncio.timeout(STUCK_S):
-            await near.receive(wire.Inventory, STUCK_S)
+            await near.receive(protocol.Inventory, STUCK_S)
             assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("", "")
             filler = disk / "filler"
             filler.write_bytes(bytes(SIZE - 2**20))

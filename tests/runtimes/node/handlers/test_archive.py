@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from manager.errors import InvalidConfig
-from runtimes.node.handlers.archive import HandlerArchive, HandlerArchives, digest_of
-from runtimes.sandbox.files.trees import unpack_tree
+from runtimes.node.protocol import HandlerArchive, HandlerArchives, digest_of
+from runtimes.sandbox.files import unpack_tree
 from runtimes.sandbox.handler.sources import SOURCES_LIMIT_BYTES, SOURCES_MAX
 
 

@@ -12,9 +12,8 @@ import pytest
 from manager.action import State
 from manager.errors import InvalidConfig, Reason, Unsupported
 from manager.function import FunctionSpec
-from runtimes.node import wire
-from runtimes.node.files.messages import FilesAsk, FilesEnded, FilesPiece
-from runtimes.node.message import Message
+from runtimes.node import protocol
+from runtimes.node.protocol import FilesAsk, FilesEnded, FilesPiece, Message
 from runtimes.sandbox.handler.sources import SOURCES_LIMIT_BYTES
 from tests.runtimes.node.handlers.test_store import function
 from tests.runtimes.node.machine import Machine
@@ -23,7 +22,7 @@ from tests.runtimes.node.session import Session, SessionAction, settled
 
 @pytest.fixture
 async def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Session]:
-    monkeypatch.setattr("runtimes.node.files.remote.RETRY_AFTER_S", 0.001)
+    monkeypatch.setattr("runtimes.node.remote.RETRY_AFTER_S", 0.001)
     session = Session(tmp_path / "node", Machine())
     yield session
     await session.close()
@@ -87,7 +86,7 @@ async def test_changed_code_is_sent_beside_the_one_before_and_each_revision_runs
     assert len(sent(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("message", [FilesAsk, FilesPiece, FilesEnded, wire.NodeAnswer, wire.DefineFunction])
+@pytest.mark.parametrize("message", [FilesAsk, FilesPiece, FilesEnded, protocol.NodeAnswer, protocol.DefineFunction])
 @pytest.mark.parametrize("fault", ["cut", "daemon"])
 async def test_files_arrive_whatever_is_cut_off_in_the_middle(
     session: Session, judge: FunctionSpec, tmp_path: Path, message: type[Message], fault: str
@@ -122,7 +121,7 @@ async def test_a_kind_that_nodes_do_not_execute_is_refused_by_name_and_nothing_i
     refused, kept = session.start("a", asked), session.start("b")
     await session.play(lambda: settled(session))
     assert (refused.ends[0].state, kept.ends[0].state) == (State.FAILED, State.SUCCEEDED)
-    assert session.kinds[wire.DefineFunction] == 1, "that of the command"
+    assert session.kinds[protocol.DefineFunction] == 1, "that of the command"
 
 
 async def test_files_larger_than_travel_are_refused_and_nothing_is_sent(session: Session, judge: FunctionSpec) -> None:

@@ -13,10 +13,9 @@ import pytest
 
 from manager.errors import ActionFailed, CapacityExceeded, InvalidInput, Reason, TooLarge
 from manager.function import FunctionSpec, HandlerSpec
-from runtimes.node.handlers.archive import ARCHIVE_MAX_BYTES, HandlerArchive, HandlerArchives
-from runtimes.node.handlers.store import HandlerStore, HandlerStoreSettings
-from runtimes.node.wire import ChannelError
-from runtimes.sandbox.files.trees import unpack_tree
+from runtimes.node.daemon import HandlerStore, HandlerStoreSettings
+from runtimes.node.protocol import ARCHIVE_MAX_BYTES, ChannelError, HandlerArchive, HandlerArchives
+from runtimes.sandbox.files import unpack_tree
 
 STUCK_S = 60.0
 
@@ -130,7 +129,7 @@ async def test_a_receiver_that_is_cancelled_leaves_nothing_half_unpacked(
             failed.append(error)
             raise
 
-    monkeypatch.setattr("runtimes.node.handlers.store.unpack_tree", slow)
+    monkeypatch.setattr("runtimes.node.daemon.unpack_tree", slow)
     taking = asyncio.create_task(here.take(sent.digest, pieces(sent.data)))
     async with asyncio.timeout(STUCK_S):
         await unpacking.wait()

@@ -13,14 +13,10 @@ from manager.action import Action
 from manager.errors import CapacityExceeded
 from manager.executor import Call
 from manager.function import FunctionSpec
-from runtimes.node.link import NodeLink
-from runtimes.node.message import Message
-from runtimes.node.sessions.messages import SessionSaid
-from runtimes.node.sessions.remote import RemoteSessions
-from runtimes.node.sessions.served import ServedSessions
-from runtimes.node.wire import KINDS, ChannelError
-from runtimes.sandbox.output_tail import SessionPiece
-from runtimes.sandbox.session import InteractiveSession, SessionSettings, SessionTable, TerminalSize
+from runtimes.node.daemon import ServedSessions
+from runtimes.node.protocol import KINDS, ChannelError, Message, NodeLink, SessionSaid
+from runtimes.node.remote import RemoteSessions
+from runtimes.sandbox.session import InteractiveSession, SessionPiece, SessionSettings, SessionTable, TerminalSize
 from tests.runtimes.node.memory_stream import pair
 
 STUCK_S = 60.0

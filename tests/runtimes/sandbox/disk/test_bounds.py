@@ -12,10 +12,9 @@ import pytest
 from manager.errors import ActionFailed, CapacityExceeded, Unsupported
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.disk.bound import DiskSettings, choose_bound
-from runtimes.sandbox.disk.image import ImageBound, files_max, probe
+from runtimes.sandbox.disk import DiskSettings, ImageBound, choose_bound, files_max, probe
 from runtimes.sandbox.docker.provider import ContainerProvider
-from runtimes.sandbox.process.provider import ProcessProvider
+from runtimes.sandbox.process import ProcessProvider
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique

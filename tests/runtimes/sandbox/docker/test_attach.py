@@ -19,12 +19,10 @@ from hypothesis import strategies as st
 
 from manager.errors import ActionFailed, Reason
 from runtimes.sandbox.command import Command, FileContent
-from runtimes.sandbox.docker.attach import SIGN_OF_LIFE, AttachByteStream
-from runtimes.sandbox.docker.attach_client import AttachClient
+from runtimes.sandbox.docker.attach import SIGN_OF_LIFE, AttachByteStream, AttachClient
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.protocol import RUNNER
+from runtimes.sandbox.runner.client import RUNNER, StreamClient
 from runtimes.sandbox.runner.runner import ANSWER_BYTES, MARK_BYTES, Attachment, Silence
-from runtimes.sandbox.runner.stream_client import StreamClient
 
 DEADLINE_S = 60.0
 HEAD = b"HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
@@ -390,7 +388,7 @@ class TestLine:
     async def test_a_runner_that_answers_no_more_is_lost(
         self, engine: PipeEngine, client: AttachClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("runtimes.sandbox.docker.attach_client.AWAY_S", 0.0)
+        monkeypatch.setattr("runtimes.sandbox.docker.attach.AWAY_S", 0.0)
         engine.head = b"HTTP/1.1 500 no\r\n\r\n"
         engine.cut()
         with pytest.raises(ActionFailed, match="does not attach") as caught:

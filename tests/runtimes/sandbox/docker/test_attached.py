@@ -18,8 +18,7 @@ from bench.private_docker import PrivateDocker, private_docker
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.command import PIECE_BYTES, Command, CommandResult
-from runtimes.sandbox.docker.client import EngineConnection
-from runtimes.sandbox.docker.engine import known_here
+from runtimes.sandbox.docker.engine import EngineConnection, known_here
 from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
@@ -33,7 +32,7 @@ DEADLINE_S = 60.0
 SHARES = """
 import sys
 from pathlib import Path
-from runtimes.sandbox.docker.client import EngineConnection
+from runtimes.sandbox.docker.engine import EngineConnection
 print(EngineConnection.open("", timeout_s=60, workers=1).shares(Path(sys.argv[1])))
 """
 
@@ -324,7 +323,7 @@ class TestCuts:
     async def test_an_engine_out_of_reach_ends_the_action_and_not_the_sandbox(
         self, engine: PrivateDocker, spec: SandboxSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("runtimes.sandbox.docker.attach_client.AWAY_S", 0.5)
+        monkeypatch.setattr("runtimes.sandbox.docker.attach.AWAY_S", 0.5)
         async with behind_a_wire(engine, spec, tmp_path) as (wire, sandbox):
             await sh(sandbox, "echo kept > file")
             wire.up = False

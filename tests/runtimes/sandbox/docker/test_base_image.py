@@ -13,9 +13,9 @@ import docker.errors as docker_errors
 import pytest
 
 from manager.errors import InvalidConfig, Unsupported
-from runtimes.sandbox.docker import base_image
-from runtimes.sandbox.docker.base_image import BaseImageBuilder
-from runtimes.sandbox.docker.client import EngineConnection
+from runtimes.sandbox.docker import images
+from runtimes.sandbox.docker.engine import EngineConnection
+from runtimes.sandbox.docker.images import BaseImageBuilder
 
 PULLING = {"id": "a", "status": "Downloading"}
 
@@ -50,7 +50,7 @@ class Bench:
     engine: ScriptedEngine
     said: list[str]
 
-    def builder(self, script: Path = base_image.PLACE / "debootstrap.sh") -> BaseImageBuilder:
+    def builder(self, script: Path = images.PLACE / "debootstrap.sh") -> BaseImageBuilder:
         return BaseImageBuilder(api=cast(docker_library.APIClient, self.engine), say=self.said.append, script=script)
 
 
@@ -76,7 +76,7 @@ def test_a_build_from_an_image_tells_each_step_and_each_tenth_of_the_pull(bench:
     ]
     (asked,) = bench.engine.asked
     assert (asked["tag"], asked["buildargs"]) == ("a:b", {"BASE": "debian:other"})
-    assert asked["fileobj"] == (base_image.PLACE / "Dockerfile").read_text()
+    assert asked["fileobj"] == (images.PLACE / "Dockerfile").read_text()
 
 
 def test_what_the_engine_could_not_build_is_told_with_its_last_words(bench: Bench) -> None:
@@ -119,36 +119,36 @@ def test_both_ways_make_the_same_of_one_file(tmp_path: Path, monkeypatch: pytest
     bench.builder().debootstrap("a:b")
     (asked,) = bench.engine.asked
     assert asked["filename"] == str(cache / "base-bookworm-here-1.tar")
-    lines = (base_image.PLACE / "Dockerfile").read_text().splitlines()
+    lines = (images.PLACE / "Dockerfile").read_text().splitlines()
     assert asked["changes"][1:] == [line for line in lines if line.startswith(("ENV", "CMD"))]
     assert len(asked["changes"]) == 3
-    assert f"ARG BASE={base_image.SOURCE}" in lines
+    assert f"ARG BASE={images.SOURCE}" in lines
 
 
 def test_where_there_is_no_engine_no_image_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def away(host: str) -> EngineConnection:
         raise Unsupported(f"no Docker engine answers at {host}", component="test")
 
-    monkeypatch.setattr(base_image, "_opened", away)
-    assert not base_image.lacks("a:b", "unix:///nowhere")
+    monkeypatch.setattr(images, "_opened", away)
+    assert not images.lacks("a:b", "unix:///nowhere")
     with pytest.raises(Unsupported, match="unix:///nowhere"):
-        base_image.build("a:b", source="", host="unix:///nowhere", again=False, say=print)
+        images.build("a:b", source="", host="unix:///nowhere", again=False, say=print)
 
 
 @pytest.mark.docker
 def test_a_real_engine_builds_it_once_without_a_network_where_the_packages_are_there(docker: str) -> None:
     name, said = f"tangram-test-{secrets.token_hex(6)}:base", list[str]()
     api = docker_library.APIClient(version="auto")
-    assert base_image.lacks(name, "")
+    assert images.lacks(name, "")
     try:
-        assert base_image.build(name, source=docker, host="", again=False, say=said.append)
+        assert images.build(name, source=docker, host="", again=False, say=said.append)
         assert said[0].startswith(f"{name}: Step 1/")
         config = cast(Any, api).inspect_image(name)["Config"]
         assert (config["Cmd"], config["Entrypoint"]) == (["/bin/sh"], None)
-        assert not base_image.build(name, source=docker, host="", again=False, say=said.append)
-        assert not base_image.lacks(name, "")
+        assert not images.build(name, source=docker, host="", again=False, say=said.append)
+        assert not images.lacks(name, "")
         with pytest.raises(InvalidConfig, match="could not be built from localhost:1/none"):
-            base_image.build(name, source="localhost:1/none", host="", again=True, say=said.append)
+            images.build(name, source="localhost:1/none", host="", again=True, say=said.append)
     finally:
         api.remove_image(name, force=True)
         api.close()

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from manager.errors import CapacityExceeded, InvalidConfig
-from runtimes.api.secrets import Secrets
 from runtimes.sandbox.docker.engine import DockerEngine
 from runtimes.sandbox.docker.images import ImageStore, told_of_pull
-from runtimes.sandbox.images import ImageState, RegistryLogin
+from runtimes.sandbox.spec import ImageState, RegistryLogin
+from runtimes.secrets import Secrets
 from tests.registry import PASSWORD, USER, LoopbackRegistry, docker
 
 pytestmark = pytest.mark.docker

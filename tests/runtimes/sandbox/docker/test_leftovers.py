@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.sandbox.cgroup import Cgroup, Hierarchy
-from runtimes.sandbox.docker.leftovers import LOOKS_MAX, LeftoverCleaner
+from runtimes.sandbox.docker.engine import LOOKS_MAX, LeftoverCleaner
+from runtimes.sandbox.linux import Cgroup, Hierarchy
 
 
 @contextmanager

@@ -33,19 +33,15 @@ from manager.errors import (
     Unsupported,
 )
 from manager.function import Background, Network, SandboxSpec
-from runtimes.sandbox.cgroup import Hierarchy
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.docker.client import EngineConnection
-from runtimes.sandbox.docker.control import end_here
-from runtimes.sandbox.docker.engine import DockerEngine
-from runtimes.sandbox.docker.network import InternalNetworks, make_isolated
-from runtimes.sandbox.docker.provider import ContainerProvider
+from runtimes.sandbox.docker.engine import DockerEngine, EngineConnection
+from runtimes.sandbox.docker.provider import ContainerProvider, InternalNetworks, end_here, make_isolated
 from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.linux import Hierarchy
 from runtimes.sandbox.provider import ProviderSettings, make_provider
-from runtimes.sandbox.record import noted_bounded
-from runtimes.sandbox.runner.conversation import MARKER
-from runtimes.sandbox.sandbox import Provider, Sandbox
+from runtimes.sandbox.runner.client import MARKER
+from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
+from runtimes.sandbox.spec import noted_bounded
 from tests.runtimes.sandbox.conftest import unique
 
 pytestmark = pytest.mark.docker

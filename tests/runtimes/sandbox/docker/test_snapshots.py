@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from manager.function import SandboxSpec
-from runtimes.sandbox.docker.snapshots import ContainerSnapshots
-from runtimes.sandbox.snapshots.record import LABEL, SnapshotSettings
+from runtimes.sandbox.docker.images import ContainerSnapshots
+from runtimes.sandbox.snapshots import LABEL, SnapshotSettings
 
 
 class LateEngine:

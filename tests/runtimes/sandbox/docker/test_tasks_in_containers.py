@@ -9,8 +9,7 @@ import pytest
 from manager.errors import ActionFailed, Reason
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.handler.instance import HandlerSettings
-from runtimes.sandbox.handler.runtime import HandlerRuntime
+from runtimes.sandbox.handler.runtime import HandlerRuntime, HandlerSettings
 from runtimes.sandbox.sandbox import Provider
 from tests.runtimes.handlers import handler_in
 from tests.runtimes.recorder import execution_of

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from manager.errors import CapacityExceeded
-from runtimes.sandbox.docker.watchdog import DaemonThreads, EngineWatchdog
+from runtimes.sandbox.docker.engine import DaemonThreads, EngineWatchdog
 
 SILENCE_S = 0.1
 DEADLINE_S = 60.0

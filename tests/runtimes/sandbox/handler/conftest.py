@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
-from runtimes.sandbox.handler.instance import HandlerSettings
-from runtimes.sandbox.handler.runtime import HandlerRuntime
+from runtimes.sandbox.handler.runtime import HandlerRuntime, HandlerSettings
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider
 from tests.runtimes.recorder import execution_of

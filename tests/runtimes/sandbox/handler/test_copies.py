@@ -10,11 +10,10 @@ from structlog.testing import capture_logs
 
 from manager.errors import InvalidConfig
 from manager.function import FunctionSpec, SandboxSpec
-from runtimes.node.handlers.archive import HandlerArchives
-from runtimes.sandbox.handler import files
-from runtimes.sandbox.handler.copies import HandlerCopies
-from runtimes.sandbox.handler.instance import HandlerSettings
-from runtimes.sandbox.handler.runtime import HandlerRuntime
+from runtimes.node.protocol import HandlerArchives
+from runtimes.sandbox.handler import sources
+from runtimes.sandbox.handler.runtime import HandlerRuntime, HandlerSettings
+from runtimes.sandbox.handler.sources import HandlerCopies
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from tests.runtimes.handlers import handler_in
 from tests.runtimes.recorder import execution_of
@@ -106,7 +105,7 @@ async def test_a_node_that_joins_later_is_sent_what_the_others_run(tmp_path: Pat
 async def test_a_directory_that_is_too_large_is_run_as_it_is_and_the_log_says_so(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "SOURCES_MAX", 1)
+    monkeypatch.setattr(sources, "SOURCES_MAX", 1)
     with capture_logs() as logs:
         assert await HandlerCopies(tmp_path / "copies").of(handler(source)) == source
     assert [each["function"] for each in logs if "as it is" in str(each["event"])] == ["reward"]

@@ -12,9 +12,8 @@ import pytest
 
 from manager.errors import InvalidConfig, Unsupported
 from manager.function import FunctionSpec, SandboxSpec
-from runtimes.sandbox.handler.instance import HandlerSettings
-from runtimes.sandbox.handler.requirements import RequirementSettings
-from runtimes.sandbox.handler.runtime import HandlerRuntime
+from runtimes.sandbox.handler.runtime import HandlerRuntime, HandlerSettings
+from runtimes.sandbox.handler.sources import RequirementSettings
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider
 from tests.runtimes.handlers import handler_in

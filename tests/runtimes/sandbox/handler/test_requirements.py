@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.sandbox.handler.requirements import LINES_MAX, requirement_lines
+from runtimes.sandbox.handler.sources import LINES_MAX, requirement_lines
 
 HASH = f"--hash=sha256:{'0a' * 32}"
 

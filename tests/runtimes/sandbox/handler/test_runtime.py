@@ -11,9 +11,8 @@ import pytest
 from manager.errors import ActionFailed, CapacityExceeded, InvalidConfig, Reason
 from manager.function import FunctionSpec, HandlerSpec
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.handler.instance import HandlerSettings
-from runtimes.sandbox.handler.runtime import HandlerRuntime
-from runtimes.sandbox.process.control import ProcessControl
+from runtimes.sandbox.handler.runtime import HandlerRuntime, HandlerSettings
+from runtimes.sandbox.process import ProcessControl
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.recorder import execution_of
 from tests.runtimes.sandbox.handler.conftest import DEADLINE_S, SCALE, SETTINGS, Function, call, until

@@ -13,11 +13,8 @@ import pytest
 from manager.errors import CapacityExceeded, InvalidConfig, Unsupported
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.process.ids import BLOCK, IdBlocks, IdSettings
-from runtimes.sandbox.process.means import Means
-from runtimes.sandbox.process.provider import ProcessProvider
-from runtimes.sandbox.sandbox import Provider, Sandbox
+from runtimes.sandbox.process import BLOCK, IdBlocks, IdSettings, Means, ProcessProvider
+from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
 pytestmark = [
@@ -80,7 +77,7 @@ def test_a_block_whose_last_process_is_leaving_is_waited_for(tmp_path: Path) -> 
 
 
 def test_a_block_is_not_given_while_somebody_runs_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtimes.sandbox.process.ids.LEAVE_S", 0.1)
+    monkeypatch.setattr("runtimes.sandbox.process.LEAVE_S", 0.1)
     blocks = IdBlocks(IdSettings(first=FIRST, blocks=1), tmp_path)
     lost = blocks.claim()
     lost.close()

@@ -17,12 +17,10 @@ import pytest
 from manager.errors import CapacityExceeded, CodedError, InvalidInput, NotFound, Reason, Unsupported
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.creation_gate import CreationGate
-from runtimes.sandbox.process.means import Means
-from runtimes.sandbox.process.provider import ProcessProvider
-from runtimes.sandbox.record import SandboxRecord
-from runtimes.sandbox.runner.protocol import unmade
-from runtimes.sandbox.sandbox import Sandbox
+from runtimes.sandbox.process import Means, ProcessProvider
+from runtimes.sandbox.runner.client import unmade
+from runtimes.sandbox.sandbox import CreationGate, Sandbox
+from runtimes.sandbox.spec import SandboxRecord
 from tests.runtimes.sandbox.conftest import unique
 
 DEADLINE_S = 60.0

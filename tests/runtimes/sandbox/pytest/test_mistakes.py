@@ -10,8 +10,8 @@ import pytest
 
 from manager.errors import Reason
 from manager.function import PytestSpec
-from runtimes.sandbox.pytest.mistakes import testless as without_tests
-from runtimes.sandbox.pytest.mistakes import undefined
+from runtimes.sandbox.pytest.runtime import testless as without_tests
+from runtimes.sandbox.pytest.runtime import undefined
 from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SuiteBench
 
 GIVEN = {"test_a.py": "def test_a(): pass\n"}

@@ -7,7 +7,7 @@ import json
 import orjson
 import pytest
 
-from runtimes.sandbox.pytest.report import SuiteReport, SuiteRequest, judge, notes
+from runtimes.sandbox.pytest.runtime import SuiteReport, SuiteRequest, judge, notes
 
 
 def fed(*lines: bytes | dict[str, object]) -> SuiteReport:

@@ -14,9 +14,8 @@ import pytest
 from manager.action import State, UnitSet
 from manager.errors import ActionFailed, Reason
 from manager.function import PytestSpec
-from runtimes.local import LocalExecutor
-from runtimes.sandbox.pytest.plan import PytestSettings
-from runtimes.sandbox.pytest.runtime import _COMPILED, PytestRuntime
+from runtimes.executor import LocalExecutor
+from runtimes.sandbox.pytest.runtime import _COMPILED, PytestRuntime, PytestSettings
 from runtimes.sandbox.sandbox import Sandbox
 from tests.runtimes.recorder import execution_of
 from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SPEC, SuiteBench

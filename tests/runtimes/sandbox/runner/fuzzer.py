@@ -22,9 +22,7 @@ from tempfile import TemporaryDirectory
 from manager.errors import ActionFailed, InvalidInput, NotFound, Reason
 from runtimes.sandbox.command import Command, CommandResult, FileContent
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.byte_stream import ByteStream, SocketStream
-from runtimes.sandbox.runner.conversation import MARKER
-from runtimes.sandbox.runner.stream_client import StreamClient
+from runtimes.sandbox.runner.client import MARKER, ByteStream, SocketStream, StreamClient
 from runtimes.sandbox.session import InteractiveSession, SessionSettings, TerminalSize
 
 DEADLINE_S = 60.0

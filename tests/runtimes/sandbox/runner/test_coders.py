@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtimes.sandbox.runner.protocol import ISOLATED, RUNNER
+from runtimes.sandbox.runner.client import ISOLATED, RUNNER
 from runtimes.sandbox.runner.runner import _json_coders, as_json, from_json
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

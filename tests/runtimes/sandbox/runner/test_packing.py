@@ -18,12 +18,9 @@ import pytest
 
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.record import SandboxRecord
-from runtimes.sandbox.runner import packing
-from runtimes.sandbox.runner.byte_stream import SocketStream
-from runtimes.sandbox.runner.packing import compiled, packed_beside, packed_runner
-from runtimes.sandbox.runner.protocol import ISOLATED
-from runtimes.sandbox.runner.stream_client import StreamClient
+from runtimes.sandbox.runner import client as packing
+from runtimes.sandbox.runner.client import ISOLATED, SocketStream, StreamClient, compiled, packed_beside, packed_runner
+from runtimes.sandbox.spec import SandboxRecord
 
 START_S = 60.0
 

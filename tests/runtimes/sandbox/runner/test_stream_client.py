@@ -15,11 +15,8 @@ from hypothesis import strategies as st
 from manager.errors import ActionFailed, Reason
 from runtimes.sandbox.command import Command, ResumableCommand
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.byte_stream import SocketStream
-from runtimes.sandbox.runner.conversation import MARKER
-from runtimes.sandbox.runner.protocol import encode_json
+from runtimes.sandbox.runner.client import MARKER, SocketStream, StreamClient, encode_json
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError, encode
-from runtimes.sandbox.runner.stream_client import StreamClient
 from runtimes.sandbox.session import InteractiveSession, SessionSettings
 
 DEADLINE_S = 60.0
@@ -119,7 +116,7 @@ async def test_a_runner_that_breaks_the_protocol_is_a_lost_environment(tmp_path:
 async def test_a_runner_that_falls_silent_is_given_up_with_what_it_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtimes.sandbox.runner.stream_client.SILENCE_S", 0.05)
+    monkeypatch.setattr("runtimes.sandbox.runner.client.SILENCE_S", 0.05)
     monkeypatch.setattr(wire, "UNKILLABLE_S", 0.05)
 
     async def whisper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -16,8 +16,7 @@ import pytest
 from manager.errors import InvalidInput
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.conversation import MARKER
-from runtimes.sandbox.runner.protocol import encode_json
+from runtimes.sandbox.runner.client import MARKER, encode_json
 from runtimes.sandbox.session import InteractiveSession, SessionSettings
 from tests.runtimes.sandbox.box import Box
 

@@ -16,7 +16,7 @@ import pytest
 from manager.errors import ActionFailed, CapacityExceeded, InvalidInput, Reason
 from runtimes.sandbox.command import Command, FileContent
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.stream_client import StreamClient
+from runtimes.sandbox.runner.client import StreamClient
 from runtimes.sandbox.session import InteractiveSession, SessionSettings, TerminalSize
 from tests.runtimes.sandbox.box import Box, running_box
 from tests.runtimes.sandbox.runner.test_takeover import heard, until

@@ -9,8 +9,7 @@ import pytest
 
 from manager.errors import CapacityExceeded, CodedError, Conflict, NotFound, Unsupported
 from manager.function import SandboxSpec
-from runtimes.sandbox.snapshots.record import SnapshotRecord, SnapshotSettings
-from runtimes.sandbox.snapshots.store import SnapshotStore
+from runtimes.sandbox.snapshots import SnapshotRecord, SnapshotSettings, SnapshotStore
 
 SPEC = SandboxSpec(image="any")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manager.errors import Conflict, TooLarge
-from runtimes.sandbox.snapshots.tree import pack, unpack
+from runtimes.sandbox.snapshots import pack, unpack
 from tests.small_disk import small_disk_at
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to others")

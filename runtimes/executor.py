@@ -1,0 +1,451 @@
+"""Execute actions on this machine or on a node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from manager.action import Action, Chunk, Lease, Outcome, State
+from manager.clock import Clock, MonotonicClock
+from manager.errors import (
+    ActionFailed,
+    CapacityExceeded,
+    CodedError,
+    InvalidInput,
+    QuotaExceeded,
+    Reason,
+    StorageUnavailable,
+    TooLarge,
+    Unsupported,
+    exhaustion,
+)
+from manager.executor import Call, Executor
+from manager.function import FunctionSpec
+from runtimes.kinds import kind_of
+from runtimes.runtime import Execution, Replicator, Result, Runtime
+
+logger = logging.getLogger("runtimes.local")
+
+COMPONENT = "executor"
+#: A timer of the loop may ring so much too early.
+TIMER_S = 0.001
+
+#: What some reasons make of an action; the others make it ``failed``.
+_STATES: Mapping[Reason, State] = {
+    Reason.TIMEOUT: State.TIMED_OUT,
+    Reason.QUEUE_TIMEOUT: State.TIMED_OUT,
+    Reason.CANCELLED: State.CANCELLED,
+    Reason.NODE_LOST: State.LOST,
+    Reason.GATEWAY_RESTART: State.LOST,
+}
+
+#: Errors that a runtime may raise besides ActionFailed.
+_REASONS: Mapping[type[CodedError], Reason] = {
+    InvalidInput: Reason.INVALID_INPUT,
+    TooLarge: Reason.INVALID_INPUT,
+    Unsupported: Reason.INVALID_INPUT,
+    QuotaExceeded: Reason.QUOTA,
+    CapacityExceeded: Reason.ENVIRONMENT_LOST,
+    StorageUnavailable: Reason.ENVIRONMENT_LOST,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Bounds besides the action's own ``timeout``, in seconds."""
+
+    #: From the lease until the user's own work begins (a sandbox made, a model restored).
+    prepare_s: float = 300.0
+    #: From the end of the user's work until the runtime returns.
+    finish_s: float = 60.0
+    #: For a runtime to kill its work; one that takes longer is left behind, and the action ends all the same.
+    kill_s: float = 30.0
+
+
+class LocalExecutor:
+    """A `manager.executor.Executor` over the runtimes of this process."""
+
+    def __init__(
+        self,
+        runtimes: Mapping[str, Runtime],
+        clock: Clock | None = None,
+        *,
+        deadlines: Deadlines | None = None,
+        open_environment: Callable[[str, str, FunctionSpec], Awaitable[object]] | None = None,
+    ) -> None:
+        self._runtimes = dict(runtimes)
+        self._clock = clock or MonotonicClock()
+        self._deadlines = deadlines or Deadlines()
+        #: Makes a trajectory's sandbox ahead of its first action.
+        self._open_environment = open_environment
+        self._running: dict[str, Runtime] = {}
+        self._alarm = _Alarm()
+        #: Work that outlived ``kill_s``; held, so that it is not collected before it ends.
+        self._left_behind: set[asyncio.Task[Result]] = set()
+
+    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        """Run the action to its end. A cancellation is an end like others, once the work was killed."""
+        runtime = self._runtimes.get(call.function.runtime)
+        if runtime is None:
+            kind = call.function.runtime
+            return Outcome(
+                state=State.FAILED,
+                reason=Reason.INTERNAL,
+                message=f"no runtime serves {kind} functions here",
+                component=COMPONENT,
+            )
+        execution = _Watched(action=action, lease=lease, call=call, clock=self._clock)
+        watch = _Watch(execution, self._deadlines, self._alarm)
+        task = watch.begin(runtime)
+        self._running[action.id] = runtime
+        try:
+            await watch.end()
+        except asyncio.CancelledError:
+            await watch.kill()
+            execution.end()
+            return _failure(Reason.CANCELLED, "cancelled", execution)
+        finally:
+            del self._running[action.id]
+            if not task.done():
+                logger.error("action %s outlived its kill by %g s", action.id, self._deadlines.kill_s)
+                self._left_behind.add(task)
+                task.add_done_callback(self._left_behind.discard)
+        execution.end()
+        return _outcome(task, execution, watch.overrun)
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        """Pass the new lease on; a no-op once the action has ended."""
+        runtime = self._running.get(action.id)
+        if runtime is not None:
+            await runtime.resize(action, lease)
+
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
+        """Copy a service into free memory within ``prepare_s``; a failure is told by False and logged."""
+        runtime: object = self._runtimes.get(function.runtime)
+        if not isinstance(runtime, Replicator):
+            return False
+        try:
+            return await asyncio.wait_for(runtime.replicate(function, service, chunk), self._deadlines.prepare_s)
+        except Exception as error:  # noqa: BLE001  # a hint: whoever needs the service meets the same error and tells it
+            logger.warning("the copy of %s to devices %s of %s failed: %r", service, chunk, node, error)
+            return False
+
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
+        """Make the trajectory's environment; raises TangramError."""
+        if self._open_environment is None:
+            return
+        try:
+            await asyncio.wait_for(self._open_environment(trajectory, task, function), self._deadlines.prepare_s)
+        except TimeoutError:
+            seconds = self._deadlines.prepare_s
+            raise ActionFailed(
+                Reason.TIMEOUT, f"trajectory {trajectory} was not ready within {seconds:g} s", component=COMPONENT
+            ) from None
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        """Let every runtime drop what it keeps for the trajectory; idempotent."""
+        ends = [runtime.end_trajectory(trajectory) for runtime in self._runtimes.values()]
+        for failure in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(failure, Exception):
+                logger.error("the end of trajectory %s failed", trajectory, exc_info=failure)
+
+    async def close(self) -> None:
+        """Close every runtime, even where one of them fails."""
+        async with AsyncExitStack() as closers:
+            for runtime in self._runtimes.values():
+                closers.push_async_callback(runtime.close)
+
+
+def _unheard() -> None:
+    """Nobody listens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watched(Execution):
+    """An execution that tells when its phase changes, so that the right deadline is armed."""
+
+    on_phase: Callable[[], None] = field(default=_unheard)
+
+    def begin(self, ran_s: float = 0.0) -> None:
+        Execution.begin(self, ran_s)
+        self.on_phase()
+
+    def end(self) -> None:
+        Execution.end(self)
+        self.on_phase()
+
+
+class _Alarm:
+    """One timer of the loop for all deadlines, as hardly any is ever reached."""
+
+    def __init__(self) -> None:
+        self._due: dict[object, tuple[float, Callable[[], None]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._rings_s = math.inf
+
+    def set(self, loop: asyncio.AbstractEventLoop, key: object, wait_s: float, ring: Callable[[], None]) -> None:
+        """Call ``ring`` in so many seconds, in place of what was set for the same key."""
+        due_s = loop.time() + wait_s
+        self._due[key] = due_s, ring
+        if due_s < self._rings_s:
+            self._arm(loop, due_s)
+
+    def drop(self, key: object) -> None:
+        """Ring no more for it; idempotent."""
+        self._due.pop(key, None)
+
+    def _arm(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._rings_s = due_s
+        self._timer = loop.call_at(due_s, self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer, self._rings_s = None, math.inf
+        now_s = loop.time() + TIMER_S
+        over = [(key, ring) for key, (due_s, ring) in self._due.items() if due_s <= now_s]
+        for key, _ in over:
+            del self._due[key]
+        if self._due:
+            self._arm(loop, min(due_s for due_s, _ in self._due.values()))
+        for _, ring in over:
+            ring()
+
+
+class _Watch:
+    """The work of one execution, and its deadlines: to get ready, to run, to come to an end, and to die."""
+
+    def __init__(self, execution: _Watched, deadlines: Deadlines, alarm: _Alarm) -> None:
+        self._execution = execution
+        self._deadlines = deadlines
+        self._alarm = alarm
+        self._loop = asyncio.get_running_loop()
+        #: Made anew whenever a cancellation takes its waiter away.
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        #: None before it begins, and once it is over: an error's traceback leads here, and must not lead back.
+        self._task: asyncio.Task[Result] | None = None
+        #: The message of the deadline that was missed; empty where none was.
+        self.overrun = ""
+        self._killing = False
+
+    def begin(self, runtime: Runtime) -> asyncio.Task[Result]:
+        """Set it to work."""
+        name = f"execute {self._execution.action.id}"
+        task = self._task = self._loop.create_task(self._work(runtime), name=name)
+        self._execution.on_phase = self._arm
+        self._arm()
+        return task
+
+    async def _work(self, runtime: Runtime) -> Result:
+        try:
+            return await runtime.execute(self._execution)
+        finally:
+            self._finish()
+
+    async def end(self) -> None:
+        """Until the work is over, or was killed and will not die."""
+        await self._over
+
+    async def kill(self) -> None:
+        """Cancel the work and wait for its end (bounded); further cancellations change nothing."""
+        self._kill()
+        while self._task is not None:
+            self._over = self._loop.create_future()
+            try:
+                await self._over
+            except asyncio.CancelledError:
+                continue
+
+    def _arm(self) -> None:
+        if self._killing or self._task is None:
+            return
+        ran_s = self._execution.execution_s if self._execution.ended_s is None else 0.0
+        self._alarm.set(self._loop, self, max(0.0, self._phase()[0] - ran_s), self._missed)
+
+    def _phase(self) -> tuple[float, str]:
+        """Seconds that the present phase may take, and what is said of one that takes longer."""
+        if self._execution.ended_s is not None:
+            seconds = self._deadlines.finish_s
+            return seconds, f"its runtime did not return within {seconds:g} s of its end"
+        if self._execution.began_s is not None:
+            seconds = self._execution.action.timeout_s
+            return seconds, f"ran longer than timeout, {seconds:g} s"
+        seconds = self._deadlines.prepare_s
+        return seconds, f"was not ready to begin within {seconds:g} s"
+
+    def _missed(self) -> None:
+        self.overrun = self._phase()[1]
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._killing or self._task is None:
+            return
+        self._killing = True
+        self._task.add_done_callback(lambda _: self._finish())  # one that never began does not tell its end itself
+        self._task.cancel()
+        self._alarm.set(self._loop, self, self._deadlines.kill_s, self._finish)
+
+    def _finish(self) -> None:
+        self._task = None
+        self._alarm.drop(self)
+        self._execution.on_phase = _unheard  # else both would hold each other until the collector comes
+        if not self._over.done():
+            self._over.set_result(None)
+
+
+def _outcome(task: asyncio.Task[Result], execution: Execution, overrun: str) -> Outcome:
+    """How it ended, from what the runtime returned or raised; a missed deadline where it did neither."""
+    if not task.done() or task.cancelled():
+        if overrun:
+            return _failure(Reason.TIMEOUT, overrun, execution)
+        return _failure(Reason.INTERNAL, "its runtime gave up without a reason", execution)
+    error = task.exception()
+    if error is None:
+        result = task.result()
+        return Outcome(
+            state=State.SUCCEEDED, result=result.value, usage=result.usage, execution_s=execution.execution_s
+        )
+    if isinstance(error, ActionFailed):
+        return Outcome(
+            state=_STATES.get(error.reason, State.FAILED),
+            result=error.result,
+            usage=error.usage,
+            reason=error.reason,
+            message=error.message,
+            component=error.component,
+            execution_s=execution.execution_s,
+            retry_after_s=error.retry_after_s,
+            detail=error.detail,
+        )
+    error = exhaustion(error, COMPONENT) or error
+    if isinstance(error, CodedError):
+        reason = _REASONS.get(type(error), Reason.INTERNAL)
+        return _failure(reason, error.message, execution, component=error.component)
+    logger.error("action %s: its runtime raised", execution.action.id, exc_info=error)
+    return _failure(Reason.INTERNAL, f"its runtime raised {error!r}", execution)
+
+
+def _failure(reason: Reason, message: str, execution: Execution, *, component: str = COMPONENT) -> Outcome:
+    return Outcome(
+        state=_STATES.get(reason, State.FAILED),
+        reason=reason,
+        message=message,
+        component=component,
+        execution_s=execution.execution_s,
+    )
+
+
+FLEET_COMPONENT = "fleet"
+
+
+class FleetMachine(Executor, Protocol):
+    """A machine of the fleet: `runtimes.node.remote.RemoteNode`, or this one."""
+
+    def mark_lost(self, trajectories: Collection[str]) -> None:
+        """Tell the next action of each of these that its sandbox was lost."""
+        ...
+
+
+class FleetExecutor:
+    """A `manager.executor.Executor` that deals out to the machines, and knows which trajectory lives on which."""
+
+    def __init__(
+        self,
+        here: Executor,
+        local: str,
+        member: Callable[[str], FleetMachine | None],
+        *,
+        mark_lost: Callable[[Collection[str]], None],
+        lost_max: int = 65536,
+    ) -> None:
+        """``local`` is this machine's name as a node, ``mark_lost`` what `FleetMachine.mark_lost` is for it."""
+        self._here = here
+        self._local = local
+        self._member = member
+        self._mark_lost = mark_lost
+        self._lost_max = lost_max
+        #: The nodes of trajectories that do not live here.
+        self._homes: dict[str, str] = {}
+        #: Trajectories that were lost with their node, and of which no action was told yet; the latest last.
+        self._lost: dict[str, None] = {}
+        #: Where the core has placed a trajectory; empty if nowhere.
+        self.place_of: Callable[[str], str] = lambda trajectory: ""
+        #: Called with a trajectory whose loss is told now.
+        self.on_told: Callable[[str], None] = lambda trajectory: None
+
+    def home(self, trajectory: str) -> str:
+        """Return the name of the other machine that a trajectory lives on; empty if it lives here, or nowhere yet."""
+        node = self._homes.get(trajectory) or self.place_of(trajectory)
+        return "" if node == self._local else node
+
+    def settle_in(self, trajectory: str, node: str) -> None:
+        """Note that a trajectory lives on a node already: an earlier gateway has put it there."""
+        self._homes[trajectory] = node
+
+    def lose(self, trajectories: Collection[str]) -> None:
+        """Tell the next action of each that its sandbox was lost with its node, wherever it will run."""
+        for trajectory in trajectories:
+            self._homes.pop(trajectory, None)
+            self._lost[trajectory] = None
+        while len(self._lost) > self._lost_max:
+            eldest = next(iter(self._lost))
+            del self._lost[eldest]
+            self.on_told(eldest)  # nobody will be
+
+    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        """Run the action where its lease says."""
+        if lease.node in ("", self._local):
+            self._tell_loss(action.trajectory, self._mark_lost, call.function)
+            return await self._here.execute(action, lease, call)
+        member = self._member(lease.node)
+        if member is None:
+            message = f"node {lease.node} is not there any more"
+            return Outcome(state=State.LOST, reason=Reason.NODE_LOST, message=message, component=FLEET_COMPONENT)
+        self._tell_loss(action.trajectory, member.mark_lost, call.function)
+        if action.trajectory is not None and kind_of(call.function).works_in_sandbox:
+            self._homes[action.trajectory] = lease.node
+        return await member.execute(action, lease, call)
+
+    def _tell_loss(
+        self, trajectory: str | None, mark_lost: Callable[[Collection[str]], None], function: FunctionSpec
+    ) -> None:
+        if trajectory in self._lost and trajectory is not None and kind_of(function).works_in_sandbox:
+            del self._lost[trajectory]
+            mark_lost([trajectory])
+            self.on_told(trajectory)
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        """Give a running action other cores, where it runs."""
+        member = self._here if lease.node in ("", self._local) else self._member(lease.node)
+        if member is not None:
+            await member.resize(action, lease)
+
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
+        """Copy a service on the node's devices; return False where it cannot be."""
+        member = self._here if node == self._local else self._member(node)
+        return member is not None and await member.replicate(function, service, node, chunk)
+
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
+        """Make the trajectory's environment where the core has placed it; raises CodedError."""
+        node = self.home(trajectory)
+        if not node:
+            await self._here.open_trajectory(trajectory, task, function)
+            return
+        member = self._member(node)
+        if member is None:
+            raise CapacityExceeded(f"node {node} is not there any more", component=FLEET_COMPONENT, retry_after_s=1.0)
+        self._homes[trajectory] = node
+        await member.open_trajectory(trajectory, task, function)
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        """Remove the trajectory's environment, and what is kept for it here; that of an absent node when it is back."""
+        node = self._homes.pop(trajectory, None)
+        member = None if node is None else self._member(node)
+        if member is not None:
+            await member.end_trajectory(trajectory)
+        await self._here.end_trajectory(trajectory)

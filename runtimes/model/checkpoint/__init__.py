@@ -1,1 +1,0 @@
-"""Checkpoints: read once into a host image that serves every degree of parallelism."""

@@ -1,0 +1,276 @@
+"""The external engine: an OpenAI-compatible server (vLLM, SGLang) with sleep and wake calls, in the same slot.
+
+It needs devices of its own: what it frees by sleeping goes back to the driver, not to our arenas. Scores come from
+``/classify``, embeddings and completions from the usual routes; ``model.path`` is the name it serves the model under.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+
+from manager.action import Chunk
+from manager.config import ServiceSpec
+from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
+from manager.function import FunctionSpec, ModelAction, ModelSpec
+from runtimes.model.engine import (
+    Answers,
+    ModelJob,
+    ModelRequest,
+    OnAnswered,
+    OnFootprint,
+    Restores,
+    discover,
+    has_moved,
+)
+from runtimes.model.request import ModelInput, ModelSettings, model_of
+
+_COMPONENT = "model.external"
+_CONNECT_S = 5.0
+
+#: Statuses by which the server blames the input.
+_BLAMES_INPUT = frozenset({400, 413, 422})
+
+
+@dataclass(slots=True)
+class _Server:
+    """One server: what it is known to cost, and where it is awake."""
+
+    model: ModelSpec
+    #: As the scheduler knows it; None before it is prepared.
+    told: ServiceSpec | None = None
+    chunk: Chunk | None = None
+    moving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    calls: int = 0
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ExternalBackend:
+    """Implements `contract.ModelBackend` by HTTP calls."""
+
+    def __init__(self, settings: ModelSettings, on_residency: Callable[[], None], on_footprint: OnFootprint) -> None:
+        self._settings = settings
+        self._on_residency = on_residency
+        self._on_footprint = on_footprint
+        self._wakes = Restores(settings.restore_bytes_per_s)
+        self._servers: dict[str, _Server] = {}
+        self._client: httpx.AsyncClient | None = None
+
+    # -- the contract
+
+    async def prepare(self, function: FunctionSpec) -> ServiceSpec:
+        """Reach the server, wake it once to measure that, and leave it asleep."""
+        model, units = model_of(function), function.cost.get("gpu")
+        if units is None:
+            raise InvalidConfig(f"functions.{function.name}.cost: a model function needs gpu", component=_COMPONENT)
+        server = _Server(model)
+        self._servers[model.service] = server
+        try:
+            await self._call(model, "GET", "/v1/models")
+            await self._wake(server, Chunk(0, units.minimum))
+            await self._sleep(server)
+        except ActionFailed as error:
+            raise InvalidConfig(
+                f"functions.{function.name}.model.engine_url: {error.message}; start the server first",
+                component=_COMPONENT,
+            ) from error
+        whole = min(device.arena_bytes for device in await asyncio.to_thread(discover, self._settings))
+        server.told = ServiceSpec(
+            name=model.service,
+            bytes_by_dop=dict.fromkeys(units, whole),
+            restore_s_by_dop=dict.fromkeys(units, self._wake_s(model.service)),
+            replicable=False,
+        )
+        return server.told
+
+    async def admit(self, function: FunctionSpec, given: ModelInput) -> ModelRequest:
+        """The server checks lengths and vocabulary; what it cannot take at all is refused here."""
+        if given.conversations and model_of(function).action is not ModelAction.GENERATE:
+            raise InvalidInput(
+                "$.messages: an external engine takes conversations for generate only",
+                component=_COMPONENT,
+                detail={"path": "$.messages"},
+            )
+        return ModelRequest(function=function, input=given)
+
+    async def restore(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
+        await self._wake(self._server(service, function), chunk)
+        return True
+
+    async def execute(self, job: ModelJob, restored: Callable[[], None], answered: OnAnswered) -> Answers:
+        server = self._server(job.service, job.requests[0].function)
+        began = time.monotonic()
+        woken = server.chunk is None
+        await self._wake(server, job.chunk)
+        restored()
+        arrived = time.monotonic()
+        server.calls += 1
+        server.quiet.clear()
+        try:
+            # The server batches by itself: a batch here is so many calls at once.
+            async with asyncio.TaskGroup() as group:
+                calls = [group.create_task(self._act(request)) for request in job.requests]
+        except* ActionFailed as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            server.calls -= 1
+            if not server.calls:
+                server.quiet.set()
+        usage = {
+            "restored": float(woken),
+            "restore_s": arrived - began if woken else 0.0,
+            "restore_bytes": 0.0,
+            "compute_s": time.monotonic() - arrived,
+            "devices": float(job.chunk.size),
+            "batch": float(len(job.requests)),
+        }
+        return Answers(values=tuple(call.result() for call in calls), usage=usage)
+
+    async def evict(self, service: str, chunk: Chunk) -> None:
+        server = self._servers.get(service)
+        if server is not None and server.chunk is not None:
+            try:
+                await self._sleep(server)
+            except ActionFailed:
+                # A server that does not answer holds no memory that a sleep would free.
+                server.chunk = None
+                self._on_residency()
+
+    def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
+        return {name: (server.chunk,) for name, server in self._servers.items() if server.chunk is not None}
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    # -- sleep and wake
+
+    def _server(self, service: str, function: FunctionSpec) -> _Server:
+        return self._servers.setdefault(service, _Server(model_of(function)))
+
+    async def _wake(self, server: _Server, chunk: Chunk) -> None:
+        async with server.moving:
+            if server.chunk == chunk:
+                return
+            if server.chunk is None and server.model.wake_path:
+                began = time.monotonic()
+                await self._call(server.model, "POST", server.model.wake_path)
+                self._learn(server, time.monotonic() - began)
+            server.chunk = chunk
+        self._on_residency()
+
+    def _learn(self, server: _Server, seconds: float) -> None:
+        """Keep what a wake took, for any number of devices; report the estimate if it has moved."""
+        service, told = server.model.service, server.told
+        self._wakes.add(service, 1, 0, seconds)
+        if told is None:
+            return
+        now = dict.fromkeys(told.restore_s_by_dop, self._wake_s(service))
+        if has_moved(told.restore_s_by_dop, now):
+            server.told = replace(told, restore_s_by_dop=now)
+            self._on_footprint(server.told)
+
+    def _wake_s(self, service: str) -> float:
+        return self._wakes.estimate(service, {1: 0})[1]
+
+    async def _sleep(self, server: _Server) -> None:
+        """Wait for the calls in flight (a sleeping server would abort them), then let go of the memory."""
+        async with server.moving:
+            if server.calls:
+                await server.quiet.wait()
+            if server.model.sleep_path:
+                await self._call(server.model, "POST", server.model.sleep_path)
+            server.chunk = None
+        self._on_residency()
+
+    # -- the actions
+
+    async def _act(self, request: ModelRequest) -> Mapping[str, object]:
+        action = model_of(request.function).action
+        act = {
+            ModelAction.SCORE: self._score,
+            ModelAction.LOGPROBS: self._logprobs,
+            ModelAction.EMBED: self._embed,
+            ModelAction.GENERATE: self._generate,
+        }[action]
+        try:
+            return await act(model_of(request.function), request.input)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ActionFailed(Reason.UPSTREAM, f"the engine's answer lacks {error!r}", component=_COMPONENT) from error
+
+    async def _score(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
+        answer = await self._post(model, "/classify", {"input": _inputs(given)})
+        rows = [list(map(float, row["probs"])) for row in _ordered(answer["data"])]
+        return {"scores": [row[0] if len(row) == 1 else row for row in rows]}
+
+    async def _embed(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
+        answer = await self._post(model, "/v1/embeddings", {"input": _inputs(given)})
+        return {"embeddings": [list(map(float, row["embedding"])) for row in _ordered(answer["data"])]}
+
+    async def _logprobs(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
+        if given.top_logprobs is not None:
+            told = "$.top_logprobs: of an external engine only the tokens' own log-probabilities are told"
+            detail = {"path": "$.top_logprobs"}
+            raise ActionFailed(Reason.INVALID_INPUT, told, component=_COMPONENT, detail=detail)
+        body = {"prompt": _inputs(given), "max_tokens": 0, "echo": True, "logprobs": 0}
+        answer = await self._post(model, "/v1/completions", body)
+        # The first token has no condition, and so no log-probability.
+        rows = [list(map(float, one["logprobs"]["token_logprobs"][1:])) for one in _ordered(answer["choices"])]
+        return {"logprobs": rows, "sums": [sum(row) for row in rows]}
+
+    async def _generate(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
+        sampling = given.sampling
+        options = {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+        }
+        if given.conversations:
+            chats = [self._post(model, "/v1/chat/completions", {"messages": c, **options}) for c in given.conversations]
+            choices = [answer["choices"][0] for answer in await asyncio.gather(*chats)]
+            texts = [choice["message"]["content"] for choice in choices]
+        else:
+            answer = await self._post(model, "/v1/completions", {"prompt": _inputs(given), **options})
+            choices = _ordered(answer["choices"])
+            texts = [choice["text"] for choice in choices]
+        reasons = [choice["finish_reason"] for choice in choices]
+        return {"texts": texts, "finish_reasons": reasons, "seed": sampling.seed}
+
+    async def _post(self, model: ModelSpec, path: str, body: Mapping[str, object]) -> Any:
+        return (await self._call(model, "POST", path, {"model": str(model.path), **body})).json()
+
+    async def _call(
+        self, model: ModelSpec, method: str, path: str, body: Mapping[str, object] | None = None
+    ) -> httpx.Response:
+        """Make one call; raise ActionFailed(upstream), or (invalid_input) if the server blames the input."""
+        if self._client is None:
+            self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S))
+        url = model.engine_url.rstrip("/") + path
+        try:
+            response = await self._client.request(method, url, json=body)
+        except httpx.HTTPError as error:
+            raise ActionFailed(
+                Reason.UPSTREAM, f"{method} {url}: {type(error).__name__} {error}", component=_COMPONENT
+            ) from error
+        if response.is_success:
+            return response
+        reason = Reason.INVALID_INPUT if response.status_code in _BLAMES_INPUT else Reason.UPSTREAM
+        raise ActionFailed(
+            reason, f"{method} {url} answered {response.status_code}: {response.text[:500]}", component=_COMPONENT
+        )
+
+
+def _inputs(given: ModelInput) -> list[object]:
+    return [*given.texts, *(list(ids) for ids in given.token_ids)]
+
+
+def _ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by their index: a server may answer out of order."""
+    return sorted(rows, key=lambda row: int(row["index"]))

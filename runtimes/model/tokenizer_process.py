@@ -1,0 +1,94 @@
+"""The tokenizer process: it reads checkpoints and turns text into tokens, so that the gateway never imports torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+from manager.errors import CodedError, InvalidInput, Reason
+from runtimes.model.checkpoint import open_checkpoint
+from runtimes.model.host_images import Tokens, stop_ids
+from runtimes.model.processes import (
+    Decode,
+    Done,
+    Encode,
+    EncodedText,
+    Failed,
+    Fill,
+    Hello,
+    Inspect,
+    Inspection,
+    MessagePipe,
+    Request,
+)
+from runtimes.model.weights import Head, build_layout, fill
+
+#: Requests served at once: a checkpoint may be read while texts are tokenised.
+THREADS = 4
+#: Tokenizers kept.
+TOKENIZERS_MAX = 32
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer until the gateway goes away."""
+    import torch
+
+    torch.set_num_threads(1)
+    pipe = MessagePipe(connection)
+    pipe.send(Hello(pid=os.getpid()))
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        while True:
+            request: Request = pipe.receive()  # type: ignore[assignment]  # our own gateway sends nothing else
+            pool.submit(_answer, pipe, *request)
+    except EOFError:
+        os._exit(0)  # a checkpoint may still be being read: nobody waits for it any more
+
+
+def _answer(pipe: MessagePipe, number: int, asked: object) -> None:
+    try:
+        value = perform(asked)
+    except CodedError as error:
+        reason = Reason.INVALID_INPUT if isinstance(error, InvalidInput) else Reason.MODEL_ERROR
+        pipe.send(Failed(request=number, kind=type(error).__name__, message=error.message, reason=reason))
+    except Exception as error:  # noqa: BLE001  # crosses the pipe as a failed request
+        pipe.send(Failed(request=number, kind=type(error).__name__, message=f"{type(error).__name__}: {error}"))
+    else:
+        pipe.send(Done(request=number, value=value))
+
+
+def perform(asked: object) -> object:
+    """One request, in this process; raises InvalidConfig, Unsupported or InvalidInput."""
+    match asked:
+        case Inspect():
+            return _inspect(asked)
+        case Fill():
+            fill(open_checkpoint(asked.path), asked.layout, asked.image_path, asked.threads)
+            return None
+        case Encode():
+            return _encode(asked)
+        case Decode():
+            return _tokens(asked.path, asked.fingerprint).decode(asked.ids)
+    raise TypeError(f"the tokenizer process does not know {asked!r}")
+
+
+def _inspect(asked: Inspect) -> Inspection:
+    checkpoint = open_checkpoint(asked.path)
+    layout = build_layout(checkpoint, Head(asked.head), asked.dtype)
+    return Inspection(layout=layout, fingerprint=checkpoint.fingerprint, stop_ids=stop_ids(asked.path))
+
+
+def _encode(asked: Encode) -> EncodedText:
+    tokens = _tokens(asked.path, asked.fingerprint)
+    if asked.conversations:
+        return tokens.encode_chats(asked.conversations, asked.limit, asked.cut, asked.continued)
+    return tokens.encode(asked.texts, asked.limit, asked.cut)
+
+
+@lru_cache(maxsize=TOKENIZERS_MAX)
+def _tokens(path: Path, mark: str) -> Tokens:
+    """The tokenizer of one version of a checkpoint (``mark`` is its fingerprint)."""
+    return Tokens(path)

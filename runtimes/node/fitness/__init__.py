@@ -1,1 +1,0 @@
-"""Whether anything can begin on a node, as it finds itself, and why not."""

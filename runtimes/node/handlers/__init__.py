@@ -1,1 +1,0 @@
-"""Handlers on nodes: their files travel once, under the digest of all of them."""

@@ -1,1 +1,0 @@
-"""Model services on nodes: what they cost there, and on which devices they are resident."""

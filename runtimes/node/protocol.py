@@ -1,0 +1,1614 @@
+"""The protocol between gateway and node: messages, frames, the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import struct
+import tarfile
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from manager.action import Action, Chunk, Lease, Outcome, State
+from manager.clock import Clock, MonotonicClock
+from manager.config import NodeSpec, ServiceSpec
+from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason, Unsupported, exhaustion
+from manager.function import FunctionSpec, Setting
+from runtimes.sandbox.handler.sources import (
+    SOURCES_LIMIT_BYTES,
+    SOURCES_MAX,
+    HandlerCopies,
+    HandlerFile,
+    handler_files,
+    too_much,
+)
+from runtimes.sandbox.snapshots import SnapshotRecord
+
+
+class Message(msgspec.Struct, array_like=True, gc=False):
+    """What one frame says."""
+
+
+class ErrorFacts(Message, kw_only=True):
+    """A `CodedError`."""
+
+    code: str
+    message: str
+    component: str
+    reason: Reason | None
+    retry_after_s: float | None
+    #: `runtimes.node.wire.pack`ed.
+    detail: bytes
+    result: bytes
+
+
+class ToldOutcome(msgspec.Struct, kw_only=True, gc=False):
+    """A `manager.action.Outcome` without result and detail, by the same names, as it is made and read in no time."""
+
+    state: State
+    reason: Reason | None
+    message: str
+    component: str
+    execution_s: float
+    retry_after_s: float | None
+    usage: dict[str, float]
+
+    def __post_init__(self) -> None:
+        if not self.state.terminal or (self.reason is None) != (self.state is State.SUCCEEDED):
+            raise ValueError(f"no outcome is {self.state} for {self.reason}")
+
+
+# What travels of a file: a question, its bytes in pieces both ways as far as the other side has room, one end.
+#
+# A transfer lives as long as the link on which it was asked for; neither side goes on with one over another link.
+
+
+class FilesVerb(StrEnum):
+    """What is done with the files of a sandbox, or that those of a handler are kept (``path``: their digest)."""
+
+    WRITE = "write"
+    READ = "read"
+    LIST = "list"
+    UNPACK = "unpack"
+    PACK = "pack"
+    HANDLER = "handler"
+
+    @property
+    def inward(self) -> bool:
+        """Whether its bytes go to the node."""
+        return self in (FilesVerb.WRITE, FilesVerb.UNPACK, FilesVerb.HANDLER)
+
+
+class FilesAsk(Message, kw_only=True):
+    """Begin a transfer; to the node."""
+
+    transfer: int
+    verb: FilesVerb
+    trajectory: str
+    path: str
+    #: Empty: the sandbox's own.
+    user: str
+    #: Of a file that is written; None keeps what is there.
+    mode: int | None = None
+    #: Most bytes of what is read, packed or unpacked.
+    limit_bytes: int = 0
+    #: Whether names in an archive begin at the directory's own.
+    base: bool = False
+
+
+class FilesOpened(Message):
+    """What is read is there, and its pieces follow; from the node."""
+
+    transfer: int
+    #: None if only the end tells.
+    size_bytes: int | None
+
+
+class FilesPiece(Message):
+    """The next bytes, either way; an empty piece is the last one."""
+
+    transfer: int
+    data: bytes
+
+
+class FilesTaken(Message):
+    """So many bytes were taken, and there is room for as many more; either way."""
+
+    transfer: int
+    size_bytes: int
+
+
+class FilesEnded(Message):
+    """It is done, or failed, and the transfer is over; from the node."""
+
+    transfer: int
+    error: ErrorFacts | None
+    #: Bytes that were written.
+    size_bytes: int
+    #: A directory's entries, msgpack of `runtimes.sandbox.command.FileStat`s.
+    entries: bytes
+
+
+class FilesStop(Message):
+    """Nobody wants more of it, or there is no more to give; to the node, which says nothing of it any more."""
+
+    transfer: int
+
+
+#: In the order of their kinds; what was released keeps its place.
+FILES_MESSAGES: tuple[type[Message], ...] = (FilesAsk, FilesOpened, FilesPiece, FilesTaken, FilesEnded, FilesStop)
+
+
+class FitnessChanged(Message):
+    """Why nothing can begin on the node, or nothing new; both empty if anything can."""
+
+    why: str
+    #: Why no sandbox can be made there; what lives there goes on.
+    newcomers: str
+
+
+class ModelsChanged(Message, kw_only=True):
+    """All that there is of model services on a node now; what was said before counts no more."""
+
+    #: Those that were prepared, with their costs as measured there.
+    services: list[ServiceSpec]
+    #: Service -> chunks on which it is resident, counted on the node.
+    resident: dict[str, list[Chunk]]
+
+
+# What travels of a session: its output from a byte on as far as there is room, its input, and what steers it.
+#
+# The node keeps the end of the output and numbers both byte by byte, so that after a cut either side says again what
+# the other has not heard. A session is named by the claim of its attempt.
+
+
+class AttachSession(Message, kw_only=True):
+    """Tell of this session on this link; to the node."""
+
+    claim: str
+    #: New for each side that steers it: its numbers are counted anew.
+    life: str
+    #: The first byte of output that is wanted, and how many may be under way.
+    offset: int
+    window_bytes: int
+    #: Whether somebody reads it. If not, nothing is sent before its end, and its command waits for nobody.
+    attended: bool
+    #: Whether who reads it is slow: nothing is sent before there is room again.
+    held: bool
+    #: Seconds without a reader after which it is ended.
+    unattended_s: float
+
+
+class SessionRoom(Message):
+    """Its output was taken up to here, and whether somebody reads it; to the node."""
+
+    claim: str
+    taken: int
+    attended: bool
+
+
+class TypeToSession(Message, kw_only=True):
+    """Pass on input that begins at an offset; to the node, which answers it."""
+
+    claim: str
+    number: int
+    offset: int
+    data: bytes
+    #: Whether there is no more.
+    end: bool
+    #: Whether nobody waits for it any more: no more of it is passed on, and the answer says how far it came. It bears
+    #: the number of what it withdraws, and no data.
+    withdrawn: bool = False
+
+
+class SteerSession(Message, kw_only=True):
+    """Resize its terminal (rows, columns), signal its foreground, or end it; to the node, which does it once."""
+
+    claim: str
+    number: int
+    size: tuple[int, int] | None = None
+    signal: int | None = None
+    end: bool = False
+
+
+class SessionOpened(Message, kw_only=True):
+    """Its command runs; from the node, on each link."""
+
+    claim: str
+    #: Where the output that is kept begins.
+    start: int
+    #: Bytes of input that it was passed.
+    input_offset: int
+    reads: bool
+    #: How many bytes the node sends ahead of what was taken.
+    window_bytes: int
+
+
+class SessionSaid(Message):
+    """A piece of its output; from the node."""
+
+    claim: str
+    offset: int
+    stream: str
+    data: bytes
+
+
+class SessionTold(Message):
+    """It has ended, and this was all of its output; from the node."""
+
+    claim: str
+
+
+class SessionTyped(Message, kw_only=True):
+    """How far its input came; from the node."""
+
+    claim: str
+    number: int
+    input_offset: int
+    reads: bool
+    error: ErrorFacts | None
+
+
+class SessionSteered(Message):
+    """It was steered so; from the node."""
+
+    claim: str
+    number: int
+
+
+#: In the order of their kinds; what was released keeps its place.
+SESSION_MESSAGES: tuple[type[Message], ...] = (
+    AttachSession,
+    SessionRoom,
+    TypeToSession,
+    SteerSession,
+    SessionOpened,
+    SessionSaid,
+    SessionTold,
+    SessionTyped,
+    SessionSteered,
+)
+
+
+# What travels of the snapshots that a node keeps; their files stay there.
+#
+# Its requests: ``snapshot`` takes one, ``snapshots`` has all told that there are, now and whenever that changes on this
+# link, and ``drop_snapshot`` removes one as soon as nothing needs it.
+
+
+class SnapshotsKept(Message):
+    """All the snapshots that a node keeps now; from the node, once it was asked for them."""
+
+    #: JSON, as in their own files.
+    records: bytes
+
+    @classmethod
+    def of(cls, records: list[SnapshotRecord]) -> SnapshotsKept:
+        """Return what tells of these."""
+        return cls(msgspec.json.encode(records))
+
+    def read(self) -> list[SnapshotRecord]:
+        """Return them; raises msgspec.MsgspecError for what is none."""
+        return msgspec.json.decode(self.records, type=list[SnapshotRecord])
+
+
+class SnapshotOrder(msgspec.Struct, frozen=True):
+    """What a request to take a snapshot says beside its trajectory."""
+
+    #: Its name from the first: a request that is asked again, as its answer was lost, takes no second one.
+    id: str
+    #: Those that are not to be removed to make room: something is about to begin with them.
+    spared: tuple[str, ...] = ()
+
+
+# The channel between gateway and node: its frames, and what each of them says.
+#
+# A frame is its body's length (4 bytes, big-endian), its kind (1 byte) and its body in msgpack. There are no sequence
+# numbers: a link only ever ends as a whole, and after each beginning both sides compare what they have (`Inventory`).
+# An attempt of an action is named by its claim, `runtimes.sandbox.command.claims_of`. Only durations cross the wire.
+
+PROTOCOL = 1
+HEADER = struct.Struct(">IB")
+#: Bytes of the largest frame of somebody who has not shown who he is.
+GREETING_BYTES = 64 * 2**10
+COMPONENT = "node.channel"
+#: An empty object, `pack`ed.
+NOTHING = b"m\x80"
+
+
+class ChannelError(CodedError):
+    """The other side broke the protocol, or speaks another one; the link is cut."""
+
+    code = "invalid_input"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, component=COMPONENT)
+
+
+# --- greeting
+
+
+class NodeHello(Message, kw_only=True):
+    """The node's first word."""
+
+    protocol: int
+    version: str
+    name: str
+    #: The kernel's boot id.
+    boot: str
+    #: Which life of which state directory: while it stays the same, what an inventory does not list has never begun.
+    epoch: str
+    #: New for each process of the daemon.
+    instance: str
+    #: Admits a node once; empty if it has a key.
+    ticket: str
+    #: What an earlier welcome gave it; empty for a first time.
+    key: str
+    spec: NodeSpec
+    labels: dict[str, str]
+    #: What its sandboxes are, in a sentence, and their kind (`runtimes.sandbox.promises.ProviderInfo`).
+    isolation: str
+    sandboxes: str
+    #: Whether it takes no new work.
+    draining: bool = False
+    #: Why nothing can begin there now; empty if anything can.
+    unfit: str = ""
+    #: Why no sandbox can be made there, though what lives there goes on; empty if one can.
+    newcomers: str = ""
+
+
+class NodeWelcome(Message, kw_only=True):
+    """The gateway's answer."""
+
+    #: How often the gateway was started.
+    generation: int
+    #: What the node shows from now on in place of a ticket.
+    key: str
+    #: Seconds between two beats, and of silence after which the other side is taken for gone.
+    beat_s: float
+    silent_s: float
+    #: Whether the node was given up: it ends and removes all that it has before it says what that is.
+    fence: bool = False
+
+
+class NodeRefused(Message, kw_only=True):
+    """The gateway's answer to a node that may not join."""
+
+    code: str
+    message: str
+    #: Seconds after which it may try again.
+    retry_after_s: float
+
+
+class AttemptFacts(Message, kw_only=True):
+    """One attempt that a node knows of."""
+
+    claim: str
+    action_id: str
+    attempt: int
+    trajectory: str | None
+    #: Whether the caller's own work may have begun.
+    begun: bool
+    ended: bool
+    #: Seconds that the work has run.
+    ran_s: float
+
+
+class TrajectoryFacts(Message, kw_only=True):
+    """One trajectory's sandbox on a node."""
+
+    trajectory: str
+    task: str
+    #: Empty if it has none (any more).
+    sandbox: str
+    image: str
+    workdir: str
+    user: str
+    network: str
+    memory_bytes: int
+    idle_ttl_s: float
+    alive: bool
+
+
+class Inventory(Message, kw_only=True):
+    """All that a node has, told at the beginning of each link."""
+
+    epoch: str
+    attempts: list[AttemptFacts]
+    trajectories: list[TrajectoryFacts]
+
+
+class Beat(Message):
+    """It lives."""
+
+
+# --- actions, to the node
+
+
+class DefineFunction(Message):
+    """What a digest stands for from now on."""
+
+    digest: str
+    function: bytes
+
+
+class ExecuteAttempt(Message):
+    """Begin an attempt; one that is known is only attached."""
+
+    claim: str
+    action: Action
+    lease: Lease
+    #: Digest of its function.
+    function: str
+    #: `pack`ed.
+    input: bytes
+    traceparent: str | None
+    tracestate: str | None
+    context: dict[str, str]
+
+
+class AttachAttempt(Message):
+    """Tell of this attempt again: its log from an offset, whether it asks to begin, its end."""
+
+    claim: str
+    log_offset: int
+
+
+class AttemptGo(Message):
+    """The answer to `AttemptBegins`: it may begin (``refusal`` is None), and whether it outlives its caller."""
+
+    claim: str
+    lasting: bool
+    refusal: ErrorFacts | None
+
+
+class CancelAttempt(Message):
+    """Kill it. ``disowned``: nobody waits for its end."""
+
+    claim: str
+    disowned: bool
+
+
+class AcknowledgeEnd(Message):
+    """Its end is on record: forget it."""
+
+    claim: str
+
+
+class ResizeAttempt(Message):
+    """It has another lease."""
+
+    claim: str
+    lease: Lease
+
+
+# --- actions, from the node
+
+
+class AttemptBegins(Message):
+    """It is ready, and asks whether it may begin."""
+
+    claim: str
+
+
+class AttemptStarted(Message):
+    """The caller's own work runs."""
+
+    claim: str
+
+
+class AttemptLog(Message):
+    """A piece of its log: records as `runtimes.node.spool` writes them, from ``offset`` on."""
+
+    claim: str
+    offset: int
+    records: bytes
+
+
+class AttemptEnd(Message):
+    """Its one end."""
+
+    claim: str
+    #: Without result and detail, which are `pack`ed.
+    outcome: ToldOutcome
+    result: bytes
+    detail: bytes
+    #: Bytes of its log that were said and not kept.
+    omitted_bytes: int
+
+
+# --- the rest
+
+
+class NodeRequest(Message):
+    """Something that is answered once; it may be asked again by the same number after a cut."""
+
+    number: int
+    #: ``open``, ``end``, ``prepare``, ``replicate``, ``mark_lost``, ``choose``, ``has_handler`` (whether the files of
+    #: this digest are there: answered by ``done``), all in `runtimes.node.requests`, and those of
+    #: `runtimes.node.snapshots.messages`.
+    verb: str
+    name: str = ""
+    task: str = ""
+    #: Digest of a function.
+    function: str = ""
+    body: bytes = b""
+    chunk: Chunk | None = None
+
+
+class NodeAnswer(Message):
+    """The answer to a request."""
+
+    number: int
+    error: ErrorFacts | None
+    done: bool = True
+
+
+class SandboxChanged(Message):
+    """A trajectory has a sandbox, or another one, or none any more."""
+
+    facts: TrajectoryFacts
+
+
+class DrainNode(Message):
+    """Take no new work, and leave when nothing is left."""
+
+    why: str
+
+
+class NodeDraining(Message):
+    """The node takes no new work."""
+
+    why: str
+
+
+class NodeGoodbye(Message):
+    """The daemon ends. ``killed``: nothing of what it had is left."""
+
+    why: str
+    killed: bool
+
+
+#: Every message by the kind that stands in its frame. What was released keeps its number.
+KINDS: Mapping[int, type[Message]] = dict(
+    enumerate(
+        (
+            NodeHello,
+            NodeWelcome,
+            NodeRefused,
+            Inventory,
+            Beat,
+            DefineFunction,
+            ExecuteAttempt,
+            AttachAttempt,
+            AttemptGo,
+            CancelAttempt,
+            AcknowledgeEnd,
+            ResizeAttempt,
+            AttemptBegins,
+            AttemptStarted,
+            AttemptLog,
+            AttemptEnd,
+            NodeRequest,
+            NodeAnswer,
+            SandboxChanged,
+            DrainNode,
+            NodeDraining,
+            NodeGoodbye,
+            *FILES_MESSAGES,
+            ModelsChanged,
+            *SESSION_MESSAGES,
+            SnapshotsKept,
+            FitnessChanged,
+        ),
+        1,
+    )
+)
+_NUMBERS = {message: kind for kind, message in KINDS.items()}
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
+    kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()
+}
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as a frame."""
+    body = _ENCODER.encode(message)
+    return HEADER.pack(len(body), _NUMBERS[type(message)]) + body
+
+
+class FrameReader:
+    """Bytes in, messages out, whatever the pieces in which the bytes come."""
+
+    def __init__(self, frame_max_bytes: int) -> None:
+        self.frame_max_bytes = frame_max_bytes
+        #: The beginning of a frame, and the bytes that are needed to go on with it.
+        self._unread = bytearray()
+        self._wanted_bytes = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no frame has begun and not ended."""
+        return not self._unread
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Yield the messages that are whole now; raises ChannelError, after which nothing more is read."""
+        if self._unread:
+            self._unread += data
+            if len(self._unread) < self._wanted_bytes:
+                return
+            data = bytes(self._unread)
+            self._unread.clear()
+        place, held, view = 0, len(data), memoryview(data)
+        self._wanted_bytes = HEADER.size
+        try:
+            while held - place >= HEADER.size:
+                size_bytes, kind = HEADER.unpack_from(data, place)
+                if size_bytes > self.frame_max_bytes:
+                    raise ChannelError(f"a frame of {size_bytes} bytes, more than {self.frame_max_bytes}")
+                begin = place + HEADER.size
+                if held - begin < size_bytes:
+                    self._wanted_bytes = HEADER.size + size_bytes
+                    break
+                place = begin + size_bytes
+                yield decode(kind, view[begin:place])
+        finally:
+            self._unread += view[place:]
+
+
+def decode(kind: int, body: bytes | memoryview) -> Message:
+    """Return the message in a frame's body; raises ChannelError."""
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise ChannelError(f"a frame of unknown kind {kind}")
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
+        raise ChannelError(f"a {KINDS[kind].__name__} that does not fit: {error}") from None
+
+
+# --- nouns
+
+
+def pack(value: object) -> bytes:
+    """Return plain JSON values as bytes.
+
+    They are msgpack, and JSON where that is too narrow: for lone surrogates and integers beyond 64 bits.
+    """
+    try:
+        return b"m" + _ENCODER.encode(value)
+    except (UnicodeEncodeError, OverflowError):
+        return b"j" + json.dumps(value).encode("ascii")
+
+
+def unicode(text: str) -> str:
+    """Return a text without lone surrogates, which travel nowhere."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def unpack(packed: bytes) -> object:
+    """Return what `pack` was given, tuples as lists; raises ChannelError."""
+    try:
+        return msgspec.msgpack.decode(packed[1:]) if packed[:1] == b"m" else json.loads(packed[1:])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ChannelError(f"a value that does not fit: {error}") from None
+
+
+def unpack_object(packed: bytes) -> dict[str, object]:
+    """Return an object that was packed; raises ChannelError."""
+    if packed == NOTHING:
+        return {}
+    value = unpack(packed)
+    if not isinstance(value, dict):
+        raise ChannelError(f"an object was expected, not {type(value).__name__}")
+    return value
+
+
+def function_bytes(function: FunctionSpec) -> bytes:
+    """Return a function as it travels; what only the scheduler reads of it stays."""
+    return msgspec.json.encode(replace(function, elasticity=None), enc_hook=_told)
+
+
+def _told(value: object) -> str:
+    """Return a path as it travels; raises TypeError for what does not."""
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+def _heard(wanted: type, value: object) -> object:
+    """Return a path that travelled, or what a schema says; raises TypeError for what does not travel."""
+    if wanted is object:
+        return value
+    if wanted is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"{wanted.__name__} does not travel")
+
+
+_F = TypeVar("_F", bound=FunctionSpec)
+
+
+def read_function(data: bytes, wanted: type[_F]) -> _F:
+    """Return a function that travelled; raises ChannelError."""
+    try:
+        return msgspec.json.decode(data, type=wanted, dec_hook=_heard)
+    except (msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
+        raise ChannelError(f"a function that does not fit: {error}") from None
+
+
+def end_of(claim: str, outcome: Outcome, omitted_bytes: int) -> AttemptEnd:
+    """Return an outcome as the end of an attempt."""
+    told = ToldOutcome(
+        state=outcome.state,
+        reason=outcome.reason,
+        message=unicode(outcome.message) if outcome.message else "",
+        component=outcome.component,
+        execution_s=outcome.execution_s,
+        retry_after_s=outcome.retry_after_s,
+        usage=dict(outcome.usage),
+    )
+    detail = pack(dict(outcome.detail)) if outcome.detail else NOTHING
+    return AttemptEnd(claim, told, pack(outcome.result), detail, omitted_bytes)
+
+
+def outcome_of(end: AttemptEnd) -> Outcome:
+    """Return the outcome that an end tells of, without figures that cannot be; raises ChannelError."""
+    told = end.outcome
+    return Outcome(
+        state=told.state,
+        result=unpack(end.result),
+        reason=told.reason,
+        message=told.message,
+        component=told.component,
+        execution_s=told.execution_s if _can_be(told.execution_s) else 0.0,
+        retry_after_s=told.retry_after_s if _can_be(told.retry_after_s or 0.0) else None,
+        usage={name: value for name, value in told.usage.items() if _can_be(value)} if told.usage else {},
+        detail=unpack_object(end.detail),
+    )
+
+
+def _can_be(figure: float) -> bool:
+    return 0.0 <= figure <= 1e18  # nan is not; squares and sums of what is are finite
+
+
+#: Bytes that are kept for who reads a greeting; beyond these nothing more is taken from the peer meanwhile.
+READ_BYTES = 128 * 2**10
+#: Bytes that are handed to the transport ahead of the peer. More waits here, frame by frame: a transport keeps all in
+#: one piece, which it moves as a whole whenever that grows.
+HANDED_BYTES = 2**20
+#: Seconds for the last bytes and TLS's own farewell.
+FAREWELL_S = 0.5
+#: Seconds for which what is in no hurry waits for something to travel with.
+PATIENCE_S = 0.02
+#: Moments in the time of a beat at which links tick.
+_MOMENTS = 16
+_BEAT = encode(Beat())
+_M = TypeVar("_M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """The bounds of a link."""
+
+    beat_s: Annotated[float, Setting("seconds between two signs of life", gt=0)] = 1.0
+    silent_s: Annotated[float, Setting("seconds of silence after which the other side is gone", gt=0)] = 3.0
+    frame_max_bytes: Annotated[int, Setting("largest frame", ge=2**10)] = 64 * 2**20
+    unsent_max_bytes: Annotated[int, Setting("most that the other side may leave unread", ge=2**10)] = 128 * 2**20
+    transfers_max: Annotated[int, Setting("most transfers of files at once", ge=1)] = 64
+
+
+class LinkClosed(CodedError):
+    """The link is gone."""
+
+    code = "capacity_exceeded"
+
+
+class LinkStream(asyncio.Protocol):
+    """The bytes of one connection: kept for who asks for them, until somebody takes them as they come."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._kept = bytearray()
+        self._paused = False
+        self._take: Callable[[bytes], None] | None = None
+        #: Done when there is nothing more to come, with why if that is an error.
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._over.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may be waiting
+        self._lost = asyncio.Event()
+        #: Something has come, or nothing more does.
+        self._came = asyncio.Event()
+        #: The transport has room.
+        self._room = asyncio.Event()
+        self._room.set()
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        assert self._transport is not None, "it is not connected yet"
+        return self._transport
+
+    async def read(self) -> bytes:
+        """Return what has come; raises OSError or LinkClosed if nothing more does."""
+        while not self._kept:
+            if self._over.done():
+                self._over.result()
+                raise LinkClosed("the other side hung up", component=COMPONENT)
+            self._came.clear()
+            await self._came.wait()
+        return self._let_go()
+
+    async def hand_over(self, take: Callable[[bytes], None]) -> None:
+        """Call ``take`` with what has come and with all that comes, until nothing more does.
+
+        Raises what ``take`` raises, which ends it, and OSError or LinkClosed as `read` does.
+        """
+        if self._kept:
+            take(self._let_go())
+        self._take = take
+        try:
+            await asyncio.shield(self._over)
+        finally:
+            self._take = None
+        raise LinkClosed("the other side hung up", component=COMPONENT)
+
+    def end(self) -> None:
+        """Nothing more is taken."""
+        self._finish(None)
+
+    async def drain(self) -> None:
+        """Wait until the transport has room; raises OSError if it is gone."""
+        await self._room.wait()
+        if self._lost.is_set():
+            raise ConnectionResetError("the connection is gone")
+
+    async def wait_closed(self) -> None:
+        await self._lost.wait()
+
+    def _let_go(self) -> bytes:
+        data = bytes(self._kept)
+        self._kept.clear()
+        if self._paused:
+            self._paused = False
+            self.transport.resume_reading()
+        return data
+
+    def _finish(self, error: BaseException | None) -> None:
+        if not self._over.done():
+            if error is None:
+                self._over.set_result(None)
+            else:
+                self._over.set_exception(error)
+        self._came.set()
+
+    # --- what the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        if self._over.done():
+            return
+        if self._take is not None:
+            try:
+                self._take(data)
+            except Exception as error:  # noqa: BLE001  # it is raised where it is waited for
+                self._finish(error)
+            return
+        self._kept += data
+        self._came.set()
+        if len(self._kept) > READ_BYTES and not self._paused:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self._finish(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._finish(error)
+        self._lost.set()
+        self._room.set()
+
+    def pause_writing(self) -> None:
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._room.set()
+
+
+class Pulse:
+    """When links tick: those of many meet at few moments, and the loop wakes up once for them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        #: By moment, who ticks then.
+        self._meeting: dict[float, list[Callable[[], None]]] = {}
+
+    def call_at(self, moment_s: float, tick: Callable[[], None]) -> None:
+        """Call ``tick`` at an instant of the loop's clock; it is not taken back."""
+        meeting = self._meeting.get(moment_s)
+        if meeting is None:
+            meeting = self._meeting[moment_s] = []
+            self._loop.call_at(moment_s, self._tick, moment_s)
+        meeting.append(tick)
+
+    def _tick(self, moment_s: float) -> None:
+        for tick in self._meeting.pop(moment_s):
+            tick()
+
+
+class NodeLink:
+    """Frames over a stream. What is sent in one turn of the loop travels together; nothing here waits for the peer."""
+
+    def __init__(
+        self,
+        stream: LinkStream,
+        settings: LinkSettings | None = None,
+        *,
+        clock: Clock | None = None,
+        pulse: Pulse | None = None,
+    ) -> None:
+        """``pulse``: that of all the links of this side, if it has many."""
+        self.settings = settings or LinkSettings()
+        self._stream, self._transport = stream, stream.transport
+        self._clock = clock or MonotonicClock()
+        self._loop = asyncio.get_running_loop()
+        self._frames = FrameReader(self.settings.frame_max_bytes)
+        self._received: deque[Message] = deque()
+        self._unsent: deque[bytes] = deque()
+        self._unsent_bytes = 0
+        #: So much may wait here without a look at what the transport has.
+        self._watched_bytes = self.settings.unsent_max_bytes - self.settings.frame_max_bytes - HANDED_BYTES
+        #: Whether what is unsent is handed over in this turn; when it is if nothing else is sent.
+        self._leaving = False
+        self._patience: asyncio.TimerHandle | None = None
+        #: Hands over what waits for the peer to read.
+        self._pumping: asyncio.Task[None] | None = None
+        self._pulse = pulse or Pulse()
+        #: When something was heard last, but for the time since in which this process slept; when it ticks next.
+        self._heard_s = self._due_s = self._clock.now()
+        #: Whether nothing was heard for too long at the last tick.
+        self._in_doubt = False
+        self.peer = str(self._transport.get_extra_info("peername") or "")
+        self.closed = asyncio.Event()
+        #: Why it was closed.
+        self.why = ""
+
+    # --- out
+
+    def send(self, message: Message, *, in_no_hurry: bool = False) -> None:
+        """Send a message soon. Never waits and never raises: who leaves too much unread is cut off.
+
+        ``in_no_hurry``: it leaves with what is said next, or within `PATIENCE_S`.
+        """
+        if self.closed.is_set():
+            return
+        frame = encode(message)
+        self._unsent.append(frame)
+        self._unsent_bytes += len(frame)
+        if in_no_hurry and not self._leaving:
+            if self._patience is None:
+                self._patience = self._loop.call_later(PATIENCE_S, self._lose_patience)
+        elif not self._leaving:
+            self._leaving = True
+            self._loop.call_soon(self._flush)
+        if self._unsent_bytes > self._watched_bytes and self.unsent_bytes > self.settings.unsent_max_bytes:
+            self.close(f"the other side left more than {self.settings.unsent_max_bytes} bytes unread")
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that the operating system has not taken yet."""
+        return self._unsent_bytes + self._transport.get_write_buffer_size()
+
+    async def drained(self) -> None:
+        """Wait until there is little unsent, or the link is gone."""
+        self._flush()
+        if self._pumping is not None:
+            await asyncio.wait([self._pumping])
+        with suppress(OSError):
+            await self._stream.drain()
+
+    def _lose_patience(self) -> None:
+        self._patience = None
+        if not self._leaving:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._leaving = False
+        self._hand_over()
+        if self._unsent and self._pumping is None and not self.closed.is_set():
+            self._pumping = self._loop.create_task(self._pump())
+
+    def _hand_over(self) -> None:
+        """Hand frames to the transport as far as it has room, all in one piece."""
+        frames, room_bytes = [], HANDED_BYTES - self._transport.get_write_buffer_size()
+        while self._unsent and room_bytes > 0:
+            frames.append(self._unsent.popleft())
+            room_bytes -= len(frames[-1])
+        if frames:
+            data = frames[0] if len(frames) == 1 else b"".join(frames)
+            self._unsent_bytes -= len(data)
+            if not self._transport.is_closing():
+                self._transport.write(data)
+
+    async def _pump(self) -> None:
+        """Hand over the rest as the peer reads."""
+        with suppress(OSError):
+            while self._unsent and not self.closed.is_set():
+                await self._stream.drain()
+                self._hand_over()
+        self._pumping = None
+
+    # --- in
+
+    async def receive(self, wanted: type[_M], within_s: float, *, frame_max_bytes: int = GREETING_BYTES) -> _M:
+        """Return the next message, which must be a ``wanted``: for the greeting.
+
+        Raises LinkClosed if none comes in time, ChannelError for another one, or a `NodeHello` of another protocol,
+        which is told so. Afterwards the link is closed.
+        """
+        self._frames.frame_max_bytes = frame_max_bytes
+        try:
+            async with asyncio.timeout(within_s):
+                while not self._received:
+                    self._heard(await self._stream.read())
+        except TimeoutError:
+            self.close(f"nothing was said within {within_s:g} s")
+            raise LinkClosed(self.why, component=COMPONENT) from None
+        except (OSError, CodedError) as error:
+            if isinstance(error, ChannelError):
+                self._refuse(error)
+            self.close(str(error) or type(error).__name__)
+            raise error if isinstance(error, CodedError) else LinkClosed(self.why, component=COMPONENT) from None
+        finally:
+            self._frames.frame_max_bytes = self.settings.frame_max_bytes
+        message = self._received.popleft()
+        if isinstance(message, NodeHello) and message.protocol != PROTOCOL:
+            wrong = ChannelError(f"the node speaks protocol {message.protocol}, the gateway {PROTOCOL}: upgrade one")
+        elif not isinstance(message, wanted):
+            wrong = ChannelError(f"a {type(message).__name__} where a {wanted.__name__} was expected")
+        else:
+            return message
+        self._refuse(wrong)
+        self.close(wrong.message)
+        raise wrong
+
+    def _refuse(self, error: ChannelError) -> None:
+        self.send(NodeRefused(code=error.code, message=error.message, retry_after_s=60.0))
+
+    async def run(self, handle: Callable[[Message], None]) -> str:
+        """Hand over every message until the link is closed; return why it was. Beats go to and fro meanwhile.
+
+        ``handle`` must not wait. It may raise ChannelError, which cuts the link.
+        """
+
+        def take(data: bytes) -> None:
+            if data == _BEAT and self._frames.is_whole:
+                self._heard_s = self._clock.now()
+                return
+            self._heard(data)
+            while self._received and not self.closed.is_set():
+                message = self._received.popleft()
+                if type(message) is not Beat:
+                    handle(message)
+
+        self._heard_s = self._due_s = self._clock.now()
+        self._arm()
+        try:
+            take(b"")
+            await self._stream.hand_over(take)
+        except ChannelError as error:
+            self.close(error.message)
+        except (OSError, LinkClosed) as error:
+            self.close(str(error) or type(error).__name__)
+        finally:
+            self.close("its reader was stopped")
+        return self.why
+
+    def _heard(self, data: bytes) -> None:
+        self._heard_s = self._clock.now()
+        self._received.extend(self._frames.feed(data))
+
+    # --- life
+
+    def tick(self) -> None:
+        """Send a beat; close the link if nothing was heard for too long, at this tick and at the one before.
+
+        Time that this process slept is not the other side's silence, and what came meanwhile is read between two ticks.
+        """
+        now_s, settings = self._clock.now(), self.settings
+        if now_s > self._due_s:
+            self._heard_s = min(now_s, self._heard_s + now_s - self._due_s)
+        self._due_s = now_s + settings.beat_s
+        silent, doubted = now_s - self._heard_s > settings.silent_s, self._in_doubt
+        self._in_doubt = silent
+        if silent and doubted:
+            self.close(f"nothing was heard for {now_s - self._heard_s:.1f} s")
+        elif not self._unsent and not self._transport.is_closing():  # what waits to leave is a sign of life as well
+            self._transport.write(_BEAT)
+
+    def _tick_again(self) -> None:
+        self.tick()
+        if not self.closed.is_set():
+            self._arm()
+
+    def _arm(self) -> None:
+        """Come back for the next beat, or when the other side has been silent for too long if that is earlier.
+
+        Either at the next of the moments that links have in common, or if it was just missed, at the last one.
+        """
+        settings, clock_s, now_s = self.settings, self._clock.now(), self._loop.time()
+        wait_s, left_s = settings.beat_s, self._heard_s + settings.silent_s - clock_s
+        step_s = (wait_s if wait_s < settings.silent_s else settings.silent_s) / _MOMENTS
+        if left_s < wait_s:
+            wait_s = left_s
+        moment_s = int((now_s + wait_s) / step_s + 0.75) * step_s
+        if moment_s <= now_s:
+            moment_s = (int(now_s / step_s) + 1) * step_s
+        self._due_s = clock_s + moment_s - now_s
+        self._pulse.call_at(moment_s, self._tick_again)
+
+    def close(self, why: str) -> None:
+        """Close it, after what was sent already and the peer has room for; the first reason counts. Idempotent."""
+        if self.closed.is_set():
+            return
+        self.why = why
+        self._hand_over()
+        self.closed.set()
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        if self._pumping is not None:
+            self._pumping.cancel()
+        if self._patience is not None:
+            self._patience.cancel()
+        self._stream.end()
+        self._transport.close()
+        self._loop.call_later(FAREWELL_S, self._transport.abort)  # a peer that is silent answers no farewell
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection is gone."""
+        await self.closed.wait()
+        await self._stream.wait_closed()
+
+
+def failed(error: CodedError) -> Outcome:
+    """Return an error as the end of an attempt that it kept from running."""
+    if isinstance(error, ActionFailed):
+        reason = error.reason
+    else:
+        reason = Reason.INVALID_INPUT if isinstance(error, Unsupported) else Reason.INTERNAL
+    return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)
+
+
+def facts_of(error: CodedError) -> ErrorFacts:
+    """Return an error as it travels."""
+    reason, result = (error.reason, error.result) if isinstance(error, ActionFailed) else (None, None)
+    return ErrorFacts(
+        code=error.code,
+        message=unicode(error.message),
+        component=error.component,
+        reason=reason,
+        retry_after_s=error.retry_after_s,
+        detail=pack(dict(error.detail)),
+        result=pack(result),
+    )
+
+
+def error_of(facts: ErrorFacts) -> CodedError:
+    """Return the error that travelled; one of a code that is not known here is a plain CodedError."""
+    detail = unpack_object(facts.detail)
+    if facts.reason is not None:
+        return ActionFailed(
+            facts.reason,
+            facts.message,
+            component=facts.component,
+            result=unpack(facts.result),
+            retry_after_s=facts.retry_after_s,
+            detail=detail,
+        )
+    kinds = {kind.code: kind for kind in CodedError.__subclasses__() if kind.__module__ == CodedError.__module__}
+    kind = kinds.get(facts.code, CodedError)
+    return kind(facts.message, component=facts.component, retry_after_s=facts.retry_after_s, detail=detail)
+
+
+def as_failure(error: CodedError) -> ActionFailed:
+    """Return an error as what ends an action: by its own reason, or as a fault of ours."""
+    if isinstance(error, ActionFailed):
+        return error
+    return ActionFailed(Reason.INTERNAL, error.message, component=error.component, retry_after_s=error.retry_after_s)
+
+
+def mislaid(message: str) -> Outcome:
+    """Return the end of an attempt that its node lost."""
+    return Outcome(state=State.LOST, reason=Reason.NODE_LOST, message=message, component=COMPONENT)
+
+
+def oversized(outcome: Outcome, result_bytes: int) -> Outcome:
+    """Return the outcome of an attempt whose result is too large to be told."""
+    return Outcome(
+        state=State.FAILED,
+        reason=Reason.OUTPUT_LIMIT,
+        message=f"its result of {result_bytes} bytes is more than a frame of the channel holds",
+        component=COMPONENT,
+        execution_s=outcome.execution_s,
+    )
+
+
+# Spools: what each attempt said, on the node's disk until the gateway has its end on record.
+#
+# A spool is a file of records (stream, text) and only ever grows; a place in it is a byte offset, the same for both
+# sides, so that a piece that was lost is asked for again and none is taken twice. When the daemon was killed, an
+# adopted command says all once more from its start: what the file holds of each stream is then passed over.
+
+RECORD = struct.Struct(">BI")
+STREAMS = ("stdout", "stderr", "log", "system")
+#: Streams that a command that is taken over says again.
+AGAIN = ("stdout", "stderr")
+_CODES = {name: code for code, name in enumerate(STREAMS)}
+#: Bytes of one record's text; longer writes become several.
+TEXT_BYTES = 256 * 2**10
+#: Bytes of the youngest records that are kept in memory until they are sent.
+TAIL_BYTES = 256 * 2**10
+
+
+def records(data: bytes) -> Iterator[tuple[str, str]]:
+    """Yield the records (stream, text) of a piece; raises ChannelError if it holds no whole number of them."""
+    place = 0
+    while place < len(data):
+        if len(data) - place < RECORD.size:
+            raise ChannelError("a torn record in a log")
+        code, size_bytes = RECORD.unpack_from(data, place)
+        place += RECORD.size + size_bytes
+        if place > len(data) or code >= len(STREAMS):
+            raise ChannelError("a torn record in a log")
+        yield STREAMS[code], data[place - size_bytes : place].decode("utf-8", "surrogatepass")
+
+
+class Spool:
+    """One attempt's log: a `manager.executor.LogSink` that may be written from any thread.
+
+    ``on_more`` is called, on the loop, when there is something new.
+    """
+
+    def __init__(self, path: Path | str, limit_bytes: int, on_more: Callable[[], None], *, fresh: bool = False) -> None:
+        """``fresh``: there is no file yet."""
+        self._path = path
+        self._limit_bytes = limit_bytes
+        self._on_more = on_more
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        #: Of the file, which is made with the first record: many attempts say nothing.
+        self._fd = -1
+        self._has_file = self._closed = False
+        #: Bytes of the file; the tail begins at an offset of it, and reaches beyond it if some is not written yet.
+        self._file_bytes = 0
+        self._tail = bytearray()
+        self._tail_begin = 0
+        self._text_bytes = 0
+        #: Bytes of each stream that are here and come once more.
+        self._known_bytes: dict[str, int] = {}
+        #: Bytes that were said and are not kept.
+        self.omitted_bytes = 0
+        self.paused = False
+        if not fresh:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        """Go on with what a daemon before left; its last record may be torn and is then said again."""
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        self._has_file = True
+        held = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        place = 0
+        while len(held) - place >= RECORD.size:
+            code, size_bytes = RECORD.unpack_from(held, place)
+            if code >= len(STREAMS) or place + RECORD.size + size_bytes > len(held):
+                break
+            place += RECORD.size + size_bytes
+            self._text_bytes += size_bytes
+            if STREAMS[code] in AGAIN:
+                self._known_bytes[STREAMS[code]] = self._known_bytes.get(STREAMS[code], 0) + size_bytes
+        os.ftruncate(self._fd, place)
+        self._file_bytes = self._tail_begin = place
+
+    @property
+    def end(self) -> int:
+        """The offset behind the last record."""
+        return self._tail_begin + len(self._tail)
+
+    def write(self, stream: str, data: str) -> None:
+        """Append text; what is beyond the bound is counted and dropped."""
+        if threading.get_ident() == self._thread:
+            self._write(stream, data)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._write, stream, data)
+
+    def omit(self, size_bytes: int) -> None:
+        """Count bytes that were said and do not come."""
+        self.omitted_bytes += size_bytes
+
+    def _write(self, stream: str, data: str) -> None:
+        if self.paused:
+            return
+        text = data.encode("utf-8", "surrogatepass")
+        known_bytes = min(len(text), self._known_bytes.get(stream, 0))
+        if known_bytes:
+            self._known_bytes[stream] -= known_bytes
+            text = text[known_bytes:]
+        room_bytes = max(0, self._limit_bytes - self._text_bytes)
+        if len(text) > room_bytes:
+            kept = text[:room_bytes].decode("utf-8", "ignore").encode() if room_bytes else b""
+            self.omit(len(text) - len(kept))
+            text = kept
+        if not text:
+            return
+        self._text_bytes += len(text)
+        code = _CODES.get(stream, _CODES["log"])
+        for piece in _pieces(text):
+            self._tail += RECORD.pack(code, len(piece))
+            self._tail += piece
+        if len(self._tail) > TAIL_BYTES:
+            with suppress(OSError):  # a full disk: it stays in memory, within the log's own bound
+                self.flush()
+                self.sent(self.end)
+        self._on_more()
+
+    def flush(self) -> None:
+        """Write what is not in the file yet; raises OSError."""
+        begin = self._file_bytes - self._tail_begin
+        if begin < len(self._tail) and self._fd < 0 and not self._closed:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._has_file = True
+        while begin < len(self._tail):
+            begin += os.pwrite(self._fd, memoryview(self._tail)[begin:].tobytes(), self._tail_begin + begin)
+        self._file_bytes = self.end
+
+    def sent(self, offset: int) -> None:
+        """What lies before an offset needs no memory; it is in the file."""
+        done = min(offset, self._file_bytes) - self._tail_begin
+        if done > 0:
+            del self._tail[:done]
+            self._tail_begin += done
+
+    def read(self, offset: int, most_bytes: int) -> bytes:
+        """Return whole records from an offset on, at least one if there is any; empty at the end."""
+        if offset >= self._tail_begin:
+            held = bytes(self._tail[offset - self._tail_begin :][: most_bytes + TEXT_BYTES + RECORD.size])
+        else:
+            held = os.pread(self._fd, min(most_bytes + TEXT_BYTES + RECORD.size, self.end - offset), offset)
+        place = 0
+        while place < most_bytes and len(held) - place >= RECORD.size:
+            size_bytes = RECORD.size + RECORD.unpack_from(held, place)[1]
+            if place + size_bytes > len(held):
+                break
+            place += size_bytes
+        return held[:place]
+
+    def close(self) -> None:
+        """Keep the file for the next daemon; idempotent."""
+        self.paused = self._closed = True
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def remove(self) -> None:
+        """Forget it; idempotent."""
+        self.close()
+        if self._has_file:
+            self._has_file = False
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)  # noqa: PTH108  # a name, and no path is made of it for each attempt
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    """Yield a long text in pieces that end between two characters."""
+    place = 0
+    while place < len(text):
+        end = min(len(text), place + TEXT_BYTES)
+        while end < len(text) and text[end] & 0xC0 == 0x80:
+            end -= 1
+        yield text[place:end]
+        place = end
+
+
+#: Bytes of one piece: others have a turn of both loops between two of them.
+PIECE_BYTES = 16 * 2**10
+#: Bytes that are sent ahead of the other side's word that it has taken some. An action's frame waits behind what of
+#: them is still to be taken, of each transfer: milliseconds.
+AHEAD_BYTES = 256 * 2**10
+#: Bytes that the other side may send ahead. Gateways and nodes of before sent so much.
+WINDOW_BYTES = 2**20
+
+
+class Inflow:
+    """The pieces that arrive, in order, for one reader."""
+
+    def __init__(self, transfer: int, link: NodeLink) -> None:
+        self._transfer = transfer
+        self._link = link
+        self._waiting: deque[bytes] = deque()
+        self._held_bytes = self._untold_bytes = 0
+        self._whole = False
+        self._error: CodedError | None = None
+        self._changed = asyncio.Event()
+
+    def take(self, data: bytes) -> None:
+        """A piece has arrived; raises ChannelError for more than there is room for."""
+        self._held_bytes += len(data)
+        if self._held_bytes + self._untold_bytes > WINDOW_BYTES:
+            raise ChannelError(f"more than {WINDOW_BYTES} bytes of a file were sent ahead")
+        if data:
+            self._waiting.append(data)
+        else:
+            self._whole = True
+        self._changed.set()
+
+    def fail(self, error: CodedError) -> None:
+        """Nothing more comes, and its reader is told why once it has had what came."""
+        self._error = self._error or error
+        self._changed.set()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the bytes as they come, to the last one; raises what `fail` was given if that did not come."""
+        while True:
+            while self._waiting:
+                data = self._waiting.popleft()
+                told = self._tell_taken(len(data))
+                yield data
+                if told:
+                    await asyncio.sleep(0)  # who takes them may not wait: a window of pieces would be one turn
+            if self._whole:
+                return
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _tell_taken(self, size_bytes: int) -> bool:
+        """Tell of what was taken, a quarter of what is sent ahead at once; return whether it was told."""
+        self._held_bytes -= size_bytes
+        self._untold_bytes += size_bytes
+        if self._untold_bytes < AHEAD_BYTES // 4:
+            return False
+        self._link.send(FilesTaken(self._transfer, self._untold_bytes))
+        self._untold_bytes = 0
+        return True
+
+
+class Outflow:
+    """The pieces that leave."""
+
+    def __init__(self, transfer: int, link: NodeLink) -> None:
+        self._transfer = transfer
+        self._link = link
+        #: Bytes that were sent, and not taken as far as is known.
+        self._ahead_bytes = 0
+        self._piece_bytes = min(PIECE_BYTES, link.settings.frame_max_bytes // 2)
+        self._changed = asyncio.Event()
+
+    def taken(self, size_bytes: int) -> None:
+        """The other side has room again; raises ChannelError for more than was ever sent."""
+        self._ahead_bytes -= size_bytes
+        if size_bytes <= 0 or self._ahead_bytes < 0:
+            raise ChannelError("more bytes of a file were taken than were sent")
+        self._changed.set()
+
+    async def send(self, chunks: AsyncIterator[bytes]) -> None:
+        """Send all of it, one piece whenever the link has passed on what it had; raises what ``chunks`` raises."""
+        async for chunk in chunks:
+            for start in range(0, len(chunk), self._piece_bytes):
+                await self._send(chunk[start : start + self._piece_bytes])
+        self._link.send(FilesPiece(self._transfer, b""))
+
+    async def _send(self, piece: bytes) -> None:
+        while self._ahead_bytes >= AHEAD_BYTES:  # so that it is full: some only tell of so much at once
+            self._changed.clear()
+            await self._changed.wait()
+        self._ahead_bytes += len(piece)
+        self._link.send(FilesPiece(self._transfer, piece))
+        await self._link.drained()
+        await asyncio.sleep(0)  # where there is room, nothing above has waited: a window of pieces would be one turn
+
+
+# The files of a handler as one archive, and the digest of all of them, which is their name on a node.
+#
+# The digest is that of names, bytes and modes, not of the archive: a node takes it of what it has unpacked, and again
+# of what it finds when it was started anew.
+
+ARCHIVE_COMPONENT = "node.handlers"
+#: Bytes of the largest archive: its files, and what a tar says of each of them.
+ARCHIVE_MAX_BYTES = SOURCES_LIMIT_BYTES + SOURCES_MAX * 8 * tarfile.BLOCKSIZE
+#: Bytes of archives that a gateway keeps in mind for the next node.
+KEPT_MAX_BYTES = 2 * ARCHIVE_MAX_BYTES
+
+
+class HandlerArchive(NamedTuple):
+    """What travels, and its name."""
+
+    digest: str
+    data: bytes
+
+
+class HandlerArchives:
+    """The archives of a gateway's handlers. Use from one event loop."""
+
+    def __init__(
+        self, excluded: Collection[Path] = (), uploads: Path | None = None, copies: HandlerCopies | None = None
+    ) -> None:
+        """Nothing of the ``excluded`` directories ever travels, such as the gateway's own state.
+
+        But each directory in ``uploads``, in which the gateway keeps handlers that it was sent, does, and each of its
+        ``copies``.
+        """
+        self._excluded = frozenset(path.resolve() for path in excluded)
+        self._copies = copies or HandlerCopies()
+        self._kept_in = {path.resolve() for path in (uploads, self._copies.root) if path is not None}
+        #: By directory, the one used last at the end.
+        self._kept: dict[Path, tuple[list[HandlerFile], HandlerArchive]] = {}
+        self._one = asyncio.Lock()
+
+    async def of_function(self, function: FunctionSpec) -> HandlerArchive:
+        """Return the files that this revision of a handler runs; raises as `of`."""
+        return await self.of(await self._copies.of(function))
+
+    async def of(self, directory: Path) -> HandlerArchive:
+        """Return the files of a handler's directory as they are now.
+
+        Raises InvalidConfig for more than travels, CapacityExceeded where this machine ran short.
+        """
+        async with self._one:
+            try:
+                found = await asyncio.to_thread(self._found, directory)
+                kept = self._kept.pop(directory, None)
+                if kept is None or kept[0] != found:
+                    kept = found, await asyncio.to_thread(_packed, directory, found)
+            except OSError as error:
+                told = f"the files of {directory} cannot be read: {error}"
+                raise exhaustion(error, ARCHIVE_COMPONENT) or InvalidConfig(told, component=ARCHIVE_COMPONENT) from None
+            self._kept[directory] = kept
+            while sum(len(archive.data) for _, archive in self._kept.values()) > KEPT_MAX_BYTES:
+                del self._kept[next(iter(self._kept))]
+            return kept[1]
+
+    def _found(self, directory: Path) -> list[HandlerFile]:
+        root = directory.resolve(strict=True)
+        if root.parent not in self._kept_in and not self._excluded.isdisjoint((root, *root.parents)):
+            told = (
+                f"{directory} lies where nothing travels from, as the gateway's state does: keep the handler elsewhere"
+            )
+            raise InvalidConfig(told, component=ARCHIVE_COMPONENT)
+        return handler_files(directory, self._excluded)
+
+
+def digest_of(directory: Path) -> str:
+    """Return the digest of the files in a directory; raises InvalidConfig and OSError."""
+    return _packed(directory, handler_files(directory, frozenset())).digest
+
+
+def _packed(directory: Path, found: list[HandlerFile]) -> HandlerArchive:
+    out, digest, left_bytes = io.BytesIO(), hashlib.sha256(), SOURCES_LIMIT_BYTES
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for each in found:
+            with each.path.open("rb") as file:
+                data = file.read(left_bytes + 1)
+            left_bytes -= len(data)
+            if left_bytes < 0:
+                raise too_much(directory)
+            entry = tarfile.TarInfo(each.name)
+            entry.size, entry.mode = len(data), each.mode
+            tar.addfile(entry, io.BytesIO(data))
+            digest.update(os.fsencode(f"{each.name}\0{entry.mode:o}\0{len(data)}\0"))
+            digest.update(data)
+    return HandlerArchive(digest.hexdigest(), out.getvalue())

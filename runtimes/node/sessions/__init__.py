@@ -1,1 +1,0 @@
-"""Sessions on other machines: what is typed and said of them, over a node's channel, beside the actions."""

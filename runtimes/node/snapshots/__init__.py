@@ -1,1 +1,0 @@
-"""Snapshots of trajectories on nodes: taken and kept there, on record at the gateway."""

@@ -1,1 +1,0 @@
-"""The exec runtime: commands in sandboxes."""

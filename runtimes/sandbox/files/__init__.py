@@ -1,1 +1,0 @@
-"""Files of sandboxes from outside: one by one, and whole trees in a tar."""

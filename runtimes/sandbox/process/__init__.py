@@ -1,1 +1,0 @@
-"""Local process sandboxes, for machines without Docker."""
