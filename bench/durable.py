@@ -22,9 +22,9 @@ from pathlib import Path
 from bench.gateway import CONNECTIONS, per_second
 from bench.report import BenchReport, median, parser, percentile, play
 from bench.serving import ECHO, GATEWAY, ROOT, TOKEN, BenchConnection, ServerProcess, free_port, process
-from gateway.config.sections import RetentionSection
+from gateway.config.schema import RetentionSection
 from gateway.invocations.record import Mode, Record, new_id
-from gateway.store.retention import prune
+from gateway.store.maintenance import prune
 from gateway.store.store import LogRow, Store, StoreSpec
 from manager.action import Action, Outcome, State, UnitSet
 from manager.assembly import build_core

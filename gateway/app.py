@@ -16,46 +16,30 @@ from pathlib import Path
 import orjson
 import structlog
 
-from gateway import machine
-from gateway.access.auth import Guard, PageSession, check_doors
-from gateway.access.connections import Connections, address_of, ended_chore
-from gateway.access.tokens import DoorTokens, announced, open_tokens
-from gateway.applied import AppliedConfigs, KeptFunctions
-from gateway.cluster.assembly import machines_of
-from gateway.cluster.machines import OneMachine
-from gateway.config.load import GatewayConfig
-from gateway.config.uploads import UPLOADS, HandlerUploads
-from gateway.dashboard.activity import ActionEnds, Activity, Observers
-from gateway.dashboard.sections import LOST_SHOWN_S, Troubles
-from gateway.dashboard.watch import Watch
-from gateway.facades.listeners import FacadeListeners
+from gateway import limits
+from gateway.auth import DoorTokens, Guard, PageSession, announced, check_doors, open_tokens
+from gateway.cluster.cluster import OneMachine, machines_of
+from gateway.config.load import UPLOADS, GatewayConfig, HandlerUploads
+from gateway.dashboard.stream import LOST_SHOWN_S, ActionEnds, Activity, Observers, Troubles, Watch
+from gateway.facades.app import FacadeListeners
 from gateway.grpc.server import GrpcServer
-from gateway.http.app import HttpApp
-from gateway.http.early import HttpDoor
+from gateway.http.app import HttpApp, HttpDoor
 from gateway.http.server import listen
-from gateway.http.stream import GIVE_UP_STALLS
-from gateway.invocations.admission import Admission, HeldInputs
+from gateway.http.streaming import GIVE_UP_STALLS
 from gateway.invocations.callbacks import CallbackSender
-from gateway.invocations.dead_letters import DeadLetters
-from gateway.invocations.durable_starts import DurableStarts
-from gateway.invocations.invocations import Invocations
+from gateway.invocations.invocations import Admission, DeadLetters, HeldInputs, Invocations
 from gateway.invocations.logs import Logs
-from gateway.invocations.quota_record import QuotaRecord
-from gateway.invocations.reattach import Reattachment
-from gateway.invocations.restart import Restart
-from gateway.invocations.trajectories import TrajectoryRecovery
-from gateway.leases import Leases
+from gateway.invocations.restart import DurableStarts, QuotaRecord, Reattachment, Restart, TrajectoryRecovery
+from gateway.limits import Room
 from gateway.metrics import Metrics, pool_units
-from gateway.registry import Registry
-from gateway.room import Room
+from gateway.registry import AppliedConfigs, KeptFunctions, Registry
 from gateway.runtime_factory import ModelServices, Runtimes, handler_copies, make_runtimes
 from gateway.services import Services
-from gateway.snapshot_catalogue import SnapshotCatalogue
-from gateway.steps.steps import TaskSteps
-from gateway.store.retention import prune_for_ever
-from gateway.store.state_dir import StateDirectory
+from gateway.steps import TaskSteps
+from gateway.store.maintenance import StateDirectory, prune_for_ever
 from gateway.store.store import Durability, Store, StoreSpec
-from gateway.turns import TrajectoryTurns
+from gateway.tls import Connections, address_of, ended_chore
+from gateway.trajectory_records import Leases, SnapshotCatalogue, TrajectoryTurns
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.engine import Engine
@@ -146,7 +130,7 @@ async def _open(
     store = Store(spec, wall=wall, lost=lambda: state_dir.lost)
     await store.open()
     closers.push_async_callback(store.close)
-    here, copies = machine.describe(config), handler_copies(server)
+    here, copies = limits.describe(config), handler_copies(server)
     machines = await machines_of(config, here, paths, store, clock, wall, copies)
     closers.push_async_callback(machines.close)
     saved = await store.document(HISTORY)

@@ -1,37 +1,404 @@
-"""The registry: the functions as they are now, and how a new configuration takes their place."""
+"""Registered functions: revisions, preparation, and what an apply changes."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
+import msgspec
 import orjson
 import structlog
 from msgspec import ValidationError, convert
 from msgspec.structs import replace
 
-from gateway import wire
-from gateway.applied import KeptFunctions
+from gateway import serialization
 from gateway.config import load as gateway_config
-from gateway.config.derive import key_of
-from gateway.config.document import suggestion
-from gateway.config.load import ConfigSource, GatewayConfig
-from gateway.config.sections import ClusterConfig
-from gateway.functions import masked
-from gateway.preparation import Preparation, Prepare, Readiness
-from gateway.revisions import Revisions
+from gateway.config.load import ConfigSource, GatewayConfig, HandlerUploads
+from gateway.config.schema import ClusterConfig, key_of, suggestion
+from gateway.store.store import Store
+from manager.action import UnitSet
 from manager.config import NodeSpec, TaskSpec
-from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput, NotFound, Unsatisfiable, Unsupported
+from manager.errors import (
+    CapacityExceeded,
+    CodedError,
+    Conflict,
+    FunctionUnavailable,
+    InvalidConfig,
+    InvalidInput,
+    NotFound,
+    Unsatisfiable,
+    Unsupported,
+)
 from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec, settings_of
-from tangram.types import ConfigDiff, ConfigFiles, FunctionUpload, RevisionChange, ValueChange
+from runtimes.kinds import input_schema, result_schema
+from runtimes.secrets import REDACTED, SECRET
+from tangram.types import (
+    UNSET,
+    ConfigDiff,
+    ConfigFiles,
+    FunctionInfo,
+    FunctionUpload,
+    LearnedInfo,
+    RevisionChange,
+    UnitsInfo,
+    UnsetType,
+    ValueChange,
+    backoff_s,
+)
+
+# What was applied over a door: kept in the record, so that the next gateway has it beside its files.
+#
+# The files of registered handlers are in the record too, beside those in the state directory that their instances see:
+# a record that is restored, or lies in another directory, has all that it needs.
+
+DOCUMENT = "applied"
+#: Begins the names of documents that hold a handler's files; the digest of these follows.
+FILES = "handler:"
+
+
+class AppliedDocument(NamedTuple):
+    """A configuration as it was received, and the key paths (``functions.f``) of what is still its own."""
+
+    body: bytes
+    names: tuple[str, ...]
+
+
+class AppliedConfigs:
+    """The documents of which something is served, the newest last; a key path belongs to one of them at most."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.documents: tuple[AppliedDocument, ...] = ()
+
+    def __contains__(self, name: str) -> bool:
+        return any(name in each.names for each in self.documents)
+
+    async def load(self) -> None:
+        """Read what earlier gateways were given."""
+        found = orjson.loads(await self._store.document(DOCUMENT) or "[]")
+        self.documents = tuple(AppliedDocument(base64.b64decode(each["body"]), tuple(each["names"])) for each in found)
+
+    def check(self) -> None:
+        """Raise StorageUnavailable while the disk refuses: nothing is applied then that would not be kept."""
+        self._store.check()
+
+    def take(self, body: bytes, names: Collection[str], removed: Collection[str] = ()) -> None:
+        """Keep a document that has made these key paths; an empty body stands for the gateway's own files.
+
+        Of earlier documents stays what was neither made anew nor removed.
+        """
+        gone = {*names, *removed}
+        kept = [
+            AppliedDocument(each.body, tuple(name for name in each.names if name not in gone))
+            for each in self.documents
+        ]
+        documents = (*kept, AppliedDocument(body, tuple(sorted(names))))
+        found = tuple(each for each in documents if each.names and each.body.strip())
+        if found != self.documents:
+            self.documents = found
+            saved = [{"body": base64.b64encode(each.body).decode(), "names": each.names} for each in found]
+            self._store.save_document(DOCUMENT, orjson.dumps(saved).decode())
+
+    def keep_files(self, digest: str, sources: Mapping[str, str]) -> None:
+        """Note the files of a handler, by path; durable with the document that names them."""
+        self._store.save_document(FILES + digest, orjson.dumps(sources).decode())
+
+    async def restore_files(self, uploads: HandlerUploads) -> None:
+        """Put back what files of handlers the state directory lacks, and remove those that no document names.
+
+        Documents that were applied over another state directory name those of this one from now on.
+        """
+        names = [str(row["name"]) for row in await self._store.read("document_names", (FILES,))]
+        kept = {name.removeprefix(FILES) for name in names}
+        bodies = [each.body for each in self.documents]
+        for digest in sorted(kept):
+            if not any(digest.encode() in body for body in bodies):
+                self._store.save_document(FILES + digest, None)
+            elif not (uploads.root / digest).is_dir():
+                sources = orjson.loads(await self._store.document(FILES + digest) or "{}")
+                await asyncio.to_thread(uploads.keep, sources)
+        await asyncio.to_thread(uploads.prune, bodies)
+        self.documents = tuple(each._replace(body=_moved(each.body, uploads.root)) for each in self.documents)
+
+    async def commit(self) -> None:
+        """Return when what was taken is durable; raises StorageUnavailable."""
+        await self._store.commit()
+
+
+def _moved(body: bytes, root: Path) -> bytes:
+    """Return a document with the places of registered handlers below this root."""
+    try:
+        document = orjson.loads(body)
+        files = [(file, Path(file["path"])) for file in document["files"]]
+    except (ValueError, TypeError, KeyError):
+        return body  # one text, which names no place of a handler
+    moved = False
+    for file, path in files:
+        directory = path.parent
+        if directory.parent.name == root.name and directory.parent != root and (root / directory.name).is_dir():
+            file["path"], moved = str(root / directory.name / path.name), True
+    return orjson.dumps(document) if moved else body
+
+
+class KeptFunctions(NamedTuple):
+    """What of registered functions outlives a gateway: the documents, and the files of handlers."""
+
+    documents: AppliedConfigs
+    uploads: HandlerUploads
+
+
+#: Functions whose preparation runs at once.
+CONCURRENCY = 4
+#: Seconds until one that failed is prepared again, doubled each time, and at most.
+AGAIN_S, AGAIN_MAX_S = 1.0, 60.0
+#: Tries that must have failed before calls are refused: a disturbance of some seconds is waited out.
+FAILURES_MIN = 4
+
+#: Checks that a function can run here and warms it up: `runtimes.runtime.Runtime.prepare` of its runtime.
+Prepare = Callable[[FunctionSpec], Awaitable[None]]
+
+
+class Readiness(NamedTuple):
+    """Whether a function's actions may start, and if it is unavailable, why."""
+
+    status: Literal["preparing", "ready", "unavailable"]
+    problem: str = ""
+    #: Tries that have failed one after the other.
+    failures: int = 0
+    #: When it is tried again, on the event loop's clock; 0 while a try runs, or waits for room (a node that joins).
+    again_s: float = 0.0
+    #: What is missing stands in its configuration: a call that waits or asks again changes nothing.
+    configured: bool = False
+
+    def check(self, function: FunctionSpec, now_s: float) -> None:
+        """Raise FunctionUnavailable where no try that runs or is due may make it ready in time for a call.
+
+        In time is within the function's ``queue_timeout_s``. After ``FAILURES_MIN`` failures, or one of its
+        configuration, what is missing is taken to be missing until a try says otherwise, and a call waits only for a
+        try that runs. A mistake of the configuration has no time after which to ask again.
+        """
+        left_s = self.again_s - now_s
+        if self.status != "unavailable" or left_s <= 0.0:
+            return
+        if self.configured or self.failures >= FAILURES_MIN or left_s > function.queue_timeout_s:
+            raise FunctionUnavailable(
+                f"function {function.name} is unavailable: {self.problem}; it is tried again in {left_s:.0f} s, and "
+                "when a configuration is applied",
+                component="admission",
+                retry_after_s=None if self.configured else left_s,
+            )
+
+
+class Preparation:
+    """How ready each function is. Use from one event loop."""
+
+    def __init__(self, prepare: Prepare) -> None:
+        self._prepare = prepare
+        self._gate = asyncio.Semaphore(CONCURRENCY)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._again: dict[str, asyncio.Event] = {}
+        #: What the next try of one does in place of preparing it.
+        self._instead: dict[str, Prepare] = {}
+        self._states: dict[str, Readiness] = {}
+        self._log = structlog.get_logger("gateway.registry")
+        #: Called when one has become ready, by name; they must not wait or raise.
+        self.on_ready: list[Callable[[str], None]] = []
+
+    def of(self, name: str) -> Readiness:
+        """How ready it is; one that is not known here is as ready as it will be."""
+        return self._states.get(name, Readiness("ready"))
+
+    def expect(self, functions: Iterable[FunctionSpec]) -> None:
+        """They will be prepared: until `begin` they wait."""
+        self._states |= {function.name: Readiness("preparing") for function in functions}
+
+    def begin(self, functions: Iterable[FunctionSpec]) -> None:
+        """Prepare them in the background, again and again where it fails."""
+        for function in functions:
+            self._states[function.name] = Readiness("preparing")
+            self._again[function.name] = asyncio.Event()
+            self._tasks[function.name] = asyncio.get_running_loop().create_task(self._until_ready(function))
+
+    def again(self, instead: Prepare | None = None) -> None:
+        """Try those again at once that could not be made ready: something has changed.
+
+        ``instead`` is all that the try does, where what has changed is known; not if a whole one is due as well.
+        """
+        for name, again in self._again.items():
+            if instead is None:
+                self._instead.pop(name, None)
+            elif not again.is_set():
+                self._instead[name] = instead
+            again.set()
+
+    def note(self, name: str, told: str) -> None:
+        """Tell what is done for one that is being prepared."""
+        if self._states.get(name, Readiness("ready")).status == "preparing":
+            self._states[name] = Readiness("preparing", told)
+
+    async def one(self, function: FunctionSpec, prepare: Prepare | None = None) -> None:
+        """Prepare one now; raises CodedError, and changes nothing that is told of it."""
+        async with self._gate:
+            await (prepare or self._prepare)(function)
+
+    def switched(self, ready: Iterable[str], known: Iterable[str]) -> None:
+        """These are ready in their new form, those that are ``known`` no more are forgotten, the others tried again."""
+        known = set(known)
+        for name in {*ready, *(self._states.keys() - known)}:
+            if (task := self._tasks.pop(name, None)) is not None:
+                task.cancel()
+            self._states.pop(name, None)
+            self._tell(name)
+        self.again()
+
+    async def close(self) -> None:
+        """Stop preparing."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_ready(self, function: FunctionSpec) -> None:
+        name, attempt, failures = function.name, 1, 0
+        while (error := await self._error(function, self._instead.pop(name, None))) is not None:
+            problem = error.message
+            room = isinstance(error, CapacityExceeded)  # nothing is missing for good: a node that joins makes it
+            if self._states[name].problem != problem:
+                say = self._log.info if room else self._log.error
+                say("a function waits for a node" if room else "a function is unavailable", function=name, why=problem)
+            again, loop = self._again[name], asyncio.get_running_loop()
+            again_s = loop.time() + backoff_s(attempt, AGAIN_S, AGAIN_MAX_S)
+            failures = 0 if room else failures + 1
+            configured = isinstance(error, InvalidConfig)
+            self._states[name] = Readiness("unavailable", problem, failures, 0.0 if room else again_s, configured)
+            timer = loop.call_at(again_s, again.set)
+            await again.wait()
+            timer.cancel()
+            again.clear()  # before the try: what changes meanwhile is not missed
+            self._states[name] = Readiness("unavailable", problem, failures)
+            attempt += 1
+        self._tasks.pop(name, None)
+        self._states[name] = Readiness("ready")
+        self._tell(name)
+
+    async def _error(self, function: FunctionSpec, instead: Prepare | None) -> CodedError | None:
+        try:
+            await self.one(function, instead)
+        except CodedError as error:
+            return error.with_traceback(None)
+        except Exception as error:  # noqa: BLE001  # a bug in one runtime keeps no other function from being served
+            self._log.exception("a preparation failed", function=function.name)
+            return CodedError(f"its preparation failed: {error!r}", component="functions")
+        return None
+
+    def _tell(self, name: str) -> None:
+        for on_ready in self.on_ready:
+            on_ready(name)
+
+
+#: Fields that functions of every kind have.
+_COMMON = {each.name for each in fields(FunctionSpec)}
+
+
+def function_info(
+    spec: FunctionSpec,
+    learned: Mapping[str, object] | UnsetType = UNSET,
+    readiness: Readiness | None = None,
+    source: str | None = None,
+    changes: Sequence[RevisionChange] = (),
+) -> FunctionInfo:
+    """Return a registered function. What is not set is left out; secrets are references and stay so."""
+    found = msgspec.to_builtins(spec, enc_hook=str)
+    if (sandbox := found.get("sandbox")) is not None:
+        sandbox["env"] = {name: masked(value) for name, value in sandbox["env"].items()}
+    found |= {
+        "cost": {kind: _units(units) for kind, units in spec.cost.items()},
+        "input_schema": input_schema(spec),
+        "result_schema": result_schema(spec),
+        "own": {each.name: found[each.name] for each in fields(spec) if each.name not in _COMMON} or None,
+        "learned": None if learned is UNSET else msgspec.convert(learned, Mapping[str, LearnedInfo]),
+        "source": source,
+        "changes": list(changes) or None,
+        "status": None if readiness is None else readiness.status,
+        "problem": (readiness.problem or None) if readiness is not None else None,
+    }
+    return msgspec.convert({name: value for name, value in found.items() if value is not None}, FunctionInfo)
+
+
+def masked(value: str) -> str:
+    """A value of an environment, which may be a secret, for anybody's eyes; a reference to one is none."""
+    return value if SECRET.fullmatch(value) else REDACTED
+
+
+def _units(units: UnitSet) -> int | UnitsInfo:
+    if units.choices is not None:
+        return UnitsInfo(choices=units.choices)
+    return UnitsInfo(min=units.minimum, max=units.maximum) if units.elastic else units.minimum
+
+
+#: Changes that are kept of a function, keys that are told of one, and characters of a value.
+KEPT, KEYS_MAX, VALUE_CHARS = 20, 100, 400
+#: What is not of the definition, or differs with it anyway.
+_LEFT_OUT = frozenset({"revision"})
+
+
+class Revisions:
+    """The changes of every function that is served. Use from one event loop."""
+
+    def __init__(self, functions: Mapping[str, FunctionSpec], wall: Callable[[], float]) -> None:
+        self._functions, self._wall = functions, wall
+        self._changes: dict[str, deque[RevisionChange]] = {}
+
+    def of(self, name: str) -> tuple[RevisionChange, ...]:
+        """Return the changes of a function, the last one first."""
+        return tuple(self._changes.get(name, ()))
+
+    def switched(self, functions: Mapping[str, FunctionSpec]) -> None:
+        """These are served from now on."""
+        for name, new in functions.items():
+            old = self._functions.get(name)
+            if old is not None and old != new:
+                told = RevisionChange(
+                    at=serialization.instant(self._wall()),
+                    was=old.revision,
+                    now=new.revision,
+                    values=_differing(old, new),
+                )
+                self._changes.setdefault(name, deque(maxlen=KEPT)).appendleft(told)
+        self._changes = {name: changes for name, changes in self._changes.items() if name in functions}
+        self._functions = functions
+
+
+def _differing(old: FunctionSpec, new: FunctionSpec) -> dict[str, ValueChange]:
+    """Return the keys that differ, by their path, with nothing of an environment's values."""
+    was, now = dict(_flat(_shown(old))), dict(_flat(_shown(new)))
+    keys = sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key))
+    return {key: ValueChange(was=was.get(key, ""), now=now.get(key, "")) for key in keys[:KEYS_MAX]}
+
+
+def _shown(function: FunctionSpec) -> dict[str, object]:
+    found: dict[str, object] = msgspec.to_builtins(function_info(function))
+    return {key: value for key, value in found.items() if key not in _LEFT_OUT}
+
+
+def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, each in value.items():
+            yield from _flat(each, f"{path}.{key}" if path else str(key))
+        return
+    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    yield path, text if len(text) <= VALUE_CHARS else f"{text[: VALUE_CHARS - 3]}..."
+
 
 _Value = TypeVar("_Value")
 #: Signs of a value in a diff.
@@ -67,7 +434,7 @@ class Registry:
         self._applied = None if kept is None else kept.documents
         self._uploads = None if kept is None else kept.uploads
         self._applying = asyncio.Lock()
-        self._log = structlog.get_logger("gateway.functions")
+        self._log = structlog.get_logger("gateway.registry")
 
     @property
     def config(self) -> GatewayConfig:
@@ -166,10 +533,10 @@ class Registry:
             directory = await asyncio.to_thread(self._uploads.keep, upload.sources)
             if self._applied is not None and not dry_run:
                 self._applied.keep_files(directory.name, upload.sources)
-        text = wire.dumps({"functions": {name: upload.definition}}).decode()
+        text = serialization.dumps({"functions": {name: upload.definition}}).decode()
         sent = {"files": [{"path": str(directory / "function.yaml"), "text": text}]}
         try:
-            return await self.configure(wire.dumps(sent), dry_run)
+            return await self.configure(serialization.dumps(sent), dry_run)
         except (InvalidConfig, Unsatisfiable, Unsupported) as error:
             raise _as_sent(error, directory) from None
 
@@ -217,8 +584,8 @@ class Registry:
             values={name: _values(old[name], functions[name], keys) for name, keys in changed.items()},
             removed=tuple(sorted(old.keys() - functions.keys())),
             unchanged=tuple(sorted(old.keys() & functions.keys() - changed.keys())),
-            tasks=_differing(self._config.tasks, new.tasks),
-            resources=_differing(self._config.resources, new.resources),
+            tasks=_changed_names(self._config.tasks, new.tasks),
+            resources=_changed_names(self._config.resources, new.resources),
             needs_restart=tuple(_fixed_differences(self._config, new)),
         )
 
@@ -437,7 +804,7 @@ def _as_text(value: object) -> str:
     return text if len(text) <= VALUE_MAX else f"{text[: VALUE_MAX - 3]}..."
 
 
-def _differing(old: Mapping[str, object], new: Mapping[str, object]) -> tuple[str, ...]:
+def _changed_names(old: Mapping[str, object], new: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)))
 
 

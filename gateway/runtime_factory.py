@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from gateway.config.load import GatewayConfig
-from gateway.config.sections import ServerConfig
+from gateway.config.schema import ServerConfig
 from manager.action import Chunk
 from manager.clock import Clock
 from manager.config import ServiceSpec

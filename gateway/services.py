@@ -6,23 +6,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gateway.access.auth import Guard, PageSession
-from gateway.cluster.machines import OneMachine
-from gateway.config.sections import ServerConfig
-from gateway.dashboard.activity import Activity
-from gateway.dashboard.watch import Watch
-from gateway.invocations.admission import Admission, HeldInputs
+from gateway.auth import Guard, PageSession
+from gateway.cluster.cluster import OneMachine
+from gateway.config.schema import ServerConfig
+from gateway.dashboard.stream import Activity, Watch
 from gateway.invocations.callbacks import CallbackSender
-from gateway.invocations.dead_letters import DeadLetters
-from gateway.invocations.invocations import Invocations
+from gateway.invocations.invocations import Admission, DeadLetters, HeldInputs, Invocations
 from gateway.invocations.logs import Logs
-from gateway.leases import Leases
 from gateway.metrics import Metrics
-from gateway.preparation import Readiness
-from gateway.snapshot_catalogue import SnapshotCatalogue
-from gateway.steps.steps import TaskSteps
+from gateway.registry import Readiness
+from gateway.steps import TaskSteps
 from gateway.store.store import Store
-from gateway.turns import TrajectoryTurns
+from gateway.trajectory_records import Leases, SnapshotCatalogue, TrajectoryTurns
 from manager.config import TaskSpec
 from manager.engine import Engine
 from manager.errors import Unsupported

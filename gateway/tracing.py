@@ -32,7 +32,7 @@ from opentelemetry.trace import (
     format_trace_id,
 )
 
-from gateway.config.sections import TracesSection
+from gateway.config.schema import TracesSection
 from gateway.invocations.record import Record, action_id_of
 from gateway.metrics import Metrics
 from manager.action import Action, Chunk, Lease, Outcome, State
@@ -49,7 +49,7 @@ Attribute = str | int | float | bool
 
 
 class TraceExporter:
-    """An observer of invocations (`gateway.invocations.invocation.Observer`) that sends what has ended."""
+    """An observer of invocations (`gateway.invocations.invocations.Observer`) that sends what has ended."""
 
     def __init__(self, spec: TracesSection) -> None:
         self._spec = spec

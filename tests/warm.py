@@ -24,7 +24,14 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What a gateway, a node and the commands that clean up after them import.
-PRELOADED = ("gateway.app", "gateway.cli.main", "gateway.cli.config", "gateway.cli.node", "gateway.cli.clean", "uvloop")
+PRELOADED = (
+    "gateway.app",
+    "gateway.cli.main",
+    "gateway.cli.serve",
+    "gateway.cli.node",
+    "gateway.cli.maintenance",
+    "uvloop",
+)
 REQUEST_MAX_BYTES = 2**17
 START_S = 120.0
 #: Of each number that is told.

@@ -19,7 +19,7 @@ from bench.cluster.stub_runtime import StubRuntime
 from bench.report import BenchReport, median, percentile
 from bench.sandbox import DiscardedOutput
 from bench.serving import IMAGE
-from gateway.cluster.door import NodeDoor, bind
+from gateway.cluster.listener import NodeDoor, bind
 from manager.action import Action, Grant, Lease, State
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec, SandboxSpec

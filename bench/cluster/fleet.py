@@ -18,7 +18,7 @@ from bench.cluster.channel import stub_node
 from bench.cluster.children import child
 from bench.report import BenchReport
 from gateway.app import App, gateway
-from gateway.cluster.state import ClusterState
+from gateway.cluster.cluster import ClusterState
 from gateway.config.load import load
 from tangram import AsyncClient
 

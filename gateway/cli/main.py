@@ -9,25 +9,25 @@ from tangram.cli.main import Verb
 
 #: What the entry point of the server in `tangram.cli.main.GROUP` names.
 VERBS: Mapping[str, Verb] = {
-    "serve": Verb("gateway.cli.config:serve", "Serve until SIGTERM, then drain.", "serve"),
-    "init": Verb("gateway.cli.beginning:init", "Write a commented configuration and a function of each kind.", "serve"),
-    "doctor": Verb("gateway.cli.doctor:doctor", "Look whether this machine can serve a configuration.", "serve"),
-    "image": Verb("gateway.cli.image:image", "Build the base image of sandboxes.", "serve"),
-    "validate": Verb("gateway.cli.config:validate", "Check configuration files.", "serve"),
+    "serve": Verb("gateway.cli.serve:serve", "Serve until SIGTERM, then drain.", "serve"),
+    "init": Verb("gateway.cli.serve:init", "Write a commented configuration and a function of each kind.", "serve"),
+    "doctor": Verb("gateway.cli.serve:doctor", "Look whether this machine can serve a configuration.", "serve"),
+    "image": Verb("gateway.cli.maintenance:image", "Build the base image of sandboxes.", "serve"),
+    "validate": Verb("gateway.cli.serve:validate", "Check configuration files.", "serve"),
     "config-schema": Verb(
-        "gateway.cli.config:config_schema", "Print the JSON Schema of the YAML, for editors.", "serve"
+        "gateway.cli.serve:config_schema", "Print the JSON Schema of the YAML, for editors.", "serve"
     ),
-    "backup": Verb("gateway.cli.backup:backup", "Copy the record to a file, also while a gateway serves.", "operate"),
-    "restore": Verb("gateway.cli.backup:restore", "Put such a copy back, while none does.", "operate"),
+    "backup": Verb(
+        "gateway.cli.maintenance:backup", "Copy the record to a file, also while a gateway serves.", "operate"
+    ),
+    "restore": Verb("gateway.cli.maintenance:restore", "Put such a copy back, while none does.", "operate"),
     "node": Verb("gateway.cli.node:node", "This machine as a node, and its daemon that joins a gateway.", "operate"),
-    "cluster": Verb("gateway.cli.cluster:cluster", "Look at the Ray cluster whose machines may serve.", "operate"),
-    "clean": Verb("gateway.cli.clean:clean", "Show and remove what gateways left behind.", "operate"),
+    "cluster": Verb("gateway.cli.node:cluster", "Look at the Ray cluster whose machines may serve.", "operate"),
+    "clean": Verb("gateway.cli.maintenance:clean", "Show and remove what gateways left behind.", "operate"),
     "simulate": Verb(
         "gateway.cli.simulate:simulate", "Play a workload on the same scheduler under a virtual clock.", "operate"
     ),
-    "report": Verb(
-        "gateway.cli.report.verb:report", "One page of a real run, and of what it would have cost.", "watch"
-    ),
+    "report": Verb("gateway.cli.report:report", "One page of a real run, and of what it would have cost.", "watch"),
     "trace": Verb("gateway.cli.simulate:trace", "Traces of what trajectories did.", "operate"),
 }
 

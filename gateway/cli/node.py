@@ -1,27 +1,31 @@
-"""The verbs of nodes: this machine as one, and its daemon."""
+"""`tangram node`: joining, listing, draining."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
-from msgspec import convert
+import msgspec
+from msgspec import UNSET, convert
 
-from gateway import machine
-from gateway.cli.config import node as show_node
-from gateway.cli.nodes import check_nodes, drain_node, issue_ticket, list_nodes
-from gateway.cluster.tickets import TICKET_BYTES_MAX, TICKET_VARIABLE
+from gateway import limits
+from gateway.cli.serve import node as show_node
+from gateway.cluster.store import TICKET_BYTES_MAX, TICKET_VARIABLE
 from gateway.config.load import GatewayConfig, load
-from gateway.config.sections import DevicesConfig
+from gateway.config.schema import DevicesConfig
 from gateway.invocations import logs
 from gateway.runtime_factory import make_runtimes
 from manager.clock import MonotonicClock
-from manager.errors import InvalidConfig
+from manager.errors import CodedError, InvalidConfig, InvalidInput
 from runtimes.model.engine import nvml
 from runtimes.node.daemon import (
     KEY,
@@ -34,7 +38,137 @@ from runtimes.node.daemon import (
     NodeModels,
     ServedSnapshots,
 )
-from tangram.types import size_bytes
+from runtimes.node.ray.keeper import RayMembers, RayNode, Reservation
+from runtimes.node.ray.process import KEEPER
+from tangram import Client
+from tangram.cli.options import Duration, connected, json_option
+from tangram.cli.output import print_json, say, show, show_seconds, table, visible
+from tangram.types import FunctionInfo, NodeStatus, show_size, size_bytes
+
+
+@click.command("list")
+@json_option
+@connected
+def list_nodes(client: Client, as_json: bool) -> None:
+    """List the machines that actions run on, and how they are."""
+    found = client.nodes()
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            each.node,
+            each.state,
+            show_seconds(each.since_s),
+            each.cores,
+            each.devices,
+            show_size(each.memory_bytes),
+            each.running,
+            each.trajectories,
+            ",".join(f"{key}={value}" for key, value in sorted(each.labels.items())),
+            each.why,
+        )
+        for each in found
+    ]
+    show(table(("NODE", "STATE", "SINCE", "CORES", "DEVICES", "MEMORY", "RUNNING", "HOLDERS", "LABELS", "WHY"), rows))
+    coming = [each for each in client.ray_machines() if each.state != "serving"]
+    if coming:
+        told = [(each.machine[:12], each.node, each.state, show_seconds(each.since_s), each.why) for each in coming]
+        show(table(("RAY MACHINE", "NODE", "STATE", "SINCE", "WHY"), told))
+
+
+@click.command("drain")
+@click.argument("name")
+@click.option("--why", default="an operator asked for it", show_default=True, help="What is told to whoever waits.")
+@json_option
+@connected
+def drain_node(client: Client, name: str, why: str, as_json: bool) -> None:
+    """Have a machine take no new work; it leaves when nothing runs or lives there, or after cluster.drain_grace."""
+    status = client.drain_node(name, why)
+    if as_json:
+        print_json(status)
+        return
+    say(f"{name} is {status.state}: {status.running} actions run, {status.trajectories} hold memory there")
+
+
+@click.command("ticket")
+@click.argument("name")
+@click.option("--only", is_flag=True, help="Print the ticket alone, for scripts.")
+@json_option
+@connected
+def issue_ticket(client: Client, name: str, only: bool, as_json: bool) -> None:
+    """Print what admits one machine once, as the command that joins it."""
+    ticket = client.node_ticket(name)
+    if as_json:
+        print_json(ticket)
+        return
+    if only:
+        click.echo(ticket.ticket)
+        return
+    say(f"good for {ticket.expires_in_s:.0f} s, once; on the machine that is to join:")
+    click.echo(
+        f"{TICKET_VARIABLE}={ticket.ticket} tangram node join --gateway {ticket.gateway}"
+        f" --fingerprint {ticket.fingerprint} --name {name} --state-dir ~/.tangram-node-{name}"
+    )
+
+
+@click.command("check")
+@json_option
+@connected
+def check_nodes(client: Client, as_json: bool) -> int:
+    """Say what is not as it should be with the machines, and what mends it; status 1 if there is anything."""
+    nodes = client.nodes()
+    problems = [problem for node in nodes for problem in problems_of(node)]
+    problems += homeless(client.functions(), nodes)
+    problems += [
+        f"{each.node} is {each.state} on Ray's machine {each.machine[:12]}: {each.why}"
+        for each in client.ray_machines()
+        if each.state in ("waiting", "failed")
+    ]
+    if as_json:
+        print_json({"problems": problems})
+    elif problems:
+        click.echo("\n".join(problems))
+    else:
+        say("every machine serves, and is able to run every function")
+    return 1 if problems else 0
+
+
+def problems_of(node: NodeStatus) -> Sequence[str]:
+    """Return what is not as it should be with one machine."""
+    remedies = {
+        "joining": "wait; if it stays so, look into its log",
+        "unfit": "mend that; it serves again by itself",
+        "suspect": "look whether its daemon runs and reaches the gateway (cluster.advertise)",
+        "draining": "it leaves when it is empty",
+        "lost": "start `tangram node join` there again, with its state directory or a new ticket",
+    }
+    found = []
+    if node.state in remedies:
+        refused = f"; it may join again in {node.refused_s:.0f} s" if node.refused_s else ""
+        found.append(f"{node.node} is {node.state} ({node.why}){refused}: {remedies[node.state]}")
+    found += [f"{node.node} cannot run {function}: {why}" for function, why in sorted(node.unable.items())]
+    return found
+
+
+def homeless(functions: Sequence[FunctionInfo], nodes: Sequence[NodeStatus]) -> Sequence[str]:
+    """Return why each function that no machine runs has none: no label fits, or those whose labels fit are not able."""
+    living = [node for node in nodes if node.state not in ("lost", "drained")]
+    #: A gateway that is alone asks no machine: what it cannot run it says of the function itself.
+    is_asked = any(not node.local or node.able or node.unable for node in nodes) or not nodes
+    found = []
+    for function in functions:
+        if function.sandbox is UNSET and {"cpu", "gpu"}.isdisjoint(function.cost):
+            continue  # it runs in the gateway
+        fit = [node for node in living if function.nodes.items() <= node.labels.items()]
+        if not fit:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(function.nodes.items()))
+            which = f"no machine has the labels {labels}" if labels else "there is no machine"
+            joined = f" with `--labels {labels}`, or change functions.{function.name}.nodes" if labels else ""
+            found.append(f"{function.name} runs nowhere: {which}: have one join{joined}")
+        elif is_asked and not any(function.name in node.able for node in fit):
+            found.append(f"{function.name} runs nowhere: none of {', '.join(node.node for node in fit[:8])} is able to")
+    return found
 
 
 class NodeVerbs(click.Group):
@@ -120,7 +254,7 @@ def join(
         fingerprint=fingerprint,
         ticket=given_ticket(ticket, ticket_file, state_dir),
         state_dir=state_dir.absolute(),
-        spec=machine.describe(loaded),
+        spec=limits.describe(loaded),
         drain_grace_s=drain_grace,
         unattended_s=unattended,
         agent=AgentSettings(fitness=FitnessSettings(free_min_bytes=loaded.server.free_min_bytes)),
@@ -213,3 +347,114 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
     loop.add_signal_handler(signal.SIGHUP, daemon.leave)
     loop.add_signal_handler(signal.SIGUSR1, partial(daemon.leave, tidy=True))
     await daemon.run()
+
+
+class RayUnseen(CodedError):
+    """The Ray cluster cannot be looked at."""
+
+    code = "action_failed"
+
+
+@click.group()
+def cluster() -> None:
+    """Look at the Ray cluster whose machines may serve."""
+
+
+@cluster.command("check")
+@click.option("--address", default="auto", show_default=True, help="the head's, such as head:6379")
+@click.option("--python", default=sys.executable, help="an interpreter with the cluster's own Ray")
+@click.option(
+    "--label", "labels", multiple=True, metavar="KEY=VALUE", help="of the machines that are wanted; repeatable"
+)
+@click.option("--head", is_flag=True, help="the head's machine is wanted too")
+@click.option("--cpus", type=click.FloatRange(min=0), help="to be reserved on each; all by default")
+@click.option("--gpus", type=click.FloatRange(min=0), default=0.0, show_default=True, help="likewise")
+@click.option(
+    "--within", "within_s", type=Duration(), default="1m", show_default=True, help="longest that Ray may take"
+)
+@json_option
+def check(
+    address: str,
+    python: str,
+    labels: tuple[str, ...],
+    head: bool,
+    cpus: float | None,
+    gpus: float,
+    within_s: float,
+    as_json: bool,
+) -> None:
+    """Say which machines would be taken, and what is in the way."""
+    reservation = Reservation(cpus=cpus, gpus=gpus)
+    members = RayMembers(_labels(labels), head=head, reservation=reservation)
+    seen = look(python, address, within_s)
+    rows = list(machines(seen, members, reservation))
+    notes = list(_notes(seen, rows))
+    if as_json:
+        print_json({"ok": not notes, "ray": seen.get("version"), "machines": rows, "notes": notes})
+    else:
+        show(table(("MACHINE", "ADDRESS", "CPUS", "GPUS", "FREE", "TAKEN"), [_row(each) for each in rows]))
+        for note in notes:
+            click.echo(visible(f"note: {note}"))
+    raise SystemExit(1 if notes else 0)
+
+
+def look(python: str, address: str, within_s: float) -> dict[str, Any]:
+    """Return what a keeper sees there; raises RayUnseen with Ray's words."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        done = subprocess.run(
+            [python, str(KEEPER), "look", address], capture_output=True, timeout=within_s, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        raise RayUnseen(f"{address} did not answer within {within_s:g} s", component="cluster") from None
+    except OSError as error:
+        raise RayUnseen(f"{python} cannot be run: {error}", component="cluster") from None
+    try:
+        seen = msgspec.json.decode(done.stdout, type=dict[str, Any])
+    except msgspec.DecodeError:
+        said = done.stderr.decode(errors="replace").strip()[-500:]
+        raise RayUnseen(
+            f"{python} says nothing of a cluster: {said or 'nothing at all'}", component="cluster"
+        ) from None
+    if "why" in seen:
+        raise RayUnseen(f"{address}, seen by Python {seen['python']}: {seen['why']}", component="cluster")
+    return seen
+
+
+def machines(seen: Mapping[str, Any], members: RayMembers, reservation: Reservation) -> Iterator[dict[str, object]]:
+    """Each living machine: what it has, what of it is free, and whether it would be taken or why not yet."""
+    for each in seen["nodes"]:
+        resources = dict(each["total"]) | ({"node:__internal_head__": 1.0} if each["head"] else {})
+        node = RayNode(id=each["id"], alive=True, labels=each["labels"], resources=resources)
+        asked = dict(zip(("CPU", "GPU"), reservation.on(node), strict=True))
+        free = each["free"]
+        lacking = [f"{asked[name]:g} {name}s asked, {free[name]:g} free" for name in free if free[name] < asked[name]]
+        taken = "no"
+        if members.wants(node):
+            taken = "draining" if each["draining_ms"] else "; ".join(lacking) or "yes"
+        yield {"id": each["id"], "address": each["address"], "total": each["total"], "free": free, "taken": taken}
+
+
+def _notes(seen: Mapping[str, Any], rows: list[dict[str, object]]) -> Iterator[str]:
+    wanted = [row for row in rows if row["taken"] != "no"]
+    if not wanted:
+        yield "no machine would be taken: see --label and --head"
+    for row in wanted:
+        if row["taken"] != "yes":
+            yield f"{str(row['id'])[:12]} would wait: {row['taken']}"
+    if not seen["token"]:
+        yield "no token (RAY_AUTH_MODE=token): whoever reaches the head's port runs code on every machine"
+
+
+def _row(each: Mapping[str, Any]) -> tuple[object, ...]:
+    total, free = each["total"], each["free"]
+    left = f"{free['CPU']:g} CPUs, {free['GPU']:g} GPUs" if free else "not told"
+    return each["id"][:12], each["address"], f"{total['CPU']:g}", f"{total['GPU']:g}", left, each["taken"]
+
+
+def _labels(given: tuple[str, ...]) -> dict[str, str]:
+    pairs = [each.partition("=") for each in given]
+    for key, sign, value in pairs:
+        if not key or not sign or not value:
+            raise InvalidInput(f"--label {key}{sign}{value} is not KEY=VALUE", component="cluster")
+    return {key: value for key, _, value in pairs}

@@ -1,53 +1,65 @@
-"""The cluster: nodes join over TLS, and what the roster decides of them is told to the scheduler and to themselves."""
+"""The machines of the cluster: which joined, what each can do, and what runs where."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
-from gateway.cluster.abilities import Abilities
-from gateway.cluster.attempts import FleetReattachment, NodeReattachment
-from gateway.cluster.door import NodeDoor, bind
-from gateway.cluster.greeting import described, is_changed
+from gateway.cluster.listener import NodeDoor, bind
 from gateway.cluster.local_node import LocalNode
-from gateway.cluster.machines import NodeRecovery, NodeServices
-from gateway.cluster.model_services import DeclaredServices
-from gateway.cluster.records import NodeRecords
-from gateway.cluster.snapshots import NodeSnapshots
-from gateway.cluster.state import ClusterNode, ClusterState
-from gateway.cluster.tickets import TicketOffice, check_name, digest_of, new_node_key, signing_key
-from gateway.cluster.voice import Voice
-from gateway.config.sections import ClusterConfig, ServerConfig
-from gateway.config.uploads import UPLOADS
-from gateway.invocations.reattach import AttemptHolder, Reattachment
-from gateway.invocations.trajectories import TrajectoryRecovery
-from gateway.preparation import Prepare
+from gateway.cluster.ray import RayNodes
+from gateway.cluster.store import (
+    NodeRecords,
+    NodeSnapshots,
+    TicketOffice,
+    check_name,
+    digest_of,
+    new_node_key,
+    signing_key,
+)
+from gateway.config.load import UPLOADS, GatewayConfig
+from gateway.config.schema import ClusterConfig, ServerConfig
+from gateway.invocations.invocations import LiveInvocation
+from gateway.invocations.record import Record
+from gateway.invocations.restart import AttemptHolder, Reattachment, TrajectoryRecovery, claims_of_try
+from gateway.registry import Prepare
 from gateway.store.store import Store
+from manager.action import Chunk, State
 from manager.clock import Clock
-from manager.config import NodeSpec
+from manager.config import NodeSpec, ServiceSpec
 from manager.engine import Engine
-from manager.errors import CodedError, Conflict, Unauthorized
+from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidConfig, NotFound, Unauthorized, Unsupported
 from manager.events import NodeClosed, NodeJoined, NodeLost, NodeOpened
 from manager.executor import Executor
 from manager.function import FunctionSpec
 from runtimes.executor import FleetExecutor
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
+from runtimes.node.daemon import Trouble
 from runtimes.node.membership import (
     HEARD,
     CountedOut,
+    DrainAsked,
     Emptied,
     Expected,
+    FoundUnfit,
     Greeted,
     LinkLost,
+    Member,
     NodeState,
+    RaySaid,
     Reconciled,
+    Roster,
     RosterEvent,
+    SaidGoodbye,
     Serves,
     Shut,
     Ticked,
@@ -57,8 +69,746 @@ from runtimes.node.membership import (
 from runtimes.node.protocol import HandlerArchives, Inventory, NodeHello, NodeLink, NodeRefused, NodeWelcome
 from runtimes.node.ray.process import KeeperProcess
 from runtimes.node.remote import RemoteNode, told
+from runtimes.sandbox.files import SandboxFiles
 from runtimes.sandbox.handler.sources import HandlerCopies
 from runtimes.sandbox.session import SessionTable
+from tangram.types import LivingSandbox, NodeStatus, NodeStatusList, NodeTicket
+
+#: Seconds between two looks at this machine's sandboxes.
+LOOK_S = 1.0
+NO_CLUSTER = "this gateway has no section cluster, so no other machine can join it (docs/CLUSTER.md)"
+
+
+class NodeRecovery(Protocol):
+    """What decides on what ran on a node under the gateway before: `gateway.invocations.restart.Restart`."""
+
+    async def recover_on(self, node: str, found: Reattachment | None) -> None: ...
+
+
+class NodeServices(Protocol):
+    """What keeps the costs of model services by node: `gateway.runtime_factory.ModelServices`."""
+
+    def learn(self, node: str, services: Sequence[ServiceSpec]) -> None:
+        """Take up what services cost on a node."""
+        ...
+
+    def forget(self, node: str) -> None:
+        """A node is gone."""
+        ...
+
+    def resident(self) -> Mapping[str, tuple[Chunk, ...]]:
+        """Return what is resident on the devices of this machine: chunks by service."""
+        ...
+
+
+class OneMachine:
+    """This machine alone: what is asked of the machines is answered for it."""
+
+    def __init__(self, here: NodeSpec) -> None:
+        self.here = here
+        #: Whether idle trajectories are left for the next gateway, once this one ends.
+        self.keep = False
+        #: The snapshots of other machines; None if none can join.
+        self.snapshots: NodeSnapshots | None = None
+        self._engine: Engine | None = None
+        self._services: NodeServices | None = None
+        #: Why no sandbox can be made on this machine now, and since when, on the loop's clock; empty if one can.
+        self._trouble = ""
+        self._trouble_since_s = 0.0
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "begin first"
+        return self._engine
+
+    @property
+    def specs(self) -> tuple[NodeSpec, ...]:
+        """The machines that the scheduler begins with."""
+        return (self.here,)
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """Names of machines of the gateway before that are not back yet."""
+        return frozenset()
+
+    def awaits(self, record: Record) -> bool:
+        """Whether a record's action may still run on one of those."""
+        return record.state is State.RUNNING and record.node in self.awaited
+
+    def preparing(self, here: Prepare) -> Prepare:
+        """Return what makes a function ready wherever it may run, given what does so here."""
+        return here
+
+    def executor(self, here: Executor, trajectories: TrajectoryRecovery) -> Executor:
+        """Return what executes wherever a lease says, given what executes here and where trajectories are on record."""
+        return here
+
+    def reattachment(self, environments: AttemptHolder) -> Reattachment:
+        """Return what knows which commands of the gateway before are whose."""
+        return Reattachment(environments)
+
+    def begin(
+        self,
+        engine: Engine,
+        recovery: NodeRecovery,
+        functions: Callable[[], Sequence[FunctionSpec]],
+        services: NodeServices,
+    ) -> None:
+        """The scheduler runs: say which machines it has to wait for."""
+        self._engine, self._services = engine, services
+
+    def open(self, again: Callable[[Prepare], None]) -> None:
+        """Let machines join from now on; ``again`` has what could not be made ready tried again as it is given."""
+
+    async def watch_for_ever(self, trouble: Trouble) -> None:
+        """Ask again and again whether sandboxes can be made on this machine."""
+        while True:
+            told = await trouble()
+            if told != self._trouble:
+                self._turned(told)
+            await asyncio.sleep(LOOK_S)
+
+    def _turned(self, trouble: str) -> None:
+        """No sandbox can be made here, or (empty) one can again: till then this machine is closed to what is new.
+
+        What has not begun waits within its ``queue_timeout`` instead of failing, or goes to another machine: without
+        sandboxes this one looks the emptiest of all.
+        """
+        log = structlog.get_logger("gateway.limits")
+        if trouble:
+            log.error("nothing new can begin on this machine", why=trouble)
+        else:
+            log.info("this machine is fit again")
+        self._trouble, self._trouble_since_s = trouble, asyncio.get_running_loop().time()
+        name = self.here.name
+        self.engine.tell(
+            NodeClosed(node=name, why=f"unfit: {trouble}", finishing=True) if trouble else NodeOpened(node=name)
+        )
+
+    async def let_go(self) -> None:
+        """Take nothing from other machines any more: what runs there is the next gateway's."""
+
+    async def close(self) -> None:
+        """Let go of everything."""
+
+    # -- for people
+
+    def info(self) -> NodeStatusList:
+        """Return every machine, and how it is."""
+        return NodeStatusList(nodes=(self._local_status({}, ()),))
+
+    def drain(self, name: str, why: str) -> NodeStatus:
+        """Have a machine take no new work, and leave when it is empty; raises NotFound or Unsupported."""
+        raise self._no_such(name)
+
+    def ticket(self, name: str) -> NodeTicket:
+        """Return what admits a machine once; raises Unsupported or InvalidInput."""
+        raise Unsupported(NO_CLUSTER, component="cluster")
+
+    def living(self, trajectory: str) -> LivingSandbox | None:
+        """Return the sandbox of a trajectory that lives on another machine."""
+        return None
+
+    def elsewhere(self, trajectory: str) -> str:
+        """Return the node on which a trajectory lives; empty if that is this machine, or none."""
+        return ""
+
+    def remote_of(self, trajectory: str) -> RemoteNode | None:
+        """Return the other machine that a trajectory lives on; None if it lives here, or nowhere."""
+        return None
+
+    def leaving(self, node: str) -> str:
+        """Return why another machine takes no new work and will leave; empty if it does not."""
+        return ""
+
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        """Return the files of a trajectory that lives on another machine; raises CapacityExceeded if that is silent."""
+        return None
+
+    def warnings(self) -> list[str]:
+        """Return what should be looked at."""
+        return [f"nothing new can begin on this machine: {self._trouble}"] if self._trouble else []
+
+    def lost(self, within_s: float) -> list[str]:
+        """Return the machines that were lost so short a while ago."""
+        return []
+
+    def counts(self) -> Iterator[tuple[str, str, float]]:
+        """Yield (node, what, number) for the metrics."""
+        for status in self.info().nodes:
+            if status.state == "drained":
+                continue  # it has left, empty, and nobody waits for it
+            yield status.node, "up", float(status.state in ("ready", "unfit", "draining"))
+            yield status.node, "running", float(status.running)
+            yield status.node, "trajectories", float(status.trajectories)
+            yield status.node, "losses", float(status.losses)
+            yield status.node, "devices", float(status.devices)
+            yield status.node, "resident_models", float(sum(map(len, status.resident.values())))
+
+    def _local_status(self, unable: Mapping[str, str], able: Sequence[str]) -> NodeStatus:
+        here = self.here
+        running, holders = self.engine.held_on(here.name)
+        return NodeStatus(
+            node=here.name,
+            state="unfit" if self._trouble else "ready",
+            why=self._trouble,
+            since_s=asyncio.get_running_loop().time() - self._trouble_since_s if self._trouble else 0.0,
+            local=True,
+            cores=here.cores,
+            devices=here.devices,
+            device_kind=here.device_kind,
+            memory_bytes=here.memory_bytes,
+            labels=here.labels,
+            running=running,
+            trajectories=holders,
+            able=tuple(able),
+            unable=unable,
+            resident={} if self._services is None else self._services.resident(),
+        )
+
+    def _no_such(self, name: str) -> NotFound | Unsupported:
+        if name == self.here.name:
+            told = f"{name} is the gateway's own machine: it drains with the gateway, at SIGTERM"
+            return Unsupported(told, component="cluster")
+        return NotFound(f"no node {name!r}", component="cluster")
+
+
+#: Checks that a function can run on a machine, and warms it up; raises CodedError.
+PrepareThere = Callable[[FunctionSpec], Awaitable[None]]
+logger = structlog.get_logger("gateway.cluster")
+#: Functions that are prepared on one machine at once.
+CONCURRENCY = 8
+
+
+class Abilities:
+    """What each machine is able to run. Use from one event loop."""
+
+    def __init__(self, changed: Callable[[str], None]) -> None:
+        """``changed`` is called with the name of a machine that is able to run another set of functions than before."""
+        self._changed = changed
+        self._machines: dict[str, PrepareThere] = {}
+        self._able: dict[str, set[str]] = {}
+        #: By machine and function, why not.
+        self._unable: dict[str, dict[str, CodedError]] = {}
+
+    def able(self, machine: str) -> frozenset[str]:
+        return frozenset(self._able.get(machine, ()))
+
+    def unable(self, machine: str) -> Mapping[str, str]:
+        """Return the functions that a machine cannot run, and why."""
+        return {function: problem.message for function, problem in self._unable.get(machine, {}).items()}
+
+    def join(self, machine: str, prepare: PrepareThere) -> None:
+        """Ask this machine too from now on."""
+        self._machines[machine] = prepare
+        self._able.setdefault(machine, set())
+
+    def leave(self, machine: str) -> None:
+        """Ask it no more; what it was able to run stands until it is asked again."""
+        self._machines.pop(machine, None)
+
+    def forget(self, machine: str) -> None:
+        """It is gone for good."""
+        self.leave(machine)
+        self._able.pop(machine, None)
+        self._unable.pop(machine, None)
+
+    async def prepare(self, function: FunctionSpec) -> None:
+        """Have every machine prepare a function; it holds when one can. Raises what the first one says that cannot."""
+        machines = dict(self._machines)
+        if not machines:
+            raise CapacityExceeded("no node has joined yet that could run it (docs/CLUSTER.md)", component="cluster")
+        problems = await asyncio.gather(*[self.prepare_on(machine, function) for machine in machines])
+        errors = [problem for problem in problems if problem is not None]
+        if len(errors) == len(machines):
+            raise errors[0]
+
+    def require_on(self, machine: str, function: FunctionSpec) -> None:
+        """Raise what the machine said when it was asked last, unless it is able to run the function."""
+        if function.name not in self._able.get(machine, ()):
+            told = self._unable.get(machine, {}).get(function.name)
+            raise told or CapacityExceeded(f"node {machine} has not said yet that it can", component="cluster")
+
+    async def prepare_all(self, machine: str, functions: tuple[FunctionSpec, ...]) -> None:
+        """Have one machine prepare these, a few at once; what it cannot run is noted."""
+        gate = asyncio.Semaphore(CONCURRENCY)
+
+        async def one(function: FunctionSpec) -> None:
+            async with gate:
+                await self.prepare_on(machine, function)
+
+        async with asyncio.TaskGroup() as group:
+            for function in functions:
+                group.create_task(one(function))
+
+    async def prepare_on(self, machine: str, function: FunctionSpec) -> CodedError | None:
+        """Have one machine prepare a function; return why it cannot run it."""
+        prepare = self._machines.get(machine)
+        if prepare is None:
+            return CapacityExceeded(f"node {machine} is not there", component="cluster")
+        problem: CodedError | None = None
+        try:
+            await prepare(function)
+        except CodedError as error:
+            problem = error
+        except Exception as error:  # the others must not lose their machine for it
+            logger.exception("a function could not be prepared", node=machine, function=function.name)
+            problem = CodedError(f"a fault of the gateway: {error!r}", component="cluster")
+        if self._machines.get(machine) is not prepare:
+            return problem  # it has gone meanwhile, and was asked again since
+        able, unable = self._able.setdefault(machine, set()), self._unable.setdefault(machine, {})
+        before = function.name in able
+        if problem is None:
+            able.add(function.name)
+            unable.pop(function.name, None)
+        else:
+            able.discard(function.name)
+            unable[function.name] = problem.with_traceback(None)
+        if before != (problem is None):
+            self._changed(machine)
+        return problem
+
+
+#: Seconds for which a node that was lost is among what should be looked at, unless it joins again.
+LOST_TOLD_S = 86400.0
+
+
+@dataclass(slots=True, eq=False)
+class ClusterNode:
+    """One node that has joined, or is awaited."""
+
+    spec: NodeSpec
+    remote: RemoteNode
+    link: NodeLink | None = None
+    hello: NodeHello | None = None
+
+    @property
+    def instance(self) -> str:
+        return "" if self.hello is None else self.hello.instance
+
+
+class ClusterState(OneMachine):
+    """The machines that have joined, without the joining."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        here: NodeSpec,
+        *,
+        abilities: Abilities,
+        records: NodeRecords,
+        tickets: TicketOffice,
+        clock: Clock,
+    ) -> None:
+        self._inline = config.local == "inline"
+        super().__init__(replace(here, able=frozenset()) if self._inline else here)
+        self._config = config
+        self.abilities = abilities
+        self._records = records
+        self._tickets = tickets
+        self._clock = clock
+        self._roster = Roster(config.times)
+        self._machines: dict[str, ClusterNode] = {}
+        self._fleet: FleetExecutor | None = None
+        #: What starts this machine's own daemon, if it has one.
+        self.local: LocalNode | None = None
+        self.ray: RayNodes | None = None
+        if config.ray is not None:
+            self.ray = RayNodes(config.ray, self, ticket_ttl_s=config.ticket_ttl_s, clock=clock)
+        #: Where nodes join, as they reach it and as this machine does, and what they know it by.
+        self.address = self.near = ""
+        self.fingerprint = ""
+
+    def _step(self, event: RosterEvent) -> object:
+        """Tell the roster what happened, and do what it decides."""
+        return self._roster.step(self._clock.now(), event)
+
+    def _is_empty(self, name: str) -> bool:
+        """Return whether nothing of the scheduler's is on a node."""
+        return self.engine.held_on(name) == (0, 0)
+
+    def _member(self, name: str) -> RemoteNode | None:
+        machine = self._machines.get(name)
+        return None if machine is None else machine.remote
+
+    # -- for people
+
+    def info(self) -> NodeStatusList:
+        here = []
+        if self._inline:
+            name = self.here.name
+            here = [self._local_status(self.abilities.unable(name), sorted(self.abilities.able(name)))]
+        others = [self._status(member.name) for member in self._roster.members()]
+        ray = () if self.ray is None else self.ray.status()
+        return NodeStatusList(nodes=(*here, *others), storm_s=self._roster.storm_left_s, ray=ray)
+
+    def _status(self, name: str) -> NodeStatus:
+        member, machine, known = self._roster.get(name), self._machines.get(name), self._records.get(name)
+        assert member is not None
+        now_s = self._clock.now()
+        spec = machine.spec if machine is not None else None if known is None else known.spec
+        hello = None if machine is None else machine.hello
+        running, holders = self.engine.held_on(name)
+        return NodeStatus(
+            node=name,
+            state="drained" if _is_drained(member) else member.state.value,
+            why=member.why,
+            since_s=max(0.0, now_s - member.since_s),
+            local=name == self.here.name,
+            cores=0 if spec is None else spec.cores,
+            devices=0 if spec is None else spec.devices,
+            device_kind="" if spec is None else spec.device_kind,
+            memory_bytes=0 if spec is None else spec.memory_bytes,
+            labels={} if spec is None else spec.labels,
+            running=running,
+            trajectories=holders,
+            able=tuple(sorted(self.abilities.able(name))),
+            unable=self.abilities.unable(name),
+            resident={} if machine is None else machine.remote.models.resident,
+            peer="" if machine is None or machine.link is None else machine.link.peer,
+            version="" if hello is None else hello.version,
+            isolation="" if hello is None else hello.isolation,
+            losses=len(member.losses),
+            refused_s=max(0.0, member.refused_until_s - now_s),
+        )
+
+    def drain(self, name: str, why: str) -> NodeStatus:
+        member = self._roster.get(name)
+        if member is None or member.state is NodeState.LOST:
+            raise self._no_such(name)
+        self._step(DrainAsked(name, why))
+        machine = self._machines.get(name)
+        if machine is not None:
+            machine.remote.drain(why)
+        return self._status(name)
+
+    def ticket(self, name: str) -> NodeTicket:
+        check_name(name)
+        if name == self.here.name:
+            raise Conflict(f"{name} is the name of the gateway's own machine (node.name)", component="cluster")
+        return self._ticket(name, self.address)
+
+    def local_ticket(self) -> NodeTicket:
+        """Return what admits this machine's own daemon."""
+        return self._ticket(self.here.name, self.near)
+
+    def _ticket(self, name: str, address: str) -> NodeTicket:
+        ticket, _ = self._tickets.issue(name)
+        return NodeTicket(
+            name=name,
+            ticket=ticket,
+            expires_in_s=self._config.ticket_ttl_s,
+            gateway=address,
+            fingerprint=self.fingerprint,
+        )
+
+    def living(self, trajectory: str) -> LivingSandbox | None:
+        remote = self.remote_of(trajectory)
+        facts = None if remote is None else remote.trajectories().get(trajectory)
+        if facts is None:
+            return None
+        return LivingSandbox(
+            image=facts.image,
+            workdir=facts.workdir,
+            user=facts.user,
+            network=facts.network,
+            memory_bytes=facts.memory_bytes,
+        )
+
+    def elsewhere(self, trajectory: str) -> str:
+        remote = self.remote_of(trajectory)
+        return "" if remote is None else remote.name
+
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        remote = self.remote_of(trajectory)
+        if remote is None:
+            return None
+        if not remote.attached:
+            told = f"node {remote.name}, on which trajectory {trajectory!r} lives, is not reached now"
+            raise CapacityExceeded(told, component="cluster", retry_after_s=self._config.link.silent_s)
+        return remote.files(trajectory)
+
+    def remote_of(self, trajectory: str) -> RemoteNode | None:
+        return None if self._fleet is None else self._member(self._fleet.home(trajectory))
+
+    def leaving(self, node: str) -> str:
+        member = self._roster.get(node)
+        return "it drains" if member is not None and member.draining else ""
+
+    def lost(self, within_s: float) -> list[str]:
+        since_s = self._clock.now() - within_s
+        members = self._roster.members()
+        lost = [each for each in members if each.state is NodeState.LOST and not _is_drained(each)]
+        return [each.name for each in lost if each.since_s > since_s]
+
+    async def watch_for_ever(self, trouble: Trouble) -> None:
+        if self._inline:  # else its sandboxes, if any, are its daemon's, which looks itself
+            await super().watch_for_ever(trouble)
+
+    def warnings(self) -> list[str]:
+        found = super().warnings()
+        if self._roster.storm_left_s:
+            told = "too many nodes were silent within a short time, so it may be the gateway's own network: "
+            left_s = self._roster.storm_left_s
+            found.append(f"{told}none is counted lost for {left_s:.0f} s, or until all are heard")
+        suspects = [member.name for member in self._roster.members() if member.state is NodeState.SUSPECT]
+        if suspects:
+            found.append(f"nodes that are not heard: {', '.join(suspects[:8])} ({len(suspects)})")
+        unfit = [member for member in self._roster.members() if member.state is NodeState.UNFIT]
+        if unfit:
+            told = "; ".join(f"{member.name}: {member.why}" for member in unfit[:8])
+            found.append(f"nodes on which nothing, or nothing new, can begin ({len(unfit)}): {told}")
+        if lost := self.lost(LOST_TOLD_S):
+            told = f"nodes that were lost within a day and have not joined again: {', '.join(lost[:8])} ({len(lost)})"
+            found.append(f"{told}: `tangram node check` says what mends it")
+        return [*found, *[each for part in (self.local, self.ray) if part is not None for each in part.warnings()]]
+
+    @property
+    def serving(self) -> int:
+        """How many nodes serve now, this machine not counted."""
+        return sum(member.state is NodeState.READY for member in self._roster.members())
+
+    # -- for what starts daemons through Ray
+
+    def joined(self, name: str) -> bool:
+        """Return whether a node is heard now."""
+        member = self._roster.get(name)
+        return member is not None and member.state in HEARD
+
+    def ray_drains(self, name: str, why: str) -> None:
+        """Ray takes a node's machine away soon."""
+        with suppress(NotFound, Unsupported):  # it has not joined yet, or is gone
+            self.drain(name, why)
+
+    def ray_said(self, name: str, why: str, final: bool) -> None:
+        """Ray says that a node's machine is there, or gone; ``final`` if it was ended on purpose."""
+        self._step(RaySaid(name, why, final))
+
+
+def _is_drained(member: Member) -> bool:
+    """Return whether a node that is counted out has left empty: it has nothing that it must end first."""
+    return member.state is NodeState.LOST and not member.fenced
+
+
+class Voice:
+    """What one node says of itself, told to the roster: a `runtimes.node.remote.NodeListener`."""
+
+    def __init__(
+        self,
+        name: str,
+        instance: Callable[[], str],
+        step: Callable[[RosterEvent], object],
+        is_empty: Callable[[str], bool],
+    ) -> None:
+        """``is_empty`` tells whether a node has nothing of the scheduler's."""
+        self._is_empty = is_empty
+        self._name = name
+        self._instance = instance
+        self._step = step
+
+    def draining(self, why: str) -> None:
+        self._step(DrainAsked(self._name, why))
+
+    def fitness(self, why: str, finishing: bool) -> None:
+        self._step(FoundUnfit(self._name, self._instance(), why, finishing))
+
+    def goodbye(self, why: str, killed: bool) -> None:
+        if self._is_empty(self._name):
+            self._step(Emptied(self._name))  # one that drains and has seen it first: nothing is lost with it
+        self._step(SaidGoodbye(self._name, self._instance(), why, killed))
+
+    def sandbox_changed(self, facts: object) -> None:
+        """Its next action is told by the node itself."""
+
+
+#: More than any machine has: a larger number is a mistake, and every device and core takes memory here.
+DEVICES_MAX = 4096
+CORES_MAX = 8192
+
+
+def described(hello: NodeHello) -> NodeSpec:
+    """Return the node that greets, able to run nothing yet; raises InvalidConfig for one that cannot be."""
+    spec = replace(hello.spec, name=hello.name, labels={**hello.spec.labels, **hello.labels}, able=frozenset())
+    cores = [core for ids in spec.numa for core in ids]
+    if not all(spec.numa) or len(set(cores)) != len(cores) or not all(0 <= core < CORES_MAX for core in cores):
+        raise _refused(spec, f"no core comes twice, its ids are 0 to {CORES_MAX - 1}, and every NUMA node has some")
+    if not 0 <= spec.devices <= DEVICES_MAX:
+        raise _refused(spec, f"it has 0 to {DEVICES_MAX} devices, not {spec.devices}")
+    if min(spec.memory_bytes, spec.device_bytes) < 0:
+        raise _refused(spec, "its memory, and that of its devices, is not negative")
+    return spec
+
+
+def is_changed(spec: NodeSpec, before: NodeSpec, *, awaited: bool) -> bool:
+    """Return whether a node has other units than the scheduler leases, which it may not while it is there.
+
+    Nothing is on the devices of one that is ``awaited``, nor on any where there were none: those may be others.
+    """
+    if (spec.numa, spec.memory_bytes) != (before.numa, before.memory_bytes):
+        return True
+    devices_stay = bool(before.devices) and not awaited
+    return devices_stay and (spec.devices, spec.device_bytes) != (before.devices, before.device_bytes)
+
+
+def _refused(spec: NodeSpec, rule: str) -> InvalidConfig:
+    told = f"{spec.name} describes a machine that cannot be: {rule} (the section node of its configuration)"
+    return InvalidConfig(told, component="cluster")
+
+
+#: Copies on one device, and on all of a node: what more it tells of is taken for not resident, which costs a restore.
+DEVICE_COPIES_MAX = 32
+NODE_COPIES_MAX = 512
+#: No restore takes longer (years), and no device has more bytes: means and sums of these stay finite.
+_RESTORE_MAX_S = 1e9
+_BYTES_MAX = 2**50
+
+
+class DeclaredServices:
+    """The services of functions that were declared here: a node tells of no others."""
+
+    def __init__(self) -> None:
+        self._functions: dict[str, FunctionSpec] = {}
+
+    def declare(self, *functions: FunctionSpec) -> None:
+        """Take up functions, each in place of the one of its name."""
+        self._functions.update({each.name: each for each in functions if each.model is not None})
+
+    def services(self, told: Sequence[ServiceSpec]) -> list[ServiceSpec]:
+        """Return those of declared functions whose costs can be, batched and copied as declared."""
+        names = self._names()
+        found = {service.name: service for service in told if service.name in names and _can_be(service)}
+        return [self._as_declared(service) for service in found.values()]
+
+    def resident(self, told: Mapping[str, Iterable[Chunk]], devices: int) -> dict[str, tuple[Chunk, ...]]:
+        """Return the chunks of declared services on the node's devices, no more than a node may have."""
+        found: dict[str, tuple[Chunk, ...]] = {}
+        on_device: Counter[int] = Counter()
+        left, names = NODE_COPIES_MAX, self._names()
+        for name in (name for name in told if name in names):
+            kept = []
+            for chunk in dict.fromkeys(told[name]):
+                if not _lies_on(chunk, devices) or not left:
+                    continue
+                if max(on_device[device] for device in chunk.devices) < DEVICE_COPIES_MAX:
+                    on_device.update(chunk.devices)
+                    kept.append(chunk)
+                    left -= 1
+            found[name] = tuple(kept)
+        return found
+
+    def _names(self) -> set[str]:
+        return {each.model.service for each in self._functions.values() if each.model is not None}
+
+    def _as_declared(self, service: ServiceSpec) -> ServiceSpec:
+        declared = [each.model for each in self._functions.values() if each.model is not None]
+        models = [model for model in declared if model.service == service.name]
+        is_ours = not any(model.engine_url for model in models)
+        batch_tokens = min(model.batch_tokens for model in models) if is_ours else 0
+        return replace(service, batch_tokens=batch_tokens, restore_s_by_node={}, replicable=is_ours)
+
+
+def _can_be(service: ServiceSpec) -> bool:
+    return (
+        all(1 <= dop <= DEVICES_MAX for dop in (*service.bytes_by_dop, *service.restore_s_by_dop))
+        and all(0 <= size <= _BYTES_MAX for size in service.bytes_by_dop.values())
+        and all(0.0 <= restore_s <= _RESTORE_MAX_S for restore_s in service.restore_s_by_dop.values())  # nan is not
+    )
+
+
+def _lies_on(chunk: Chunk, devices: int) -> bool:
+    start, size = chunk
+    return size > 0 and not size & (size - 1) and start >= 0 and start % size == 0 and chunk.end <= devices
+
+
+class NodeAttempts:
+    """The attempts that one node holds: an `AttemptHolder`."""
+
+    def __init__(self, node: RemoteNode) -> None:
+        self._node = node
+
+    def resumable(self) -> Iterable[str]:
+        return self._node.resumable()
+
+    def never_started(self, trajectory: str, claims: str) -> bool:
+        return self._node.never_started(claims)
+
+    async def end_unclaimed(self, taken: Collection[str]) -> None:
+        await self._node.end_unclaimed(taken)
+
+    async def leave(self, claims: str) -> bool:
+        return await self._node.leave(claims)
+
+    def detach(self, claims: str) -> None:
+        self._node.detach_claim(claims)
+
+    def acknowledge(self, trajectory: str | None, claims: str) -> None:
+        self._node.acknowledge(claims)
+
+
+class NodeReattachment(Reattachment):
+    """What goes on at one node without a gateway: handlers too, as a daemon that is no part of it executes them.
+
+    Not models: which devices they compute on is not on record.
+    """
+
+    def __init__(self, node: RemoteNode) -> None:
+        super().__init__(NodeAttempts(node))
+
+    def _may_hold(self, invocation: LiveInvocation) -> bool:
+        return invocation.inside or (invocation.function is not None and invocation.function.handler is not None)
+
+    def never_started(self, invocation: LiveInvocation) -> bool:
+        """The node knows it of all that it executes, in a trajectory or not: it writes down what begins."""
+        record = invocation.record
+        if super().never_started(invocation):
+            return True
+        known = self._may_hold(invocation)
+        return known and self._environments.never_started(record.trajectory or "", claims_of_try(record))
+
+    def settled(self, invocation: LiveInvocation) -> None:
+        """The node keeps an end until it hears this, whoever waited for it."""
+        self._environments.acknowledge(invocation.record.trajectory, claims_of_try(invocation.record))
+
+
+class FleetReattachment(Reattachment):
+    """The same for this machine and every node: an invocation belongs to where its record says that it runs."""
+
+    def __init__(
+        self,
+        environments: AttemptHolder,
+        node: Callable[[str], RemoteNode | None],
+        nodes: Callable[[], Iterable[RemoteNode]],
+    ) -> None:
+        super().__init__(environments)
+        self._node = node
+        self._nodes = nodes
+
+    def _elsewhere(self, invocation: LiveInvocation) -> Reattachment | None:
+        name = invocation.record.node
+        node = None if name is None else self._node(name)
+        return None if node is None else NodeReattachment(node)
+
+    async def leave(self, invocation: LiveInvocation) -> bool:
+        other = self._elsewhere(invocation)
+        return await (super().leave(invocation) if other is None else other.leave(invocation))
+
+    def detached(self, invocation: LiveInvocation) -> None:
+        other = self._elsewhere(invocation)
+        if other is None:
+            super().detached(invocation)
+        else:
+            other.detached(invocation)
+
+    def settled(self, invocation: LiveInvocation) -> None:
+        other = self._elsewhere(invocation)
+        if other is None:
+            super().settled(invocation)
+        else:
+            other.settled(invocation)
+        for attempt in range(1, invocation.record.attempt):  # earlier tries, wherever they were
+            for node in self._nodes():
+                node.acknowledge(claims_of_try(invocation.record, attempt))
+
 
 #: Seconds between two looks whether a draining node is empty.
 _LOOK_S = 0.5
@@ -491,3 +1241,23 @@ async def open_cluster(
         lost_after_s = config.times.lost_after_s
         cluster.local = LocalNode(here.name, state_dir, paths, cluster, clock, lost_after_s=lost_after_s)
     return cluster
+
+
+async def machines_of(
+    config: GatewayConfig,
+    here: NodeSpec,
+    paths: Sequence[Path],
+    store: Store,
+    clock: Clock,
+    wall: Callable[[], float],
+    copies: HandlerCopies,
+) -> OneMachine:
+    """Return the machines of a gateway that serves the configuration in ``paths``, its handlers from ``copies``.
+
+    Raises InvalidConfig or StorageUnavailable.
+    """
+    if config.cluster is None:
+        return OneMachine(here)
+
+    age_s = config.sandbox.provider.snapshots.age_s
+    return await open_cluster(config.cluster, here, paths, store, config.server, clock, wall, age_s, copies)

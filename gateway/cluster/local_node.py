@@ -19,7 +19,7 @@ from typing import BinaryIO, Protocol
 
 import structlog
 
-from gateway.cluster.tickets import TICKET_VARIABLE
+from gateway.cluster.store import TICKET_VARIABLE
 from manager.clock import Clock
 from manager.errors import InvalidConfig
 from runtimes.node.daemon import LOCK, PID

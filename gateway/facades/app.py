@@ -1,8 +1,11 @@
-"""The ASGI application of the foreign doors: who comes in, which door it is, and every failure in its words."""
+"""The facades that a gateway serves, and their listeners."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from traceback import clear_frames
 
 import structlog
@@ -12,18 +15,19 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.config.schema import ServerConfig
 from gateway.errors import MethodNotAllowed
-from gateway.facades.calls import ForeignCalls
-from gateway.facades.credentials import split_path, with_bearer
-from gateway.facades.facade import Endpoint, Facade
-from gateway.facades.faults import fault_of
+from gateway.facades.docker.api import DockerEngineApi
+from gateway.facades.docker.http import DockerDoor
+from gateway.facades.facade import Endpoint, Facade, ForeignCalls, fault_of, split_path, with_bearer
 from gateway.facades.models import Models
 from gateway.facades.rewards import Rewards
 from gateway.facades.sandboxfusion import SandboxFusion
-from gateway.facades.swerex.door import Swerex
-from gateway.http.door import Door
-from gateway.http.sending import BoundedSend
+from gateway.facades.swerex.app import Swerex
+from gateway.http.app import BoundedSend, Door, HttpDoor
+from gateway.http.server import listen
 from gateway.services import Services
+from gateway.tls import Connections
 from manager.errors import CodedError, InvalidInput, NotFound, exhaustion
 
 #: Every door but MCP's, whose library is in an extra, by its name in ``server.facades``.
@@ -141,3 +145,50 @@ def _checked(endpoint: Endpoint) -> Endpoint:
         return await endpoint(request)
 
     return checked
+
+
+class FacadeListeners:
+    """The ports of the doors: bound at the start, answering 503 until `open`."""
+
+    def __init__(self, server: ServerConfig, connections_max: int, silent_s: float, closers: AsyncExitStack) -> None:
+        """Bind them; ``closers`` closes what was bound. Raises Conflict for a port that is taken."""
+        self._doors: dict[str, HttpDoor] = {}
+        #: What makes the doors' calls; None until `open`.
+        self.calls: ForeignCalls | None = None
+        self.ports: dict[str, int] = {}
+        self._docker: DockerDoor | None = None
+        closers.push_async_callback(self.close)
+        for name, port in server.facades.ports.items():
+            listener: socket.socket = closers.enter_context(listen(server.host, port, silent_s))
+            self._doors[name] = HttpDoor(listener, connections_max, server)
+            self.ports[name] = listener.getsockname()[1]
+        docker = server.facades.docker
+        if docker is not None:
+            self._docker = DockerDoor(docker, server, connections_max, closers)
+        #: Where each door is: a path at the gateway's own port, a port of its own, or a socket's path.
+        self.addresses: dict[str, str | int] = dict.fromkeys(dict(server.facades.opened()), "/") | self.ports
+        if docker is not None:
+            self.addresses["docker"] = docker.socket
+
+    @property
+    def connections(self) -> Mapping[str, Connections]:
+        """Open connections by door."""
+        opened = {} if self._docker is None else {"docker": self._docker.connections}
+        return {name: door.connections for name, door in self._doors.items()} | opened
+
+    def open(self, services: Services, own: ASGIApp) -> ASGIApp:
+        """Open the doors, and return what answers at the gateway's own port: ``own`` behind those that are there."""
+        self.calls = ForeignCalls(services)
+        facades = make_facades(services, self.calls)
+        for name, door in self._doors.items():
+            door.open(FacadeApp(facades[name]))
+        if self._docker is not None and (section := services.bounds.facades.docker) is not None:
+            engine = DockerEngineApi(services, self.calls, section)
+            self._docker.on_close = engine.close
+            self._docker.open(engine.serve)
+        return FrontApp(list(facades.values()), own) if facades else own
+
+    async def close(self) -> None:
+        """Let open requests end, and stop; idempotent."""
+        docker = () if self._docker is None else (self._docker,)
+        await asyncio.gather(*(door.close() for door in (*self._doors.values(), *docker)))

@@ -1,30 +1,431 @@
-"""A facade: one door in a foreign protocol, as the routes that it has and the words that it refuses in."""
+"""What the facades share: credentials, calls and errors."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import ClassVar, TypeVar
+from urllib.parse import unquote_to_bytes
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from gateway import wire
-from gateway.config.facades import FacadeSection
+from gateway import serialization
+from gateway.config.schema import FacadeSection
 from gateway.errors import retry_after
-from gateway.facades.calls import ForeignCalls, deadline_s
-from gateway.facades.faults import Dialect, Fault
-from gateway.http.call import read_call, read_headers
-from gateway.http.messages import JSON, read_body, record_headers
-from gateway.invocations.invocation import InvocationRequest
+from gateway.http.messages import JSON, read_body, read_call, read_headers, record_headers
+from gateway.invocations.invocations import Admission, HeldInputs, InvocationRequest, Invocations, LiveInvocation
 from gateway.invocations.record import Mode, Record
 from gateway.services import Services
-from manager.errors import InvalidInput
+from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec
 from tangram.types import CallHeaders, explained
+
+# The one table of errors of all foreign dialects: what went wrong, and how each of them says it.
+#
+# What its client tries again must not be lost, and what no try can mend must not be tried: the statuses are those that
+# the real clients were seen to react to so.
+
+
+class Dialect(StrEnum):
+    """Whose words are spoken."""
+
+    REWARDS = "rewards"
+    SANDBOXFUSION = "sandboxfusion"
+    OPENAI = "openai"
+    MCP = "mcp"
+    SWEREX = "swerex"
+    DOCKER = "docker"
+
+
+class FaultKind(StrEnum):
+    """What went wrong, as far as a client's next step depends on it."""
+
+    INPUT = "input"  #: the request cannot be right
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    NOT_FOUND = "not_found"  #: no such route or function
+    METHOD = "method"
+    CONFLICT = "conflict"  #: the thing is in another state
+    TOO_LARGE = "too_large"
+    UNSUPPORTED = "unsupported"  #: known, and not possible here
+    BUSY = "busy"  #: nothing was run: the same call may be sent again
+    TIMEOUT = "timeout"  #: the execution took longer than it may
+    LOST = "lost"  #: a sandbox, node or service was lost under it
+    FAILED = "failed"  #: the function itself failed
+    INTERNAL = "internal"  #: our own fault
+
+
+#: By `CodedError.code`.
+KIND_BY_CODE: Mapping[str, FaultKind] = {
+    "invalid_input": FaultKind.INPUT,
+    "invalid_config": FaultKind.INTERNAL,
+    "not_found": FaultKind.NOT_FOUND,
+    "trajectory_ended": FaultKind.CONFLICT,
+    "snapshot_lost": FaultKind.CONFLICT,
+    "conflict": FaultKind.CONFLICT,
+    "idempotency_key_reused": FaultKind.CONFLICT,
+    "too_large": FaultKind.TOO_LARGE,
+    "unauthorized": FaultKind.UNAUTHORIZED,
+    "forbidden": FaultKind.FORBIDDEN,
+    "unsatisfiable": FaultKind.UNSUPPORTED,
+    "quota_exceeded": FaultKind.BUSY,
+    "capacity_exceeded": FaultKind.BUSY,
+    "function_unavailable": FaultKind.BUSY,
+    "draining": FaultKind.BUSY,
+    "storage_unavailable": FaultKind.BUSY,
+    "unsupported": FaultKind.UNSUPPORTED,
+    "action_failed": FaultKind.FAILED,
+    "method_not_allowed": FaultKind.METHOD,
+    "too_slow": FaultKind.BUSY,
+    "internal": FaultKind.INTERNAL,
+}
+
+#: By the reason of an invocation that ended badly.
+KIND_BY_REASON: Mapping[Reason, FaultKind] = {
+    Reason.TIMEOUT: FaultKind.TIMEOUT,
+    Reason.QUEUE_TIMEOUT: FaultKind.BUSY,
+    Reason.OUT_OF_MEMORY: FaultKind.FAILED,
+    Reason.CANCELLED: FaultKind.LOST,
+    Reason.ENVIRONMENT_LOST: FaultKind.LOST,
+    Reason.NODE_LOST: FaultKind.LOST,
+    Reason.GATEWAY_RESTART: FaultKind.LOST,
+    Reason.QUOTA: FaultKind.BUSY,
+    Reason.UPSTREAM: FaultKind.LOST,
+    Reason.HANDLER_ERROR: FaultKind.FAILED,
+    Reason.MODEL_ERROR: FaultKind.FAILED,
+    Reason.INVALID_INPUT: FaultKind.INPUT,
+    Reason.OUTPUT_LIMIT: FaultKind.FAILED,
+    Reason.INTERNAL: FaultKind.INTERNAL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignError:
+    """How a dialect says it: the HTTP status, and its own name or number for the error if it has them."""
+
+    status: int
+    name: str = ""
+    code: int = 0
+
+
+#: What each dialect says. slime and OpenRLHF try everything again that is not 2xx; verl tries a 504 again, and takes
+#: every other error for a failed test; TRL ends a training at a 429, and tries 500, 502 and 503 again.
+TABLE: Mapping[Dialect, Mapping[FaultKind, ForeignError]] = {
+    Dialect.REWARDS: {
+        FaultKind.INPUT: ForeignError(422),
+        FaultKind.UNAUTHORIZED: ForeignError(401),
+        FaultKind.FORBIDDEN: ForeignError(403),
+        FaultKind.NOT_FOUND: ForeignError(404),
+        FaultKind.METHOD: ForeignError(405),
+        FaultKind.CONFLICT: ForeignError(409),
+        FaultKind.TOO_LARGE: ForeignError(413),
+        FaultKind.UNSUPPORTED: ForeignError(422),
+        FaultKind.BUSY: ForeignError(504),
+        FaultKind.TIMEOUT: ForeignError(504),
+        FaultKind.LOST: ForeignError(502),
+        FaultKind.FAILED: ForeignError(502),
+        FaultKind.INTERNAL: ForeignError(500),
+    },
+    Dialect.SANDBOXFUSION: {
+        FaultKind.INPUT: ForeignError(422),
+        FaultKind.UNAUTHORIZED: ForeignError(401),
+        FaultKind.FORBIDDEN: ForeignError(403),
+        FaultKind.NOT_FOUND: ForeignError(404),
+        FaultKind.METHOD: ForeignError(405),
+        FaultKind.CONFLICT: ForeignError(409),
+        FaultKind.TOO_LARGE: ForeignError(413),
+        FaultKind.UNSUPPORTED: ForeignError(501),
+        FaultKind.BUSY: ForeignError(504),
+        FaultKind.TIMEOUT: ForeignError(504),
+        FaultKind.LOST: ForeignError(504),
+        FaultKind.FAILED: ForeignError(504),
+        FaultKind.INTERNAL: ForeignError(504),
+    },
+    Dialect.OPENAI: {
+        FaultKind.INPUT: ForeignError(400, "BadRequestError"),
+        FaultKind.UNAUTHORIZED: ForeignError(401, "AuthenticationError"),
+        FaultKind.FORBIDDEN: ForeignError(403, "PermissionDeniedError"),
+        FaultKind.NOT_FOUND: ForeignError(404, "NotFoundError"),
+        FaultKind.METHOD: ForeignError(405, "MethodNotAllowedError"),
+        FaultKind.CONFLICT: ForeignError(400, "ConflictError"),
+        FaultKind.TOO_LARGE: ForeignError(413, "RequestTooLargeError"),
+        FaultKind.UNSUPPORTED: ForeignError(400, "NotImplementedError"),
+        FaultKind.BUSY: ForeignError(503, "ServiceUnavailableError"),
+        FaultKind.TIMEOUT: ForeignError(504, "TimeoutError"),
+        FaultKind.LOST: ForeignError(502, "BadGatewayError"),
+        FaultKind.FAILED: ForeignError(500, "InternalServerError"),
+        FaultKind.INTERNAL: ForeignError(500, "InternalServerError"),
+    },
+    # The statuses are those of requests that were refused unread; an error that answers a message is 200.
+    Dialect.MCP: {
+        FaultKind.INPUT: ForeignError(400, code=-32602),
+        FaultKind.UNAUTHORIZED: ForeignError(401, code=-32001),
+        FaultKind.FORBIDDEN: ForeignError(403, code=-32003),
+        FaultKind.NOT_FOUND: ForeignError(404, code=-32601),
+        FaultKind.METHOD: ForeignError(405, code=-32601),
+        FaultKind.CONFLICT: ForeignError(409, code=-32600),
+        FaultKind.TOO_LARGE: ForeignError(413, code=-32600),
+        FaultKind.UNSUPPORTED: ForeignError(501, code=-32602),
+        FaultKind.BUSY: ForeignError(503, code=-32000),
+        FaultKind.TIMEOUT: ForeignError(504, code=-32000),
+        FaultKind.LOST: ForeignError(502, code=-32000),
+        FaultKind.FAILED: ForeignError(500, code=-32603),
+        FaultKind.INTERNAL: ForeignError(500, code=-32603),
+    },
+    # Its client raises what a 511 holds, and drops the words of every other status.
+    Dialect.SWEREX: {
+        FaultKind.INPUT: ForeignError(422),
+        FaultKind.UNAUTHORIZED: ForeignError(401),
+        FaultKind.FORBIDDEN: ForeignError(403),
+        FaultKind.NOT_FOUND: ForeignError(404),
+        FaultKind.METHOD: ForeignError(405),
+        FaultKind.CONFLICT: ForeignError(511),
+        FaultKind.TOO_LARGE: ForeignError(511),
+        FaultKind.UNSUPPORTED: ForeignError(511),
+        FaultKind.BUSY: ForeignError(511),
+        FaultKind.TIMEOUT: ForeignError(511),
+        FaultKind.LOST: ForeignError(511),
+        FaultKind.FAILED: ForeignError(511),
+        FaultKind.INTERNAL: ForeignError(511),
+    },
+    # Its clients try nothing again; the CLI pulls an image and creates once more after a 404.
+    Dialect.DOCKER: {
+        FaultKind.INPUT: ForeignError(400),
+        FaultKind.UNAUTHORIZED: ForeignError(401),
+        FaultKind.FORBIDDEN: ForeignError(403),
+        FaultKind.NOT_FOUND: ForeignError(404),
+        FaultKind.METHOD: ForeignError(405),
+        FaultKind.CONFLICT: ForeignError(409),
+        FaultKind.TOO_LARGE: ForeignError(413),
+        FaultKind.UNSUPPORTED: ForeignError(501),
+        FaultKind.BUSY: ForeignError(503),
+        FaultKind.TIMEOUT: ForeignError(504),
+        FaultKind.LOST: ForeignError(500),
+        FaultKind.FAILED: ForeignError(500),
+        FaultKind.INTERNAL: ForeignError(500),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One refused or failed call, before it is put into a dialect's words."""
+
+    kind: FaultKind
+    #: The stable word for it: a code, or the reason of an invocation.
+    code: str
+    message: str
+    invocation_id: str | None = None
+    retry_after_s: float | None = None
+    #: Where in the request it is, as a JSON path; empty if nowhere.
+    path: str = ""
+
+    def said(self, dialect: Dialect) -> ForeignError:
+        """Return how the dialect says it."""
+        return TABLE[dialect][self.kind]
+
+
+def fault_of(error: CodedError) -> Fault:
+    """Return the fault of a refused request; an unknown code is our own."""
+    return Fault(
+        kind=KIND_BY_CODE.get(error.code, FaultKind.INTERNAL),
+        code=error.code,
+        message=error.message,
+        invocation_id=error.invocation_id,
+        retry_after_s=error.retry_after_s,
+        path=str(error.detail.get("path", "")),
+    )
+
+
+def fault_of_end(record: Record) -> Fault | None:
+    """Return the fault of an invocation that has ended; None if it succeeded."""
+    if record.reason is None:
+        return None
+    return Fault(
+        kind=KIND_BY_REASON[record.reason],
+        code=record.reason.value,
+        message=f"{record.function}: {record.reason}: {record.message}",
+        invocation_id=record.id,
+        retry_after_s=record.retry_after_s,
+        path=str(record.detail.get("path", "")),
+    )
+
+
+# Calls of foreign clients: held in the queue as long as the client waits, and withdrawn a second before it gives up.
+#
+# To wait is no failure. Most of these clients turn a 429 or 503 into a reward of zero, or end the training: a call that
+# finds the queue full stands in line here, and what has not ended in time is taken back before its client is told to
+# come again.
+
+#: Seconds between the answer and the moment at which the client gives up.
+MARGIN_S = 1.0
+#: Seconds after which one in line tries again though nobody called it: what was full may have been another bound.
+RECHECK_S = 5.0
+AGAIN_S = 1.0
+
+
+def deadline_s(client_timeout_s: float) -> float:
+    """Return the instant on the loop's clock at which to answer a client that gives up after so many seconds."""
+    now_s = asyncio.get_running_loop().time()
+    return now_s + max(client_timeout_s - MARGIN_S, client_timeout_s / 2)
+
+
+class WaitingLine:
+    """Calls that found the queue full, first come first served; as many as there are open connections at most."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._waiting: OrderedDict[asyncio.Future[None], str] = OrderedDict()
+        self._by_function: Counter[str] = Counter()
+        admission.on_leave.append(self._left)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def has(self, function: str) -> bool:
+        """Return whether a call of the function waits."""
+        return self._by_function[function] > 0
+
+    async def wait(self, function: str, timeout_s: float) -> None:
+        """Return when it is this call's turn to try, or after ``timeout_s``."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = function
+        self._by_function[function] += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await turn
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # called, and gone: the next one's turn
+                self._left(function)
+            raise
+        finally:
+            self._waiting.pop(turn, None)
+            self._by_function[function] -= 1
+            self._by_function += Counter()  # forgets those of whom none waits
+
+    def _left(self, function: str) -> None:
+        """A call of ``function`` left the queue: the first that waits for it may try, else the first of all."""
+        if not self._waiting:
+            return
+        turn = next((each for each, name in self._waiting.items() if name == function), next(iter(self._waiting)))
+        del self._waiting[turn]
+        if not turn.done():
+            turn.set_result(None)
+
+
+class ForeignCalls:
+    """Makes the calls of all foreign doors."""
+
+    def __init__(self, services: Services) -> None:
+        self._invocations: Invocations = services.invocations
+        self._held: HeldInputs = services.held
+        self.line = WaitingLine(services.admission)
+
+    async def run(self, request: Request, calls: Sequence[InvocationRequest], until_s: float) -> list[LiveInvocation]:
+        """Return the calls' invocations, ended; the caller is watched meanwhile, and takes its calls with it.
+
+        Raises CapacityExceeded, the calls withdrawn, at ``until_s`` on the loop's clock (calls with a key go on);
+        CodedError for a call that is refused; ClientDisconnect.
+        """
+        loop = asyncio.get_running_loop()
+        work = loop.create_task(self._run(calls, until_s))
+        watcher = loop.create_task(_gone(request))
+        try:
+            await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise ClientDisconnect()
+        finally:
+            for task in (work, watcher):
+                task.cancel()
+            await asyncio.gather(work, watcher, return_exceptions=True)
+
+    async def accept(self, call: InvocationRequest, until_s: float) -> LiveInvocation:
+        """Return an asynchronous call, accepted; raises CapacityExceeded at ``until_s``, CodedError."""
+        invocation = await self._admit(call, until_s)
+        self.leave(invocation)
+        return invocation
+
+    async def attend(self, call: InvocationRequest, until_s: float) -> LiveInvocation:
+        """Return a call, accepted, that lasts no longer than its caller, who must `leave` it; raises as `accept`."""
+        return await self._admit(call, until_s)
+
+    def leave(self, invocation: LiveInvocation) -> None:
+        """Its caller is gone; one that has not ended, and is not to go on alone, ends."""
+        self._invocations.leave(invocation)
+
+    async def _run(self, calls: Sequence[InvocationRequest], until_s: float) -> list[LiveInvocation]:
+        now = asyncio.get_running_loop().time
+        made: list[LiveInvocation] = []
+        try:
+            for call in calls:
+                made.append(await self._admit(call, until_s))  # noqa: PERF401  # what was made is left, also if one is refused
+            for invocation in made:
+                if not await invocation.has_ended(max(0.0, until_s - now())):
+                    raise await self._withdrawn(made)
+                if invocation.refusal is not None:
+                    raise invocation.refusal
+            return made
+        finally:
+            for invocation in made:
+                if not invocation.record.terminal:
+                    self._invocations.leave(invocation)
+
+    async def _admit(self, call: InvocationRequest, until_s: float) -> LiveInvocation:
+        """Return the accepted call, which may stand in line first; its bytes are counted meanwhile."""
+        now = asyncio.get_running_loop().time
+        full = f"calls of {call.function} wait already"
+        if not self.line.has(call.function):
+            try:
+                return await self._invocations.invoke(call)
+            except (QuotaExceeded, CapacityExceeded) as error:
+                full = error.message
+        while (left_s := until_s - now()) > 0:
+            await self._stand(call, min(left_s, RECHECK_S))
+            if now() < until_s:
+                try:
+                    return await self._invocations.invoke(call)
+                except (QuotaExceeded, CapacityExceeded) as error:
+                    full = error.message
+        raise _late(full)
+
+    async def _stand(self, call: InvocationRequest, timeout_s: float) -> None:
+        self._held.take(len(call.body))
+        try:
+            await self.line.wait(call.function, timeout_s)
+        finally:
+            self._held.give(len(call.body))
+
+    async def _withdrawn(self, made: Sequence[LiveInvocation]) -> CodedError:
+        """Take back what has not ended, but for what a client's next try joins; return what the client is told."""
+        left = [invocation for invocation in made if not invocation.record.terminal]
+        for invocation in left:
+            if not invocation.record.detached:
+                with suppress(Conflict):
+                    await self._invocations.cancel(invocation.record.id, "withdrawn: its client would have given up")
+        error = _late("the call was not ended in the time that its client waits")
+        error.invocation_id = left[0].record.id if left else None
+        return error
+
+
+def _late(message: str) -> CapacityExceeded:
+    return CapacityExceeded(f"{message}; send it again", component="facades", retry_after_s=AGAIN_S)
+
+
+async def _gone(request: Request) -> None:
+    """Return when the connection closes."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -77,7 +478,7 @@ class Facade(ABC):
             shown["X-Invocation-Id"] = fault.invocation_id
         if fault.retry_after_s is not None:
             shown["Retry-After"] = retry_after(fault.retry_after_s)
-        return Response(wire.dumps(self.body(fault, said.status)), said.status, shown, JSON)
+        return Response(serialization.dumps(self.body(fault, said.status)), said.status, shown, JSON)
 
     # What the routes are made of
 
@@ -87,20 +488,20 @@ class Facade(ABC):
 
     def function(self, name: str) -> FunctionSpec:
         """Return the function as it is now; raises NotFound or InvalidInput."""
-        return self.services.functions.get(wire.name(name, "function"))
+        return self.services.functions.get(serialization.name(name, "function"))
 
     async def read_object(self, request: Request) -> dict[str, object]:
         """Return the body, a JSON object; raises InvalidInput, TooLarge, CapacityExceeded, TooSlow."""
         body = await read_body(request, self.services)
         if not body:
             raise InvalidInput("the body must be a JSON object, and there is none", detail={"path": "$"})
-        return wire.loads_object(body)
+        return serialization.loads_object(body)
 
     def call(
         self, request: Request, function: str, input: Mapping[str, object], *, timeout_s: float | None = None
     ) -> InvocationRequest:
         """Return the call that a request asks for, with the headers that every door honours; raises InvalidInput."""
-        made = read_call(read_headers(request, CallHeaders), function, wire.dumps(input), Mode.SYNC)
+        made = read_call(read_headers(request, CallHeaders), function, serialization.dumps(input), Mode.SYNC)
         if made.callback_url is not None or made.max_age_s is not None:
             raise InvalidInput("X-Callback-Url and X-Max-Age are for asynchronous calls, which this door has not")
         return made if timeout_s is None else replace(made, timeout_s=timeout_s)
@@ -118,9 +519,57 @@ def read_shape(given: Mapping[str, object], kind: type[T]) -> T:
 
 def result_of(record: Record) -> object:
     """Return the result of an invocation that succeeded."""
-    return None if record.result is None else wire.loads(record.result)
+    return None if record.result is None else serialization.loads(record.result)
 
 
 def answer(value: object, record: Record | None = None, status: int = 200) -> Response:
     """Return a value as JSON, with the headers of the invocation that it comes from."""
-    return Response(wire.dumps(value), status, None if record is None else record_headers(record), JSON)
+    return Response(serialization.dumps(value), status, None if record is None else record_headers(record), JSON)
+
+
+AUTHORIZATION = b"authorization"
+#: Where in the path ``~TOKEN`` may stand: before or after the door's own prefix.
+_PATH_PLACES = 2
+
+
+def _bearer(value: bytes) -> bytes | None:
+    scheme, _, token = value.partition(b" ")
+    return token if scheme.lower() == b"bearer" else None
+
+
+#: Header -> how its value is read; the first that holds a token counts.
+HEADERS: tuple[tuple[bytes, Callable[[bytes], bytes | None]], ...] = (
+    (AUTHORIZATION, _bearer),
+    (b"x-api-key", lambda value: value or None),
+    (b"x-session-api-key", lambda value: value or None),
+)
+
+
+def token_of(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Return the token that the headers hold, None if there is none."""
+    for name, read in HEADERS:
+        if name in headers and (token := read(headers[name])) is not None:
+            return token
+    return None
+
+
+def split_path(scope: Scope) -> tuple[list[str], bytes | None]:
+    """Return the segments of the path, decoded, and the token of a ``~TOKEN`` among the first of them."""
+    raw = bytes(scope.get("raw_path") or scope["path"].encode()).partition(b"?")[0]
+    segments = raw.lstrip(b"/").split(b"/")
+    token = None
+    for index, segment in enumerate(segments[:_PATH_PLACES]):
+        if segment.startswith((b"~", b"%7E", b"%7e")):
+            token = unquote_to_bytes(segment)[1:]
+            del segments[index]
+            break
+    return [unquote_to_bytes(segment).decode("utf-8", "replace") for segment in segments], token
+
+
+def with_bearer(scope: Scope, token: bytes | None) -> Scope:
+    """Return the scope with the token as a bearer; ``token`` is that of the path, which comes after the headers'."""
+    found = token_of(dict(reversed(scope["headers"]))) or token
+    others = [(name, value) for name, value in scope["headers"] if name != AUTHORIZATION]
+    if found is not None:
+        others.append((AUTHORIZATION, b"Bearer " + found))
+    return {**scope, "headers": others}

@@ -49,14 +49,22 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import wire
-from gateway.config.facades import FacadeSection, McpFacade
+from gateway import serialization
+from gateway.config.schema import FacadeSection, McpFacade
 from gateway.errors import retry_after
-from gateway.facades.calls import ForeignCalls
-from gateway.facades.facade import Facade, ForeignRoute, result_of
-from gateway.facades.faults import Dialect, Fault, FaultKind, fault_of, fault_of_end
+from gateway.facades.facade import (
+    Dialect,
+    Facade,
+    Fault,
+    FaultKind,
+    ForeignCalls,
+    ForeignRoute,
+    fault_of,
+    fault_of_end,
+    result_of,
+)
 from gateway.http.messages import JSON, read_body, record_headers
-from gateway.invocations.invocation import InvocationRequest, LiveInvocation
+from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Record
 from gateway.services import Services
 from manager.errors import CapacityExceeded, CodedError, InvalidInput, TrajectoryHasEnded
@@ -301,7 +309,7 @@ class Mcp(Facade):
         if message.method == INITIALIZE:
             exchange.headers[SESSION] = self.sessions.open().name
         body = {"jsonrpc": "2.0", "id": message.id, "result": result}
-        return Response(wire.dumps(body), 200, exchange.headers, JSON)
+        return Response(serialization.dumps(body), 200, exchange.headers, JSON)
 
     def _notified(self, request: Request, message: JSONRPCNotification) -> Response:
         """Take a notification in; only what concerns a session's own call means anything here."""
@@ -419,7 +427,7 @@ class Mcp(Facade):
         headers = {} if fault.invocation_id is None else {"X-Invocation-Id": fault.invocation_id}
         if fault.retry_after_s is not None:
             headers["Retry-After"] = retry_after(fault.retry_after_s)
-        return Response(wire.dumps(body), status or by_era, headers, JSON)
+        return Response(serialization.dumps(body), status or by_era, headers, JSON)
 
 
 def _is_single(request: Request) -> bool:
@@ -435,7 +443,7 @@ def _exchange(context: Context) -> McpExchange:
 def _read_message(body: bytes) -> JSONRPCRequest | JSONRPCNotification:
     """Return the one message of a body; raises RpcRefused."""
     try:
-        value = wire.loads(body)
+        value = serialization.loads(body)
     except InvalidInput as error:
         raise RpcRefused(PARSE_ERROR, error.message, status=400) from None
     if not isinstance(value, dict):
@@ -493,7 +501,7 @@ def _text(function: FunctionSpec, value: object) -> str:
     if isinstance(value, str):
         return value
     if function.runtime != "exec" or not isinstance(value, dict):
-        return wire.dumps(value).decode("utf-8", "replace")
+        return serialization.dumps(value).decode("utf-8", "replace")
     shown = [str(value.get("stdout", ""))]
     if value.get("stderr"):
         shown.append(f"[stderr]\n{value['stderr']}")

@@ -14,9 +14,18 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.facades.facade import Facade, ForeignRoute, answer, read_shape, result_of
-from gateway.facades.faults import Dialect, Fault, FaultKind, fault_of_end
-from gateway.invocations.invocation import InvocationRequest
+from gateway.facades.facade import (
+    Dialect,
+    Facade,
+    Fault,
+    FaultKind,
+    ForeignRoute,
+    answer,
+    fault_of_end,
+    read_shape,
+    result_of,
+)
+from gateway.invocations.invocations import InvocationRequest
 from gateway.invocations.record import Record
 from manager.errors import InvalidInput
 from manager.function import FunctionSpec, ModelAction

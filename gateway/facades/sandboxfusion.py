@@ -18,9 +18,18 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from gateway.config.facades import SandboxFusionFacade
-from gateway.facades.facade import Facade, ForeignRoute, answer, read_shape, result_of
-from gateway.facades.faults import Dialect, Fault, FaultKind, fault_of_end
+from gateway.config.schema import SandboxFusionFacade
+from gateway.facades.facade import (
+    Dialect,
+    Facade,
+    Fault,
+    FaultKind,
+    ForeignRoute,
+    answer,
+    fault_of_end,
+    read_shape,
+    result_of,
+)
 from gateway.facades.sandboxfusion_boot import BOOT, COMPILE_CPP, FETCH, REFUSED, WORD_BYTES
 from gateway.http.messages import record_headers
 from gateway.invocations.record import Record

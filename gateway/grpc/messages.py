@@ -10,10 +10,10 @@ from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
-from gateway import wire
+from gateway import serialization
 from gateway.errors import face, problem, reason_face
 from gateway.grpc.generated import tangram_pb2 as pb
-from gateway.invocations.invocation import InvocationRequest
+from gateway.invocations.invocations import InvocationRequest
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
@@ -56,23 +56,23 @@ def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
     """Return the request of one invocation; raises InvalidInput."""
     step = None
     if message.HasField("step"):
-        step = wire.read({"task": message.task or "default", "step": message.step}, StepPath).step
+        step = serialization.read({"task": message.task or "default", "step": message.step}, StepPath).step
     return InvocationRequest(
-        function=wire.name(message.function, "function"),
-        input=wire.loads_object(message.input_json),
+        function=serialization.name(message.function, "function"),
+        input=serialization.loads_object(message.input_json),
         body=message.input_json or b"{}",
         mode=mode,
-        task=wire.name(message.task, "task") if message.task else "default",
+        task=serialization.name(message.task, "task") if message.task else "default",
         step=step,
-        trajectory=wire.name(message.trajectory, "trajectory") if message.trajectory else None,
-        parent=wire.name(message.parent, "parent") if message.parent else None,
+        trajectory=serialization.name(message.trajectory, "trajectory") if message.trajectory else None,
+        parent=serialization.name(message.parent, "parent") if message.parent else None,
         timeout_s=seconds(message.timeout_s, "timeout_s"),
         max_age_s=seconds(message.max_age_s, "max_age_s"),
         key=_key(message.idempotency_key),
         callback_url=message.callback_url or None,
         living=message.living,
         detached=message.detached,
-        **wire.trace(message.traceparent, message.tracestate),
+        **serialization.trace(message.traceparent, message.tracestate),
     )
 
 
@@ -86,7 +86,7 @@ def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
         if message.sandbox.env:
             chosen["env"] = dict(message.sandbox.env)
         asked["sandbox"] = chosen
-    return wire.read(asked, TrajectoryOpening, "$")
+    return serialization.read(asked, TrajectoryOpening, "$")
 
 
 def read_session(message: pb.OpenSession) -> SessionOpening:
@@ -96,12 +96,12 @@ def read_session(message: pb.OpenSession) -> SessionOpening:
         asked["env"] = dict(message.env)
     if message.HasField("terminal"):
         asked["terminal"] = given(message.terminal, "rows", "columns")
-    return wire.read({"argv": list(message.argv), **asked}, SessionOpening, "$")
+    return serialization.read({"argv": list(message.argv), **asked}, SessionOpening, "$")
 
 
 def read_size(message: pb.SessionTerminal) -> SessionTerminal:
     """Return the new size of a terminal; raises InvalidInput."""
-    return wire.read(given(message, "rows", "columns"), SessionTerminal, "$.resize")
+    return serialization.read(given(message, "rows", "columns"), SessionTerminal, "$.resize")
 
 
 def seconds(value: float, what: str) -> float | None:
@@ -144,7 +144,7 @@ def invocation_message(record: Record) -> pb.Invocation:
         units=record.units,
         node=record.node or "",
         attempt=record.attempt,
-        record_json=wire.encode(record.as_wire(payload=False)),
+        record_json=serialization.encode(record.as_wire(payload=False)),
     )
 
 
@@ -156,7 +156,7 @@ def problem_message(error: CodedError) -> pb.BatchProblem:
         message=error.message,
         component=error.component,
         retry_after_s=error.retry_after_s or 0.0,
-        json=wire.encode(problem(error)),
+        json=serialization.encode(problem(error)),
     )
 
 

@@ -31,13 +31,12 @@ from h2.errors import ErrorCodes
 from h2.events import RemoteSettingsChanged, StreamReset, UnknownFrameReceived
 from h2.settings import SettingCodes
 
-from gateway.access.connections import LINGER_S, Connections, Resets
-from gateway.access.renewal import RenewedContext
-from gateway.config.sections import ServerConfig
+from gateway.config.schema import ServerConfig
 from gateway.errors import TooSlow
 from gateway.grpc.messages import status_error, trailers
 from gateway.grpc.service import GatewayService
 from gateway.services import Services
+from gateway.tls import LINGER_S, Connections, RenewedContext, Resets
 from manager.errors import CodedError, InvalidInput, TooLarge, Unsupported, exhaustion
 
 SERVICE = "/tangram.v1.Gateway/"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from grpclib.server import Stream
 
-from gateway import wire
+from gateway import serialization
 from gateway.errors import TooSlow
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayBase
@@ -31,13 +31,24 @@ from gateway.grpc.messages import (
     seconds,
     time_trailers,
 )
-from gateway.invocations.invocation import InvocationRequest, LiveInvocation
+from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.logs import PAGE_RECORDS
 from gateway.invocations.record import Mode, Record
-from gateway.operations.batches import ReadCall, check_batch, invoke_batch
-from gateway.operations.files import as_files_are, files_of, placed_path, read_file, write_file
+from gateway.operations import (
+    ReadCall,
+    as_files_are,
+    check_batch,
+    files_of,
+    invoke_batch,
+    open_session,
+    placed_path,
+    read_file,
+    session_end,
+    session_input,
+    session_of,
+    write_file,
+)
 from gateway.services import Services
-from gateway.sessions.opening import open_session, session_end, session_input, session_of
 from gateway.store.store import LogRow
 from gateway.trajectories import open_trajectory
 from manager.errors import CodedError, InvalidInput, NotFound, TooLarge
@@ -106,7 +117,7 @@ class GatewayService(GatewayBase):
     async def InvokeBatch(self, stream: Stream[pb.InvokeBatchRequest, pb.BatchVerdict]) -> None:  # noqa: N802
         request = await read_request(stream)
         check_batch(self._services, len(request.calls))
-        asked = wire.read(given(request, "wait"), BatchQuery)
+        asked = serialization.read(given(request, "wait"), BatchQuery)
         timeout_s = self._wait_s(request.timeout_s)
         calls = [self._call_or_refusal(each) for each in request.calls]
         verdicts = await invoke_batch(self._services, calls, asked.wait, timeout_s)
@@ -188,12 +199,12 @@ class GatewayService(GatewayBase):
     async def OpenTrajectory(self, stream: Stream[pb.OpenTrajectoryRequest, pb.Trajectory]) -> None:  # noqa: N802
         request = await read_request(stream)
         told = await open_trajectory(self._services, request.trajectory, read_opening(request))
-        await stream.send_message(pb.Trajectory(trajectory=told.trajectory, json=wire.encode(told)))
+        await stream.send_message(pb.Trajectory(trajectory=told.trajectory, json=serialization.encode(told)))
 
     async def EndTrajectory(  # noqa: N802
         self, stream: Stream[pb.EndTrajectoryRequest, pb.EndTrajectoryResponse]
     ) -> None:
-        name = wire.name((await read_request(stream)).trajectory, "trajectory")
+        name = serialization.name((await read_request(stream)).trajectory, "trajectory")
         if not await self._services.engine.end_trajectory(name):
             raise NotFound(f"no trajectory {name!r}")
         await stream.send_message(pb.EndTrajectoryResponse())
@@ -203,7 +214,7 @@ class GatewayService(GatewayBase):
         if first.WhichOneof("request") != "target":
             raise InvalidInput("the first message is the target, and this is none", component=COMPONENT)
         target = first.target
-        asked = wire.read(given(target, "path", "mode", "user"), FileWriteAtQuery)
+        asked = serialization.read(given(target, "path", "mode", "user"), FileWriteAtQuery)
         files = files_of(self._services, target.trajectory, living=target.living)
         written = await write_file(files, placed_path(asked.path, files.workdir), self._data(stream), asked)
         await stream.send_message(pb.FileWritten(path=written.path, size_bytes=written.size_bytes))
@@ -235,7 +246,7 @@ class GatewayService(GatewayBase):
 
     async def ReadFile(self, stream: Stream[pb.ReadFileRequest, pb.FilePiece]) -> None:  # noqa: N802
         request = await read_request(stream)
-        asked = wire.read(given(request, "path", "user"), FileReadAtQuery)
+        asked = serialization.read(given(request, "path", "user"), FileReadAtQuery)
         files = files_of(self._services, request.trajectory, living=request.living)
         path = placed_path(asked.path, files.workdir)
         with as_files_are():
@@ -282,7 +293,7 @@ class SessionCall:
             case "open":
                 invocation, offset = await self._open(first.open), 0
             case "attach":
-                offset = wire.read({"offset": first.attach.offset}, SessionReadQuery).offset
+                offset = serialization.read({"offset": first.attach.offset}, SessionReadQuery).offset
                 invocation = await self._services.invocations.get(first.attach.id)
             case _:
                 raise InvalidInput("the first message is open or attach, and this is neither", component=COMPONENT)
@@ -301,7 +312,7 @@ class SessionCall:
 
     async def _open(self, asked: pb.OpenSession) -> LiveInvocation:
         """Begin a session, and say under which id."""
-        trajectory = wire.name(asked.trajectory, "trajectory")
+        trajectory = serialization.name(asked.trajectory, "trajectory")
         opening = read_session(asked)
         request = pb.InvokeRequest(
             function=opening.function,
@@ -381,7 +392,7 @@ class SessionCall:
                     await _reached(session)
                     await session.resize(TerminalSize(size.rows, size.columns))
                 case "signal":
-                    asked = wire.read({"signal": message.signal}, SessionSteering, "$")
+                    asked = serialization.read({"signal": message.signal}, SessionSteering, "$")
                     await _reached(session)
                     await session.signal(asked.signal or "")
                 case _:
@@ -391,7 +402,7 @@ class SessionCall:
     async def _put(self, typed: pb.SessionInput) -> None:
         """Have input passed on behind what waits."""
         asked = {"offset": typed.offset} if typed.HasField("offset") else {}
-        offset = wire.read(asked, SessionWriteQuery).offset
+        offset = serialization.read(asked, SessionWriteQuery).offset
         for start in range(0, max(1, len(typed.data)), INPUT_PIECE_BYTES):
             data = typed.data[start : start + INPUT_PIECE_BYTES]
             end = typed.end and start + INPUT_PIECE_BYTES >= len(typed.data)

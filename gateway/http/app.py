@@ -1,42 +1,300 @@
-"""The door: every request is let in, routed, and answered, also when something fails."""
+"""The HTTP application: authentication, body limits, and the page."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from traceback import clear_frames
 
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Match, Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import wire
-from gateway.access.auth import Role
+from gateway import serialization
+from gateway.auth import REMEDY, Guard, PageSession, Role
+from gateway.config.schema import ServerConfig
+from gateway.dashboard.files import WORKER, the_page
 from gateway.errors import MethodNotAllowed
-from gateway.functions import function_info
-from gateway.http.administration import AdministrationOperations
-from gateway.http.archives import ArchiveOperations
-from gateway.http.batches import BatchOperations
-from gateway.http.door import Door
-from gateway.http.images import ImageOperations
-from gateway.http.invocations import InvocationOperations
-from gateway.http.leases import LeaseOperations
-from gateway.http.messages import JSON, problem_response
-from gateway.http.nodes.operations import NodeOperations
-from gateway.http.openapi import Shapes, document
-from gateway.http.operation import ROLE, Endpoint, Operation, json_answer
-from gateway.http.page import BARE_UI, UI, LandingPage
-from gateway.http.sending import BoundedSend
-from gateway.http.sessions.operations import SessionOperations
-from gateway.http.snapshots import SnapshotOperations
-from gateway.http.tasks.operations import TaskOperations
-from gateway.http.trajectories import TrajectoryOperations
-from gateway.http.watch import WatchOperations
+from gateway.http.messages import JSON, problem_response, respond
+from gateway.http.openapi import ROLE, Endpoint, Operation, Shapes, document, json_answer
+from gateway.http.routes import (
+    AdministrationOperations,
+    BatchOperations,
+    ImageOperations,
+    InvocationOperations,
+    LeaseOperations,
+    NodeOperations,
+    TaskOperations,
+    WatchOperations,
+)
+from gateway.http.server import serve
+from gateway.http.streaming import GIVE_UP_STALLS
+from gateway.http.trajectory_routes import (
+    ArchiveOperations,
+    SessionOperations,
+    SnapshotOperations,
+    TrajectoryOperations,
+)
+from gateway.registry import function_info
 from gateway.services import Services
-from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Unauthorized, exhaustion
-from tangram.types import JsonObject
+from gateway.tls import Connections
+from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, StorageUnavailable, Unauthorized, exhaustion
+from tangram.types import Health, JsonObject, is_loopback
+
+# The door: who may send a request, seen by its headers alone, before anything of it is read.
+#
+# A bearer token is proof enough. Whoever comes without one may be a web page in a browser of this machine, sent by its
+# user or by a stranger: the browser says where the page comes from, and lets no strange page send JSON unasked.
+
+#: Methods that change nothing: for these browsers send no Origin to a page's own server.
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_HEADERS = frozenset(
+    {b"authorization", b"host", b"origin", b"sec-fetch-site", b"content-type", b"cookie", b"content-length"}
+    | {b"transfer-encoding"}
+)
+
+
+class Door:
+    """Lets requests in, as what they may do."""
+
+    def __init__(self, guard: Guard, session: PageSession, media_types: Collection[str]) -> None:
+        """``media_types`` are those of bodies that no web page can send to a stranger without asking first."""
+        self._guard = guard
+        self._session = session
+        self._media_types = frozenset(media_types)
+
+    def let_in(self, scope: Scope) -> Role:
+        """Return what the request may do; raises Unauthorized or Forbidden with the remedy."""
+        headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
+        if self._guard.tokenless:
+            self._check_machine(headers)
+            self._check_page(scope, headers)
+            self._check_body(headers)
+            return Role.ADMIN
+        cookie = None if b"authorization" in headers else _cookie(headers, cookie_name(scope))
+        if cookie is None:
+            return self._guard.role(headers.get(b"authorization"))
+        if not self._session.knows(cookie):
+            raise Unauthorized(f"the page's cookie is of an earlier gateway: {REMEDY}", component="auth")
+        self._check_page(scope, headers)
+        if scope["method"] not in _READING:
+            if b"origin" not in headers:
+                raise Forbidden("a request with the page's cookie must say its Origin", component="auth")
+            self._check_body(headers)
+        return Role.ADMIN
+
+    def _check_machine(self, headers: Mapping[bytes, bytes]) -> None:
+        """A name of somebody else's that leads to this machine is how a web page reads what is on it."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not is_loopback(_without_port(host)):
+            raise Forbidden(
+                f"Host is {host[:128]!r}, and without tokens (server.auth: none) this gateway is called "
+                "127.0.0.1, [::1] or localhost only",
+                component="auth",
+            )
+
+    def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """A page of another origin, of this machine or not, has no business here."""
+        origin = headers.get(b"origin")
+        own = f"{scope['scheme']}://".encode() + headers.get(b"host", b"").lower()
+        site = headers.get(b"sec-fetch-site", b"none").lower()
+        if (origin is not None and origin.lower() != own) or site not in (b"none", b"same-origin"):
+            shown = (origin or site).decode("latin-1")[:128]
+            raise Forbidden(f"a web page of another origin ({shown!r}) sends this: {REMEDY}", component="auth")
+
+    def _check_body(self, headers: Mapping[bytes, bytes]) -> None:
+        """Forms and plain text are what any page may send to anybody; it must not be one of these."""
+        given = headers.get(b"content-type")
+        if given is None and headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers:
+            return
+        kind = (given or b"").decode("latin-1").partition(";")[0].strip().lower()
+        if kind not in self._media_types:
+            wanted = ", ".join(sorted(self._media_types))
+            raise Forbidden(
+                f"without a bearer token a body must say what it is: Content-Type is {kind!r}, none of {wanted}",
+                component="auth",
+            )
+
+
+def cookie_name(scope: Scope) -> str:
+    """Return the name of the page's cookie: a browser sends those of all ports of a host to each of them."""
+    server = scope.get("server")
+    return f"tangram-{server[1] if server else 0}"
+
+
+def _cookie(headers: Mapping[bytes, bytes], name: str) -> bytes | None:
+    for pair in headers.get(b"cookie", b"").split(b";"):
+        found, equals, value = pair.strip().partition(b"=")
+        if equals and found == name.encode():
+            return value
+    return None
+
+
+def _without_port(host: str) -> str:
+    """Return the name or address of a Host header."""
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() and (not name or name[-1] == "]" or ":" not in name) else host
+
+
+#: Seconds after which to come again.
+AGAIN_S = 1.0
+#: Seconds that open requests have to end when it closes.
+CLOSE_GRACE_S = 5.0
+
+
+class EarlyApp:
+    """Passes everything to ``app`` once there is one."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close"})
+        elif scope["path"] == "/healthz":
+            await respond(Health(status="ok"))(scope, receive, send)
+        elif scope["path"] == "/readyz":
+            await respond(Health(status="starting"), 503)(scope, receive, send)
+        else:
+            told = "the gateway starts: it has not taken up its record yet"
+            refusal = StorageUnavailable(told, component="gateway", retry_after_s=AGAIN_S)
+            await problem_response(refusal)(scope, receive, send)
+
+
+class HttpDoor:
+    """The HTTP door, served from the moment it is made until `close`."""
+
+    def __init__(self, listener: socket.socket, connections_max: int, bounds: ServerConfig) -> None:
+        self._early = EarlyApp()
+        self._closing = asyncio.Event()
+        self.connections = Connections(limit=connections_max)
+        self.serving = asyncio.get_running_loop().create_task(
+            serve(self._early, listener, self._closing.wait, CLOSE_GRACE_S, self.connections, bounds)
+        )
+
+    def open(self, app: ASGIApp) -> None:
+        """From now on ``app`` answers."""
+        self._early.app = app
+
+    async def close(self) -> None:
+        """Let open requests end, and stop; idempotent."""
+        self._closing.set()
+        await asyncio.gather(self.serving, return_exceptions=True)
+
+
+#: What any connection takes at once, whether its peer reads or not.
+SMALL_BYTES = 16 * 1024
+
+
+class BoundedSend:
+    """An ASGI ``send`` that knows whether an answer has begun."""
+
+    def __init__(self, send: Send, stall_s: float) -> None:
+        self._send = send
+        self._stall_s = stall_s
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        """Send; raises ClientDisconnect when the caller, though it is there, does not read."""
+        self.started = True
+        if len(message.get("body", b"")) <= SMALL_BYTES:
+            await self._send(message)
+            return
+        try:
+            async with asyncio.timeout(GIVE_UP_STALLS * self._stall_s):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientDisconnect() from None
+
+
+# The page, which holds nothing of the gateway, and the key by which a browser comes in.
+#
+# Whoever reaches the door may load it: what it shows is asked for like everything else, with the cookie or a token that
+# its user types.
+
+#: Where the views are.
+UI = "/ui/"
+#: What somebody types.
+BARE_UI = "/ui"
+#: Nothing is run that is not the page's own script to the letter, or the worker that it starts; nothing is loaded, sent
+#: to or framed elsewhere.
+_POLICY = (
+    f"default-src 'none'; script-src {the_page().script}; style-src {the_page().style}; connect-src 'self'; "
+    "worker-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+#: A worker may ask its own gateway, and nothing else.
+_WORKER_POLICY = "default-src 'none'; connect-src 'self'"
+_LINKS = {
+    "/v1/functions": "registered functions",
+    "/v1/invocations": "invocations, newest first",
+    "/v1/trajectories": "living trajectories",
+    "/v1/resources": "resources and who holds them",
+    "/v1/queue": "what waits, and for what",
+    "/v1/tasks": "RL tasks and their use",
+    "/metrics": "metrics",
+    "/openapi.json": "the API for machines",
+}
+_ROWS = "".join(f'<li><a href="{path}">{path}</a>: {about}</li>' for path, about in _LINKS.items())
+_TEXT = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Tangram gateway</title></head>'
+    f"<body><h1>Tangram gateway</h1><ul>{_ROWS}</ul></body></html>"
+)
+
+
+class LandingPage:
+    """`GET /` and everything below `/ui/`."""
+
+    def __init__(self, door: Door, session: PageSession) -> None:
+        self._door = door
+        self._session = session
+
+    async def show(self, request: Request) -> Response:
+        """Lead a browser to the page, with the right key with a cookie; tell others where things are."""
+        cookie = self._session.open(request.query_params.get("key", ""))
+        if cookie is None:
+            if "text/html" in request.headers.get("accept", ""):
+                return await self.lead(request)
+            self._door.let_in(request.scope)
+            return Response(_TEXT, media_type="text/html", headers={**_PAGE_HEADERS, "Cache-Control": "no-store"})
+        # Not the page itself: the key must not stay in the browser's history, nor reach another page as its referrer.
+        answer = RedirectResponse("/", 303, {**_PAGE_HEADERS, "Cache-Control": "no-store"})
+        secure = request.scope["scheme"] == "https"
+        answer.set_cookie(cookie_name(request.scope), cookie, httponly=True, samesite="strict", secure=secure)
+        return answer
+
+    async def lead(self, request: Request) -> Response:
+        """Lead a browser to the first view."""
+        return RedirectResponse(UI + "now", 303, {**_PAGE_HEADERS, "Cache-Control": "no-store"})
+
+    async def file(self, request: Request) -> Response:
+        """Every view is the same page; beside it is only its worker."""
+        is_worker = request.url.path == UI + WORKER
+        sent = the_page().worker if is_worker else the_page()
+        headers = {**_PAGE_HEADERS, "ETag": sent.etag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+        if is_worker:
+            headers["Content-Security-Policy"] = _WORKER_POLICY
+        if request.headers.get("if-none-match") == sent.etag:
+            return Response(status_code=304, headers=headers)
+        packed = "gzip" in request.headers.get("accept-encoding", "")
+        if packed:
+            headers["Content-Encoding"] = "gzip"
+        kind = "text/javascript" if is_worker else "text/html"
+        return Response(sent.packed if packed else sent.data, media_type=kind, headers=headers)
+
 
 PAGE = "/"
 
@@ -107,10 +365,12 @@ class HttpApp:
         try:
             self._door.let_in(request.scope)
         except (Unauthorized, Forbidden):
-            return Response(wire.encode(document(self.operations, self._shapes)), media_type=JSON)
+            return Response(serialization.encode(document(self.operations, self._shapes)), media_type=JSON)
         functions = [function_info(spec) for spec in self._services.functions.all()]
         pattern = self._services.callbacks.url_pattern()
-        return Response(wire.encode(document(self.operations, self._shapes, functions, pattern)), media_type=JSON)
+        return Response(
+            serialization.encode(document(self.operations, self._shapes, functions, pattern)), media_type=JSON
+        )
 
     def _openapi_row(self) -> Operation:
         return Operation(

@@ -1,24 +1,106 @@
-"""Messages: bodies read within their bound, JSON and problem responses, and callers that go away."""
+"""Read HTTP requests and write their responses."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
 
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from gateway import wire
+from gateway import serialization
 from gateway.errors import TooSlow, face, problem, reason_face, retry_after
-from gateway.invocations.admission import HeldInputs
-from gateway.invocations.invocation import LiveInvocation
-from gateway.invocations.invocations import Invocations
-from gateway.invocations.record import Record
+from gateway.invocations.invocations import HeldInputs, InvocationRequest, Invocations, LiveInvocation
+from gateway.invocations.record import Mode, Record
 from gateway.services import Services
-from manager.errors import CodedError, TooLarge
-from tangram.types import REPLAY, Problem
+from manager.errors import CodedError, InvalidInput, TooLarge
+from tangram.types import REPLAY, BatchItem, CallHeaders, Problem
+
+T = TypeVar("T", bound=Struct)
+
+
+def read_query(request: HttpRequest, kind: type[T]) -> T:
+    """Return the query parameters; raises InvalidInput."""
+    given = dict(request.query_params) if request.scope["query_string"] else {}
+    return _without_null(serialization.read(given, kind), given)
+
+
+def read_headers(request: HttpRequest, kind: type[T]) -> T:
+    """Return the headers that the type names; raises InvalidInput."""
+    names = _header_names(kind)
+    found = {
+        names[name]: value.decode("latin-1") for name, value in reversed(request.scope["headers"]) if name in names
+    }
+    return _without_null(serialization.read(found, kind), found)
+
+
+def _without_null(read: T, given: Mapping[str, str]) -> T:
+    """Return what was read of texts; raises InvalidInput for one that says null, as if it had not been given."""
+    assert isinstance(read, Struct)
+    for name, field in zip(read.__struct_encode_fields__, read.__struct_fields__, strict=True):
+        if name in given and getattr(read, field) is None:
+            raise InvalidInput(f"{name}: {given[name]!r} is no value; leave it out", detail={"path": name})
+    return read
+
+
+@cache
+def _header_names(kind: type[Struct]) -> Mapping[bytes, str]:
+    return {name.lower().encode(): name for name in kind.__struct_encode_fields__}
+
+
+def read_call(headers: CallHeaders, function: str, body: bytes, mode: Mode) -> InvocationRequest:
+    """Return the request of one invocation; raises InvalidInput for anything odd."""
+    return InvocationRequest(
+        function=serialization.name(function, "function"),
+        input=serialization.loads_object(body),
+        body=body or b"{}",
+        mode=mode,
+        task=headers.task or "default",
+        step=headers.step,
+        trajectory=headers.trajectory,
+        living=headers.expect == "living",
+        parent=headers.parent,
+        timeout_s=_seconds(headers.timeout, "X-Timeout"),
+        max_age_s=_seconds(headers.max_age, "X-Max-Age"),
+        key=headers.key,
+        callback_url=headers.callback_url,
+        detached=headers.on_disconnect == "continue",
+        **serialization.trace(headers.traceparent, headers.tracestate),
+    )
+
+
+def read_item(call: object, path: str) -> InvocationRequest:
+    """Return the request of one call of a batch; raises InvalidInput. An empty task is the default one."""
+    if isinstance(call, dict) and call.get("task") == "":
+        call = {**call, "task": None}
+    item = serialization.read(call, BatchItem, path)
+    return InvocationRequest(
+        function=serialization.name(item.function, f"{path}.function"),
+        input=item.input,
+        body=serialization.dumps(item.input),
+        mode=Mode.ASYNC,
+        task=serialization.name(item.task or "default", f"{path}.task"),
+        step=item.step,
+        trajectory=None if item.trajectory is None else serialization.name(item.trajectory, f"{path}.trajectory"),
+        timeout_s=_seconds(item.timeout, f"{path}.timeout"),
+        max_age_s=_seconds(item.max_age, f"{path}.max_age"),
+        key=item.key,
+    )
+
+
+def read_wait_s(text: str | None, limit_s: float) -> float | None:
+    """Return the seconds of ``?wait=30s``; None where it is absent."""
+    return None if text is None else min(serialization.duration_s(text, "wait"), limit_s)
+
+
+def _seconds(text: str | None, what: str) -> float | None:
+    return None if text is None else serialization.duration_s(text, what)
+
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"
@@ -112,7 +194,7 @@ def slow_body(timeout_s: float) -> str:
 
 def respond(value: Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a wire type as a response."""
-    return Response(wire.encode(value), status, headers, JSON)
+    return Response(serialization.encode(value), status, headers, JSON)
 
 
 def problem_response(error: CodedError, headers: Mapping[str, str] | None = None) -> Response:
@@ -124,7 +206,7 @@ def problem_response(error: CodedError, headers: Mapping[str, str] | None = None
         shown["X-Invocation-Id"] = error.invocation_id
     if face(error).http == 401:
         shown["WWW-Authenticate"] = "Bearer"
-    return Response(wire.encode(problem(error)), face(error).http, shown, PROBLEM)
+    return Response(serialization.encode(problem(error)), face(error).http, shown, PROBLEM)
 
 
 def record_headers(record: Record) -> dict[str, str]:
@@ -171,7 +253,7 @@ def result_response(record: Record, *, replayed: bool = False) -> Response:
         retry_after_s=record.retry_after_s,
         invocation=record.as_wire(),
     )
-    return Response(wire.encode(body), shown.http, headers, PROBLEM)
+    return Response(serialization.encode(body), shown.http, headers, PROBLEM)
 
 
 async def attend(request: Request, invocations: Invocations, invocation: LiveInvocation, wait_s: float | None) -> bool:

@@ -25,12 +25,10 @@ from hypercorn.utils import wrap_app
 from msgspec.structs import replace
 from starlette.types import ASGIApp
 
-from gateway import wire
-from gateway.access.connections import LINGER_S, Connections, Resets
-from gateway.access.renewal import RenewedContext
-from gateway.access.tls import TlsServer
-from gateway.config.sections import ServerConfig
+from gateway import serialization
+from gateway.config.schema import ServerConfig
 from gateway.errors import problem, retry_after
+from gateway.tls import LINGER_S, Connections, RenewedContext, Resets, TlsServer
 from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput
 
 #: Seconds in which a new request's headers must arrive, and for which an idle connection stays open.
@@ -164,7 +162,7 @@ async def _refuse(
     status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE,
 ) -> None:
     """Answer an error to whatever is asked, and close; without ``lingering`` as soon as the answer is on its way."""
-    body = wire.encode(replace(problem(error), status=status.value))
+    body = serialization.encode(replace(problem(error), status=status.value))
     again = "" if error.retry_after_s is None else f"retry-after: {retry_after(error.retry_after_s)}\r\n"
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/problem+json\r\n{again}"

@@ -26,8 +26,8 @@ from urllib.parse import SplitResult, urlsplit
 import httpx
 import structlog
 
-from gateway import wire
-from gateway.config.sections import CallbacksSection
+from gateway import serialization
+from gateway.config.schema import CallbacksSection
 from gateway.invocations.record import Record
 from gateway.store.store import Store
 from manager.errors import InvalidInput, StorageUnavailable
@@ -143,7 +143,7 @@ class CallbackSender:
         if record is None or record.callback != "pending":
             self._store.note("delete_delivery", seq)
             return
-        problem = await self._post(_url(record), record, wire.encode(record.as_wire()))
+        problem = await self._post(_url(record), record, serialization.encode(record.as_wire()))
         if problem is not None and attempt < self._spec.max_attempts:
             wait_s = backoff_s(attempt, self._spec.backoff_s, BACKOFF_MAX_S, self._chance())
             self._store.note("save_delivery", seq, host, self._wall() + wait_s, attempt)

@@ -1,51 +1,556 @@
-"""Invocations: the sequence accept, formulate, record, submit, settle. It neither decides nor formats.
-
-An asynchronous call, and every call with an Idempotency-Key, is durable before it is submitted. A synchronous one
-without a key dies with its connection anyway: its record follows with the next transaction.
-"""
+"""Accept, run, cancel and end invocations."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Protocol
 
 import structlog
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError, best_match
 
-from gateway.config.sections import ServerConfig
-from gateway.invocations.admission import Admission, HeldInputs
-from gateway.invocations.held_back import HeldBack
-from gateway.invocations.idempotency import Keys
-from gateway.invocations.inputs import Inputs
-from gateway.invocations.invocation import (
-    FunctionLookup,
-    InvocationRequest,
-    LiveInvocation,
-    Observer,
-    as_refusal,
-    ended,
-    unless_refused,
-)
-from gateway.invocations.logs import Logs
-from gateway.invocations.losses import EnvironmentLosses
+from gateway import serialization
+from gateway.config.schema import ServerConfig
+from gateway.invocations.logs import InvocationLog, Logs
 from gateway.invocations.record import Mode, Record, new_id, seq_of
-from gateway.invocations.retries import next_try_s
-from gateway.store.listing import Filter, Page
-from gateway.store.store import Store, require
-from manager.action import Action, Lease, Settlement, State
+from gateway.registry import Readiness
+from gateway.store.store import Filter, Page, Store, require
+from manager.action import Action, Lease, Outcome, Settlement, State
 from manager.engine import Engine, Submission
-from manager.errors import CANCEL_ASKED, ActionFailed, CodedError, Conflict, InvalidInput, Reason, StorageUnavailable
+from manager.errors import (
+    CANCEL_ASKED,
+    FILES_LOST,
+    NOT_BEGUN,
+    ActionFailed,
+    CapacityExceeded,
+    CodedError,
+    Conflict,
+    Draining,
+    InvalidInput,
+    KeyReused,
+    NotFound,
+    QuotaExceeded,
+    Reason,
+    StorageUnavailable,
+)
 from manager.executor import Call
 from manager.formulation import formulate
 from manager.function import FunctionSpec
 from manager.learning import History
-from tangram.types import Attempt
+from runtimes import runtime
+from runtimes.kinds import input_schema, kind_of
+from tangram.types import Attempt, backoff_s
 
 logger = structlog.get_logger("gateway.invocations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvocationRequest:
+    """What a door asks for."""
+
+    function: str
+    input: Mapping[str, object]
+    #: The input as the caller sent it: kept in the record, and digested for its key.
+    body: bytes
+    mode: Mode = Mode.SYNC
+    task: str = "default"
+    #: The step of the task, if the caller named one.
+    step: int | None = None
+    trajectory: str | None = None
+    #: Only in a trajectory that lives already: to be refused where it has ended, and not to begin a new one.
+    living: bool = False
+    parent: str | None = None
+    #: Bounds in seconds, each at most the function's own: the execution, and the whole of an asynchronous call.
+    timeout_s: float | None = None
+    max_age_s: float | None = None
+    #: Idempotency-Key.
+    key: str | None = None
+    #: Go on when the caller goes away.
+    detached: bool = False
+    callback_url: str | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
+    redrive_of: str | None = None
+    #: This very call, as none other is: what it made knows it again.
+    call: object = field(default_factory=object, compare=False)
+
+    @property
+    def durable(self) -> bool:
+        return self.mode is Mode.ASYNC or self.key is not None
+
+    @property
+    def digest(self) -> bytes:
+        """Of what a key comes with: the body's value, however it was written, and whose sandbox it is for."""
+        try:
+            value = runtime.dumps(runtime.loads(self.body), sort_keys=True)
+        except (ValueError, TypeError, RecursionError):  # no JSON, or none that can be written
+            value = self.body
+        return hashlib.sha256(value + b"\0" + (self.trajectory or "").encode()).digest()
+
+    @property
+    def scoped_key(self) -> str:
+        """The key as the store knows it: each function has its own."""
+        return f"{self.function}\n{self.key}"
+
+    def options(self, function: FunctionSpec) -> dict[str, object]:
+        """What a restart must know of it, and the function's bound where a longer one was asked for."""
+        names = ("step", "timeout_s", "max_age_s", "callback_url", "traceparent", "tracestate", "redrive_of")
+        given = {name: getattr(self, name) for name in names}
+        if self.timeout_s is not None and self.timeout_s > function.timeout_s:
+            given["timeout_capped_s"] = function.timeout_s
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class FunctionLookup(Protocol):
+    """Where registered functions are looked up: `gateway.registry.Registry`."""
+
+    def get(self, name: str) -> FunctionSpec:
+        """The function as it is now; raises NotFound."""
+        ...
+
+    def readiness(self, name: str) -> Readiness:
+        """Whether the function's actions may start."""
+        ...
+
+
+class Observer(Protocol):
+    """Who counts: `gateway.metrics.Metrics`."""
+
+    def accepted(self, record: Record) -> None: ...
+
+    def moved(self, record: Record) -> None: ...
+
+    def settled(self, record: Record) -> None: ...
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class LiveInvocation:
+    """A living invocation, or the record of an ended one with the same face."""
+
+    record: Record
+    function: FunctionSpec | None = None
+    input: Mapping[str, object] = field(default_factory=dict)
+    log: InvocationLog | None = None
+    #: The first try's action, from acceptance until it is submitted.
+    action: Action | None = None
+    #: The submitted try's action; None before and between two tries.
+    action_id: str | None = None
+    #: Its Idempotency-Key as the store knows it.
+    key: str | None = None
+    #: Callers that attend; when the last one leaves, an attached invocation is cancelled.
+    callers: int = 0
+    #: Why the scheduler refused it before any work, or that the next gateway goes on with it; None otherwise.
+    refusal: CodedError | None = None
+    #: Set at its end, or when all that is still to come of it comes in the next gateway.
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Its next try, or the end of its waiting for a function that is not ready.
+    retry: asyncio.TimerHandle | None = None
+    #: The call that made it; another one with the same key latched on.
+    made_by: object = field(default_factory=object)
+    #: What it is told of the sandbox that it was to run in, and that was lost before; None otherwise.
+    loss: str | None = None
+    #: Whether its present try was begun by an earlier gateway.
+    resumed: bool = False
+
+    def replays(self, request: InvocationRequest) -> bool:
+        """Whether an earlier call with the same key made it, and not this one."""
+        return self.made_by is not request.call
+
+    @property
+    def inside(self) -> bool:
+        """Whether its work is done in a sandbox, which takes its time to be ready and may outlast the gateway."""
+        return self.function is not None and kind_of(self.function).works_in_sandbox
+
+    def leave_behind(self, told: CodedError) -> None:
+        """Nothing more becomes of it here: whoever waits for it as for an answer is ``told``, the others see it."""
+        self.refusal = told
+        self.ended.set()
+
+    async def has_ended(self, timeout_s: float | None) -> bool:
+        """Wait for the end, at most ``timeout_s``; whether it has ended."""
+        try:
+            async with asyncio.timeout(None if self.ended.is_set() else timeout_s):
+                await self.ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def ended(record: Record) -> LiveInvocation:
+    """The face of an invocation that is only a record by now."""
+    invocation = LiveInvocation(record=record)
+    invocation.ended.set()
+    return invocation
+
+
+def as_refusal(error: Exception) -> CodedError:
+    """Return why a call was not accepted, without the traceback, which would hold its input and be held by it.
+
+    What is no CodedError is a fault of the gateway, and told to its log.
+    """
+    if not isinstance(error, CodedError):
+        logger.error("a call could not be accepted", exc_info=error)
+        error = CodedError(f"a fault of the gateway: {error!r}", component="invocations")
+    return error.with_traceback(None)
+
+
+def unless_refused(verdict: LiveInvocation | CodedError) -> LiveInvocation | CodedError:
+    """What the disk did not take was not accepted, nor is whoever latched on to it meanwhile."""
+    if isinstance(verdict, LiveInvocation) and isinstance(verdict.refusal, StorageUnavailable):
+        return verdict.refusal
+    return verdict
+
+
+RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
+#: Weight of the newest interval between two starts in the smoothed one.
+SMOOTHING = 0.1
+
+
+class HeldInputs:
+    """Bytes of inputs that are held at once: of those that arrive, and of invocations that have not ended."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.bytes = 0
+
+    def check(self, size_bytes: int) -> None:
+        """Raise CapacityExceeded when so much more may not be held."""
+        if self.bytes + size_bytes > self._limit_bytes:
+            raise CapacityExceeded(
+                f"{self.bytes} bytes of inputs are held already, server.inputs_max is {self._limit_bytes}",
+                component="admission",
+                retry_after_s=RETRY_MIN_S,
+            )
+
+    def take(self, size_bytes: int) -> None:
+        """Hold so much more, whatever is held: who may be refused asks `check` first."""
+        self.bytes += size_bytes
+
+    def give(self, size_bytes: int) -> None:
+        """So much is held no more."""
+        self.bytes -= size_bytes
+
+
+class Admission:
+    """Counts what waits. ``now`` is a monotonic clock in seconds; ``task_max`` gives a task's bound."""
+
+    def __init__(self, now: Callable[[], float], *, total_max: int, task_max: Callable[[str], int]) -> None:
+        self._now = now
+        self._total_max = total_max
+        self._task_max = task_max
+        self._by_function: Counter[str] = Counter()
+        self._by_task: Counter[str] = Counter()
+        self._interval_s: float | None = None
+        self._last_start_s = now()
+        self.queued = 0
+        self.draining = False
+        #: Called with the function of each that no longer waits.
+        self.on_leave: list[Callable[[str], None]] = []
+
+    def check(self, function: FunctionSpec, task: str) -> None:
+        """Raise Draining, CapacityExceeded or QuotaExceeded when one more may not wait."""
+        if self.draining:
+            raise Draining("the gateway is shutting down and takes no new work", retry_after_s=RETRY_MIN_S)
+        if self.queued >= self._total_max:
+            raise CapacityExceeded(
+                f"{self.queued} invocations wait already, which is scheduler.max_queued",
+                component="admission",
+                retry_after_s=self._retry_after_s(self.queued - self._total_max + 1),
+            )
+        self._bound("function", function.name, self._by_function[function.name], function.max_queued)
+        self._bound("task", task, self._by_task[task], self._task_max(task))
+
+    def enter(self, function: str, task: str) -> None:
+        """One more waits."""
+        self.queued += 1
+        self._by_function[function] += 1
+        self._by_task[task] += 1
+
+    def leave(self, function: str, task: str) -> None:
+        """One that waited was started, or has ended."""
+        self.queued -= 1
+        self._take(self._by_function, function)
+        self._take(self._by_task, task)
+        now_s = self._now()
+        interval_s = now_s - self._last_start_s
+        self._last_start_s = now_s
+        past_s = interval_s if self._interval_s is None else self._interval_s
+        self._interval_s = past_s + SMOOTHING * (interval_s - past_s)
+        for on_leave in self.on_leave:
+            on_leave(function)
+
+    def waiting(self, function: str) -> int:
+        """Invocations of the function that wait now."""
+        return self._by_function[function]
+
+    def _bound(self, kind: str, name: str, waiting: int, limit: int) -> None:
+        if waiting >= limit:
+            raise QuotaExceeded(
+                f"{waiting} invocations of {kind} {name!r} wait already ({kind}s.{name}.max_queued)",
+                component="admission",
+                retry_after_s=self._retry_after_s(waiting - limit + 1),
+            )
+
+    def _retry_after_s(self, places: int) -> float:
+        """Seconds until so many places are free at the present pace, within bounds."""
+        pace_s = RETRY_MIN_S if self._interval_s is None else self._interval_s
+        return min(RETRY_MAX_S, max(RETRY_MIN_S, places * pace_s))
+
+    @staticmethod
+    def _take(counter: Counter[str], name: str) -> None:
+        counter[name] -= 1
+        if counter[name] <= 0:
+            del counter[name]
+
+
+class HeldBack:
+    """Queued invocations that the scheduler does not know of yet; ``expire`` ends one at its queue_timeout."""
+
+    def __init__(
+        self, functions: FunctionLookup, expire: Callable[[LiveInvocation, str], None], now: Callable[[], float]
+    ) -> None:
+        self._functions = functions
+        self._expire = expire
+        self._now = now
+        self._held: dict[int, LiveInvocation] = {}
+        #: Since when each has waited, also after it was let go, until it is asked for.
+        self._since_s: dict[int, float] = {}
+        #: Their trajectories, whose later actions wait behind them.
+        self._trajectories: Counter[str | None] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, invocation: LiveInvocation) -> bool:
+        """Hold it back if it may not start yet; whether it does."""
+        record, function, action = invocation.record, invocation.function, invocation.action
+        ready = self._functions.readiness(record.function).status == "ready"
+        if function is None or (ready and not (record.trajectory and self._trajectories[record.trajectory])):
+            return False
+        since_s = self._since_s.setdefault(record.seq, self._now() if action is None else action.submitted_s)
+        timeout_s = function.queue_timeout_s if action is None else action.queue_timeout_s
+        left_s = max(0.0, since_s + timeout_s - self._now())
+        self._held[record.seq] = invocation
+        self._trajectories[record.trajectory] += 1
+        invocation.retry = asyncio.get_running_loop().call_later(left_s, self._late, invocation, timeout_s)
+        return True
+
+    def leave(self, invocation: LiveInvocation) -> float | None:
+        """It starts or has ended; since when it waited, if it was held back."""
+        seq = invocation.record.seq
+        if self._held.pop(seq, None) is not None:
+            self._trajectories[invocation.record.trajectory] -= 1
+        return self._since_s.pop(seq, None)
+
+    def let_go(self) -> list[LiveInvocation]:
+        """Take all of them out, in order; who may not start yet is to be held back again.
+
+        What waited for a function that has changed meanwhile is of the new one.
+        """
+        held = list(self._held.values())
+        self._held.clear()
+        self._trajectories.clear()
+        for invocation in held:
+            assert invocation.retry is not None
+            invocation.retry.cancel()
+            invocation.retry = None
+            with suppress(NotFound):
+                current = self._functions.get(invocation.record.function)
+                if current != invocation.function:
+                    invocation.function, invocation.action = current, None
+                    invocation.record.revision = current.revision
+        return held
+
+    def _late(self, invocation: LiveInvocation, timeout_s: float) -> None:
+        found = self._functions.readiness(invocation.record.function)
+        why = f"{found.status}: {found.problem}" if found.problem else found.status
+        self._expire(invocation, f"waited longer than queue_timeout, {timeout_s:g} s: its function is {why}")
+
+
+class EnvironmentLosses:
+    """Which trajectories have lost their sandbox while nobody was told yet."""
+
+    def __init__(
+        self, living: Callable[[], Sequence[LiveInvocation]], stop: Callable[[LiveInvocation, str], object]
+    ) -> None:
+        self._living = living
+        self._stop = stop
+        #: By trajectory: with whose end its loss is told, and what is told to the others.
+        self._losses: dict[str, tuple[LiveInvocation, str]] = {}
+
+    def see(self, invocation: LiveInvocation, outcome: Outcome) -> Outcome:
+        """Return the end of a try as it is to be told; if it tells a loss, stop all that was to run in that sandbox."""
+        trajectory = invocation.record.trajectory
+        if invocation.loss is not None and (outcome.state is State.CANCELLED or CANCEL_ASKED in outcome.detail):
+            lost = replace(outcome, state=State.FAILED, reason=Reason.ENVIRONMENT_LOST, detail={FILES_LOST: True})
+            return replace(lost, message=invocation.loss, component="sandbox")
+        if trajectory is not None and invocation.loss is None and FILES_LOST in outcome.detail:
+            self._losses[trajectory] = (invocation, f"the sandbox that it was to run in was lost: {outcome.message}")
+            self.check(self._living())
+        return outcome
+
+    def check(self, invocations: Sequence[LiveInvocation]) -> None:
+        """Stop those whose sandbox was lost before they began in it."""
+        for invocation in invocations if self._losses else ():
+            record = invocation.record
+            told, message = self._losses.get(record.trajectory or "", (invocation, ""))
+            under_way = record.terminal or (record.state is State.RUNNING and record.begun)
+            if told is not invocation and invocation.inside and not under_way:
+                invocation.loss = message
+                self._stop(invocation, message)
+
+    def tell(self, invocation: LiveInvocation) -> None:
+        """Tell its end to whoever waits for it: what is accepted from now on may begin anew."""
+        invocation.ended.set()
+        trajectory = invocation.record.trajectory or ""
+        if self._losses.get(trajectory, (None, ""))[0] is invocation:
+            del self._losses[trajectory]
+
+
+#: Compiled schemas that are kept: one for each living revision.
+COMPILED_MAX = 4096
+
+
+class Inputs:
+    """Checks inputs against the schemas of their functions."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[str, str], Any] = {}
+
+    def check(self, function: FunctionSpec, input: Mapping[str, object]) -> None:
+        """Raise InvalidInput with the JSON path of the first thing that does not fit."""
+        validator = self._validator(function)
+        if function.input_schema is not None:
+            added = kind_of(function).added_fields
+            input = {name: value for name, value in input.items() if name not in added}
+        error = None if validator is None else best_match(validator.iter_errors(input))
+        if error is not None:
+            raise InvalidInput(
+                f"{error.json_path}: {_said(error)}", component="gateway", detail={"path": error.json_path}
+            )
+
+    def _validator(self, function: FunctionSpec) -> Any:
+        """Any: jsonschema's validators have no common type. None where any object will do."""
+        key = (function.name, function.revision)
+        if key not in self._compiled:
+            if len(self._compiled) >= COMPILED_MAX:
+                self._compiled.clear()
+            schema = input_schema(function)
+            self._compiled[key] = None if schema is None else Draft202012Validator(schema)
+        return self._compiled[key]
+
+
+def _said(error: ValidationError) -> str:
+    """Return what does not fit; where exactly one of some fields is needed, which they are."""
+    choices: Any = error.validator_value if error.validator == "oneOf" else ()
+    if choices and all(each.keys() == {"required"} and len(each["required"]) == 1 for each in choices):
+        return f"needs exactly one of {', '.join(each['required'][0] for each in choices)}"
+    return error.message[:500]
+
+
+class Keys:
+    """The keys of living invocations, before those of the store."""
+
+    def __init__(self, store: Store, ttl_s: float, wall: Callable[[], float]) -> None:
+        self._store = store
+        self._ttl_s = ttl_s
+        self._wall = wall
+        self._living: dict[str, tuple[bytes, LiveInvocation]] = {}
+
+    async def latch(self, request: InvocationRequest, living: Mapping[int, LiveInvocation]) -> LiveInvocation | None:
+        """The invocation that has this key already; raises KeyReused when its body was another."""
+        key = request.scoped_key
+        claim = self._living.get(key)
+        if claim is None:
+            stored = await self._store.key(key)
+            claim = self._living.get(key)  # somebody may have claimed it while the store was read
+            if claim is None and stored is not None:
+                digest, seq = stored
+                record = await self._store.get(seq)
+                if record is not None:
+                    claim = (digest, living.get(seq) or ended(record))
+        if claim is None:
+            return None
+        digest, invocation = claim
+        if digest != request.digest:
+            raise KeyReused(
+                f"Idempotency-Key {request.key!r} was used with another body, or in another trajectory",
+                invocation_id=invocation.record.id,
+            )
+        return invocation
+
+    def claim(self, request: InvocationRequest, invocation: LiveInvocation) -> None:
+        """Give a fresh invocation its key."""
+        invocation.key = request.scoped_key
+        self._living[invocation.key] = (request.digest, invocation)
+        self._store.save_key(invocation.key, request.digest, invocation.record.seq, self._wall() + self._ttl_s)
+
+    def refuse(self, invocation: LiveInvocation) -> None:
+        """It was not accepted after all: nobody latches on to it any more."""
+        if invocation.key is not None:
+            self._store.drop_key(invocation.key, invocation.record.seq)
+
+    def leave(self, invocation: LiveInvocation) -> None:
+        """It has ended: from now on the store tells."""
+        if invocation.key is not None:
+            self._living.pop(invocation.key, None)
+
+
+#: Reasons that are the machinery's fault: an idempotent function is tried again without being asked to.
+INFRASTRUCTURE = frozenset({Reason.ENVIRONMENT_LOST, Reason.NODE_LOST, Reason.GATEWAY_RESTART})
+INFRASTRUCTURE_ATTEMPTS = 3
+
+
+def next_try_s(
+    function: FunctionSpec,
+    attempt: int,
+    outcome: Outcome,
+    chance: float,
+    left_s: float | None = None,
+    *,
+    alone: bool = True,
+    patience_s: float = 0.0,
+) -> float | None:
+    """Seconds until try ``attempt + 1``, or None when it is over.
+
+    One that is not ``alone``, but was to go on from the files of a trajectory's lost sandbox, is not tried unasked. One
+    that has not begun, as a machine ran short, is tried for ``patience_s`` more, whatever the function says of tries.
+
+    Exponential backoff with full jitter (``chance`` is uniform in [0, 1)), never sooner than the Retry-After
+    of an upstream, and never as late as ``left_s``, the age that is left. Without one an upstream may ask for no
+    longer than the function waits anyway.
+    """
+    reason = outcome.reason
+    if reason is None or reason is Reason.CANCELLED or CANCEL_ASKED in outcome.detail:
+        return None
+    spec = function.retry
+    by_function = reason in spec.on and attempt < spec.max_attempts
+    bereft = not alone and FILES_LOST in outcome.detail
+    part = chance if spec.jitter == "full" else 1.0
+    wait_s = max(backoff_s(attempt, spec.backoff_s, spec.backoff_max_s, part), outcome.retry_after_s or 0.0)
+    if NOT_BEGUN in outcome.detail and wait_s < patience_s:
+        return wait_s
+    again = reason in INFRASTRUCTURE and not bereft
+    by_machinery = again and function.idempotent and attempt < INFRASTRUCTURE_ATTEMPTS
+    if not by_function and not by_machinery:
+        return None
+    bound_s = max(spec.backoff_max_s, function.queue_timeout_s) if left_s is None else left_s
+    return wait_s if wait_s < bound_s else None
+
+
+# Invocations: the sequence accept, formulate, record, submit, settle. It neither decides nor formats.
+#
+# An asynchronous call, and every call with an Idempotency-Key, is durable before it is submitted. A synchronous one
+# without a key dies with its connection anyway: its record follows with the next transaction.
+
 GONE = "its caller went away"
 #: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
 CHANCE = random.SystemRandom()
@@ -490,3 +995,77 @@ class Invocations:
         record.dead = lost and record.mode is Mode.ASYNC
         self.finish(invocation, waited=True)
         return True
+
+
+#: Records that one purge reads at a time.
+PAGE = 500
+
+
+class DeadLetters:
+    """List by `Invocations.find` with ``dead``; here they are sent again or let go of."""
+
+    def __init__(self, invocations: Invocations, store: Store) -> None:
+        self._invocations = invocations
+        self._store = store
+        #: Redrives under way, by the id of the dead letter.
+        self._redrives: dict[str, asyncio.Task[LiveInvocation]] = {}
+
+    async def redrive(self, invocation_id: str) -> LiveInvocation:
+        """Submit the same call anew, as an invocation of its own that names the old one, which leaves the list.
+
+        Two that do so at once get the same invocation. Raises NotFound, Conflict if it is no dead letter, and
+        whatever refuses a submission.
+        """
+        task = self._redrives.get(invocation_id)
+        if task is None:
+            task = self._redrives[invocation_id] = asyncio.create_task(self._redrive(invocation_id))
+            task.add_done_callback(lambda _: self._redrives.pop(invocation_id))
+        return await asyncio.shield(task)
+
+    async def _redrive(self, invocation_id: str) -> LiveInvocation:
+        record = await self._dead(invocation_id)
+        body = record.input or b"{}"
+        timeout_s = record.options.get("timeout_s")
+        request = InvocationRequest(
+            function=record.function,
+            input=serialization.loads_object(body),
+            body=body,
+            mode=Mode.ASYNC,
+            task=record.task,
+            trajectory=record.trajectory,
+            timeout_s=timeout_s if isinstance(timeout_s, float) else None,
+            **record.trace,
+            redrive_of=record.id,
+            key=f"redrive-of:{record.id}",
+        )
+        invocation = await self._invocations.invoke(request)
+        self._let_go(record)
+        return invocation
+
+    async def purge(self, invocation_id: str) -> None:
+        """Take one off the list; its record stays. Raises NotFound or Conflict."""
+        self._let_go(await self._dead(invocation_id))
+        await self._store.commit()
+
+    async def purge_all(self, function: str | None) -> int:
+        """Take all (of one function) off the list; returns how many."""
+        count, before = 0, None
+        while True:
+            page = await self._store.find(Filter(dead=True, function=function, before=before, limit=PAGE))
+            for record in page.records:
+                self._let_go(record)
+            await self._store.commit()
+            count += len(page.records)
+            before = page.before
+            if before is None:
+                return count
+
+    async def _dead(self, invocation_id: str) -> Record:
+        record = (await self._invocations.get(invocation_id)).record
+        if not record.dead:
+            raise Conflict(f"invocation {invocation_id} is no dead letter", invocation_id=invocation_id)
+        return record
+
+    def _let_go(self, record: Record) -> None:
+        record.dead = False
+        self._store.note("let_go", record.seq)

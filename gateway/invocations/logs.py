@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, cast
 
 import structlog
 
-from gateway import wire
-from gateway.config.sections import LogsSection
+from gateway import serialization
+from gateway.config.schema import LogsSection
 from gateway.metrics import Metrics
 from gateway.store.store import LogRow, Store, Written
 from manager.errors import CapacityExceeded
@@ -140,7 +140,7 @@ class InvocationLog:
             self._missing += 1
 
     def _row(self, stream: str, data: str) -> LogRow:
-        text = wire.unicode(data)
+        text = serialization.unicode(data)
         return LogRow(seq=self._seq, position=self.end, time_s=self._wall(), stream=stream, data=text)
 
     def _keep(self, row: LogRow) -> bool:
@@ -281,7 +281,7 @@ class Logs:
 
 def line_of(row: LogRow) -> LogLine:
     """Return a record as a follower sees it."""
-    return LogLine(offset=row.position, time=wire.instant(row.time_s), stream=row.stream, data=row.data)
+    return LogLine(offset=row.position, time=serialization.instant(row.time_s), stream=row.stream, data=row.data)
 
 
 class OwnLines:
@@ -303,7 +303,7 @@ class OwnLines:
 def configure(level: str = "info", *, for_people: bool = False) -> None:
     """structlog for the gateway's own lines on standard error: one JSON object each, or lines for people."""
     render: structlog.typing.Processor = structlog.processors.JSONRenderer(
-        serializer=lambda line, **_: wire.dumps(line)
+        serializer=lambda line, **_: serialization.dumps(line)
     )
     if for_people:
         render = _line_for_people(structlog.dev.ConsoleRenderer(colors=not os.environ.get("NO_COLOR")))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway import wire
+from gateway import serialization
 from manager.action import COMPLETED, LEGAL_MOVES, Lease, Outcome, Settlement, State
 from manager.errors import NotFound, Reason
 from tangram.types import Attempt, Delivery, Invocation
@@ -93,9 +93,9 @@ class Record:
         return action_id_of(self.id, self.attempt)
 
     @property
-    def trace(self) -> wire.TraceContext:
+    def trace(self) -> serialization.TraceContext:
         """The caller's trace context, as far as it gave one."""
-        return wire.trace(self.options.get("traceparent"), self.options.get("tracestate"))
+        return serialization.trace(self.options.get("traceparent"), self.options.get("tracestate"))
 
     @property
     def _capped_s(self) -> float | UnsetType:
@@ -192,7 +192,11 @@ class Record:
         outcome, result = _written(settlement.outcome)
         self._close(now_s, settlement.execution_s)
         self.move(outcome.state)
-        self.reason, self.message, self.component = outcome.reason, wire.unicode(outcome.message), outcome.component
+        self.reason, self.message, self.component = (
+            outcome.reason,
+            serialization.unicode(outcome.message),
+            outcome.component,
+        )
         self.detail, self.retry_after_s = outcome.detail, outcome.retry_after_s
         self.usage = {name: float(value) for name, value in outcome.usage.items()}
         self.result = result
@@ -209,7 +213,7 @@ class Record:
         """
         self._close(now_s, None if ran else 0.0)
         self.move(state)
-        self.reason, self.message, self.component = reason, wire.unicode(message), "gateway"
+        self.reason, self.message, self.component = reason, serialization.unicode(message), "gateway"
 
     def summary(self) -> dict[str, object]:
         """Return what the gateway's own log says of its end."""
@@ -232,13 +236,13 @@ class Record:
         past = self._past()
         return Attempt(
             attempt=self.attempt,
-            state=wire.state(outcome.state),
-            reason=wire.reason(outcome.reason),
-            message=wire.unicode(outcome.message),
-            ended_at=wire.instant(now_s),
-            queue_ms=wire.milliseconds(max(0.0, queue_s - past.queue_s)),
-            overhead_ms=wire.milliseconds(max(0.0, overhead_s - past.overhead_s)),
-            execution_ms=wire.milliseconds(max(0.0, execution_s - past.execution_s)),
+            state=serialization.state(outcome.state),
+            reason=serialization.reason(outcome.reason),
+            message=serialization.unicode(outcome.message),
+            ended_at=serialization.instant(now_s),
+            queue_ms=serialization.milliseconds(max(0.0, queue_s - past.queue_s)),
+            overhead_ms=serialization.milliseconds(max(0.0, overhead_s - past.overhead_s)),
+            execution_ms=serialization.milliseconds(max(0.0, execution_s - past.execution_s)),
         )
 
     def as_wire(self, *, payload: bool = True) -> Invocation:
@@ -252,19 +256,19 @@ class Record:
             trajectory=self.trajectory,
             parent=self.parent,
             mode=self.mode.value,
-            state=wire.state(self.state),
-            reason=wire.reason(self.reason),
+            state=serialization.state(self.state),
+            reason=serialization.reason(self.reason),
             message=self.message,
             component=self.component,
             detail=self.detail,
             retry_after_s=self.retry_after_s,
-            accepted_at=wire.instant(self.accepted_s),
-            started_at=None if self.started_s is None else wire.instant(self.started_s),
-            ended_at=None if self.ended_s is None else wire.instant(self.ended_s),
-            queue_ms=wire.milliseconds(self.queue_s),
-            overhead_ms=wire.milliseconds(self.overhead_s),
-            execution_ms=wire.milliseconds(self.execution_s),
-            act_ms=None if self.ended_s is None else wire.milliseconds(act_s),
+            accepted_at=serialization.instant(self.accepted_s),
+            started_at=None if self.started_s is None else serialization.instant(self.started_s),
+            ended_at=None if self.ended_s is None else serialization.instant(self.ended_s),
+            queue_ms=serialization.milliseconds(self.queue_s),
+            overhead_ms=serialization.milliseconds(self.overhead_s),
+            execution_ms=serialization.milliseconds(self.execution_s),
+            act_ms=None if self.ended_s is None else serialization.milliseconds(act_s),
             node=self.node,
             units=self.units,
             usage=self.usage,
@@ -287,8 +291,8 @@ def _written(outcome: Outcome) -> tuple[Outcome, bytes | None]:
     """Return the outcome with what JSON holds of its detail, and its result as JSON; without what cannot be written."""
     try:
         if outcome.detail:
-            outcome = replace(outcome, detail=json.loads(wire.dumps(outcome.detail)))
-        return outcome, None if outcome.result is None else wire.dumps(outcome.result)
+            outcome = replace(outcome, detail=json.loads(serialization.dumps(outcome.detail)))
+        return outcome, None if outcome.result is None else serialization.dumps(outcome.result)
     except RecursionError:
         bare = replace(outcome, result=None, detail={})
     if outcome.state is not State.SUCCEEDED:
@@ -314,7 +318,7 @@ def cursor_of(seq: int | None) -> str | None:
 
 def seq_of(invocation_id: str) -> int:
     """The row that an id names; raises InvalidInput for odd characters and NotFound for what is no id of ours."""
-    wire.name(invocation_id, "invocation id")
+    serialization.name(invocation_id, "invocation id")
     head, dash, tail = invocation_id.partition("-")
     if len(head) != 11 or not dash or len(tail) != 12:
         raise NotFound(f"no invocation {invocation_id!r}")

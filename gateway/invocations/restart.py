@@ -1,26 +1,125 @@
-"""Restart: what is taken over from an earlier gateway, and what is left for the next."""
+"""Take up, after a restart, what the gateway before left behind: invocations, trajectories and quota counts."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, Protocol
 
+import msgspec
 import structlog
 
-from gateway import wire
-from gateway.invocations.admission import RETRY_MIN_S, Admission
-from gateway.invocations.invocation import FunctionLookup, LiveInvocation
-from gateway.invocations.invocations import GONE, Invocations
+from gateway import serialization
+from gateway.invocations.invocations import GONE, RETRY_MIN_S, Admission, FunctionLookup, Invocations, LiveInvocation
 from gateway.invocations.logs import Logs
-from gateway.invocations.reattach import Reattachment
-from gateway.invocations.record import Mode, Record
-from gateway.store.store import Store
-from manager.action import Outcome, State
+from gateway.invocations.record import Mode, Record, action_id_of
+from gateway.store.store import OpenTrajectory, Store
+from manager.action import Action, Chunk, Lease, Outcome, State
+from manager.engine import Engine
 from manager.errors import Draining, NotFound, Reason, StorageUnavailable
-from manager.function import FunctionSpec
+from manager.executor import Call, Executor
+from manager.function import FunctionSpec, SandboxSpec
+from manager.resources.pools import QuotaSpec, ResourceSpec
+from runtimes.kinds import kind_of
+from runtimes.sandbox.command import claims_of
+from runtimes.sandbox.environments import Environments
 from tangram.types import Attempt
+
+
+class AttemptHolder(Protocol):
+    """What holds commands of a gateway before: `runtimes.sandbox.environments.Environments`, or a node."""
+
+    def resumable(self) -> Iterable[str]:
+        """Return the claims of commands that can be taken over."""
+        ...
+
+    def never_started(self, trajectory: str, claims: str) -> bool:
+        """Return whether it is certain that no command with such a claim was started."""
+        ...
+
+    async def end_unclaimed(self, taken: Collection[str]) -> None:
+        """End every command whose claim begins with none of these."""
+        ...
+
+    async def leave(self, claims: str) -> bool:
+        """Leave a running command to the next gateway; return False if that cannot be."""
+        ...
+
+    def detach(self, claims: str) -> None:
+        """Let it outlive this gateway."""
+        ...
+
+    def acknowledge(self, trajectory: str | None, claims: str) -> None:
+        """Forget it: its end is on record."""
+        ...
+
+
+class Reattachment:
+    """Joins the records of an earlier gateway to what its sandboxes still hold, and leaves to the next what runs."""
+
+    def __init__(self, environments: AttemptHolder) -> None:
+        self._environments = environments
+        #: What the claims of each held try begin with.
+        self._resumable: set[str] = set()
+        self._taken: set[str] = set()
+
+    def look(self) -> None:
+        """See what the adopted sandboxes hold."""
+        self._resumable = {claim.rpartition("/")[0] + "/" for claim in self._environments.resumable()}
+
+    def holds(self, invocation: LiveInvocation) -> bool:
+        """Return whether a living sandbox holds the present try, which the record says has begun."""
+        record = invocation.record
+        begun = record.detached and record.state is State.RUNNING
+        return begun and self._may_hold(invocation) and claims_of_try(record) in self._resumable
+
+    def _may_hold(self, invocation: LiveInvocation) -> bool:
+        """Return whether work of its kind outlives the gateway that began it."""
+        return invocation.inside
+
+    def never_started(self, invocation: LiveInvocation) -> bool:
+        """Whether the present try is certain not to have begun, whatever the record feared."""
+        record = invocation.record
+        if not invocation.inside or not record.begun:
+            return not record.begun
+        return record.trajectory is not None and self._environments.never_started(
+            record.trajectory, claims_of_try(record)
+        )
+
+    def take(self, invocation: LiveInvocation) -> None:
+        """It goes on under this gateway."""
+        self._taken.add(claims_of_try(invocation.record))
+
+    async def end_unclaimed(self) -> None:
+        """End what was not taken."""
+        await self._environments.end_unclaimed(self._taken)
+        self._resumable.clear()
+
+    async def leave(self, invocation: LiveInvocation) -> bool:
+        """Leave a running command to the next gateway, as it runs; False where that cannot be."""
+        return self._may_hold(invocation) and await self._environments.leave(claims_of_try(invocation.record))
+
+    def detached(self, invocation: LiveInvocation) -> None:
+        """It goes on without its caller, and from now on without this gateway too."""
+        if self._may_hold(invocation):
+            self._environments.detach(claims_of_try(invocation.record))
+
+    def settled(self, invocation: LiveInvocation) -> None:
+        """No gateway asks for its end again: no sandbox needs to keep it."""
+        if self._may_hold(invocation) and invocation.record.detached:
+            self._environments.acknowledge(invocation.record.trajectory, claims_of_try(invocation.record))
+
+
+def claims_of_try(record: Record, attempt: int = 0) -> str:
+    """Return what the claims of the present try begin with, or those of an earlier one."""
+    number = attempt or record.attempt
+    return claims_of(action_id_of(record.id, number), number)
+
 
 RESTARTED = "the gateway was restarted"
 
@@ -101,7 +200,7 @@ class Restart:
         function = self._function(record.function)
         limit_bytes = 0 if function is None else function.log_limit_bytes
         log = await self._logs.resume(record.seq, limit_bytes, record.started_s or record.accepted_s)
-        given = wire.loads_object(record.input or b"{}")
+        given = serialization.loads_object(record.input or b"{}")
         invocation = LiveInvocation(record=record, function=function, input=given, log=log)
         self._invocations.enter(invocation)
         return invocation
@@ -196,3 +295,289 @@ class Restart:
 def _draining(why: str) -> Draining:
     """What is told to whoever waits for a call: to send it again, which joins it or runs what has not run."""
     return Draining(why, component="invocations", retry_after_s=RETRY_MIN_S)
+
+
+#: Of an environment that is on no record.
+DEFAULT_TASK = "default"
+
+
+class TrajectoryRecovery:
+    """Keeps on record which trajectories have an environment; the sandboxes themselves are `Environments`'."""
+
+    def __init__(self, store: Store, environments: Environments) -> None:
+        self._store = store
+        self.environments = environments
+        #: The node that a trajectory is on; empty for this machine.
+        self.home: Callable[[str], str] = lambda name: ""
+        #: This machine's name, if there are others on which the scheduler could place what lives here.
+        self.here = ""
+        self._open: dict[str, OpenTrajectory] = {}
+        #: Those whose environment did not outlive the earlier gateway.
+        self._lost: set[str] = set()
+        #: The snapshots that trajectories began with.
+        self._began_with: dict[str, str] = {}
+
+    def opened(self, name: str, task: str, function: FunctionSpec) -> bool:
+        """It has, or is about to get, an environment; whether that is news, to be made durable first."""
+        if name in self._open:
+            return False
+        spec = function.sandbox or self.environments.settings.default
+        memory_bytes = 0 if function.sandbox is None else spec.memory_bytes
+        chosen = msgspec.json.encode(spec).decode() if spec.chosen else ""
+        self._open[name] = OpenTrajectory(task, memory_bytes, spec.idle_ttl_s, chosen, self.home(name))
+        if spec.snapshot:
+            self._began_with[name] = spec.snapshot
+        self._store.save_trajectory(name, self._open[name])
+        return True
+
+    def ended(self, name: str) -> None:
+        """Its environment was removed."""
+        self._began_with.pop(name, None)
+        if self._open.pop(name, None) is not None:
+            self._store.save_trajectory(name, None)
+
+    def on_node(self, node: str) -> list[str]:
+        """Return the trajectories that have an environment on another machine."""
+        return [name for name, known in self._open.items() if known.node == node]
+
+    def choose_on(self, node: str, choose: Callable[[str, SandboxSpec], None]) -> None:
+        """Tell another machine what its trajectories have chosen, for when their sandboxes are made anew."""
+        for name in self.on_node(node):
+            if self._open[name].sandbox:
+                choose(name, _chosen(self._open[name]))
+
+    def snapshots_in_use(self) -> Mapping[str, str]:
+        """Return the snapshots that living trajectories began with, and one trajectory of each."""
+        return {snapshot: name for name, snapshot in self._began_with.items()}
+
+    def lose(self, names: Collection[str]) -> None:
+        """Their environments are lost with their node; the next action of each is to be told, by whichever gateway."""
+        for name in names:
+            began_with = self._began_with.pop(name, "")
+            if (known := self._open.pop(name, None)) is not None:
+                chosen = "" if began_with else known.sandbox  # that snapshot was on the node, too
+                self._store.save_trajectory(name, replace(known, node="", sandbox=chosen))
+
+    def told(self, name: str) -> None:
+        """The loss of its environment was told."""
+        if name not in self._open:
+            self._store.save_trajectory(name, None)
+
+    async def adopt(self, nodes: Collection[str] = ()) -> Mapping[str, int]:
+        """Take over the environments that an earlier gateway left; how many live on, and how many are lost.
+
+        Those on ``nodes``, which may come back, count as neither.
+
+        To be called before anything makes a sandbox: what is no trajectory's is removed.
+        """
+        self._open = await self._store.trajectories()
+        living = {name: self.environments.get(name) for name in await self.environments.start()}
+        for name, sandbox in living.items():
+            if name not in self._open and sandbox is not None:
+                spec = sandbox.spec
+                self._open[name] = OpenTrajectory(DEFAULT_TASK, spec.memory_bytes, spec.idle_ttl_s)
+                self._store.save_trajectory(name, self._open[name])
+        for name, known in self._open.items():
+            if known.sandbox:
+                spec = _chosen(known)
+                self.environments.choose(name, spec)
+                if spec.snapshot:
+                    self._began_with[name] = spec.snapshot
+        away = {name for name, known in self._open.items() if known.node in nodes}
+        self._lost = self._open.keys() - living.keys() - away
+        return {"adopted": len(living), "environment_lost": len(self._lost)}
+
+    def part_with_lost(self) -> Collection[str]:
+        """Return those whose environment is lost: the next action of each is to be told, on whichever machine."""
+        lost, self._lost = self._lost, set()
+        self.lose(lost)
+        return lost
+
+    def tell(self, engine: Engine) -> None:
+        """Let the scheduler know of them all, before any of their actions is submitted.
+
+        Those whose environment is lost are among them where there is no other machine: they go on here.
+        """
+        self.environments.mark_lost(self._lost)
+        for name, known in self._open.items():
+            engine.adopt_trajectory(
+                name, known.task, memory_bytes=known.memory_bytes, ttl_s=known.ttl_s, node=known.node or self.here
+            )
+
+
+def _chosen(known: OpenTrajectory) -> SandboxSpec:
+    return msgspec.json.decode(known.sandbox, type=SandboxSpec)
+
+
+#: Instants that a window is kept as; each stands for what ended just before it.
+INSTANTS = 100
+
+
+@dataclass(slots=True)
+class _Window:
+    """Units of one quota: of calls under way, and of ended ones by the latest instant at which they ended."""
+
+    running: int = 0
+    ended: Counter[float] = field(default_factory=Counter)
+
+
+class _Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """The document of one quota."""
+
+    running: int = 0
+    ended: Sequence[tuple[float, int]] = ()
+
+
+class QuotaRecord:
+    """Counts calls as they begin and end; one small document of the store for each quota."""
+
+    def __init__(
+        self, store: Store, resources: Callable[[], Mapping[str, ResourceSpec]], wall: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._resources = resources
+        self._wall = wall
+        self._windows: dict[str, _Window] = {}
+
+    async def take_up(self, engine: Engine) -> None:
+        """Tell the engine what earlier gateways consumed. What was under way when one died counts as ended now."""
+        for name, spec in self._quotas().items():
+            text = await self._store.document(_document(name))
+            found = _Saved() if text is None else msgspec.json.decode(text, type=_Saved)
+            now_s, window = self._wall(), self._window(name)
+            for at_s, units in found.ended:
+                window.ended[min(at_s, now_s)] += units
+            self._forget(window, spec, now_s)
+            ages = [(now_s - at_s, units) for at_s, units in sorted(window.ended.items())]
+            engine.tell_consumed(name, ages, running=found.running)
+            if found.running:
+                window.ended[now_s] += found.running
+                self._save(name)
+
+    def begin(self, lease: Lease) -> Mapping[str, int]:
+        """Note the quota units that an action consumes, if any; they are to be durable before it asks."""
+        quotas = self._quotas()
+        used = {kind: grant.units for kind, grant in lease.grants.items() if kind in quotas}
+        for name, units in used.items():
+            self._window(name).running += units
+            self._save(name)
+        return used
+
+    def again(self, used: Mapping[str, int]) -> None:
+        """The action makes its call once more: what the try before consumed returns a period from now."""
+        for name, units in used.items():
+            self._window(name).running += units
+        self.end(used)
+
+    def end(self, used: Mapping[str, int]) -> None:
+        """The action that consumed them has ended: they return a period from now."""
+        quotas, now_s = self._quotas(), self._wall()
+        for name, units in used.items():
+            window = self._window(name)
+            window.running -= units
+            if name in quotas:
+                width_s = quotas[name].period_s / INSTANTS
+                window.ended[math.ceil(now_s / width_s) * width_s] += units
+                self._forget(window, quotas[name], now_s)
+            self._save(name)
+
+    def _quotas(self) -> dict[str, QuotaSpec]:
+        return {name: spec for name, spec in self._resources().items() if isinstance(spec, QuotaSpec)}
+
+    def _window(self, name: str) -> _Window:
+        return self._windows.setdefault(name, _Window())
+
+    @staticmethod
+    def _forget(window: _Window, spec: QuotaSpec, now_s: float) -> None:
+        for at_s in [at_s for at_s in window.ended if at_s + spec.period_s <= now_s]:
+            del window.ended[at_s]
+
+    def _save(self, name: str) -> None:
+        window = self._window(name)
+        body = _Saved(running=window.running, ended=sorted(window.ended.items()))
+        self._store.save_document(_document(name), msgspec.json.encode(body).decode())
+
+
+def _document(name: str) -> str:
+    return f"quota/{name}"
+
+
+class DurableStarts:
+    """An executor that lets durable work begin only when its start is on disk, so that a killed gateway can tell.
+
+    What is done in a sandbox is put on record as begun at the last moment, when its sandbox is ready: before, it can
+    be queued again whatever it is, and of a trajectory's first environment nothing is lost. An idempotent action, and
+    one whose caller waits on the connection, begin at once: neither is ever run twice by mistake. While the disk
+    refuses, durable work waits here in its lease: it is neither lost nor failed for that. A call that consumes a quota
+    is counted on disk before it is made, whoever waits for it.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        invocations: Invocations,
+        store: Store,
+        trajectories: TrajectoryRecovery,
+        quotas: QuotaRecord,
+        on_end: Callable[[str], None],
+    ) -> None:
+        """``on_end`` is told of each trajectory that ends, as its environment begins to go."""
+        self._executor = executor
+        self._invocations = invocations
+        self._store = store
+        self._trajectories = trajectories
+        self._quotas = quotas
+        self._on_end = on_end
+
+    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        inside = kind_of(call.function).works_in_sandbox
+        announce = partial(self._announce, action, call.function) if inside else partial(self._outlives, action)
+        call = replace(call, announce=announce)
+        once = self._once(action, call.function)
+        used = self._quotas.begin(lease)
+        if used and call.again is not None:
+            call = replace(call, again=partial(self._again, used, call.again))
+        try:
+            if used or (once and (not inside or self._store.failure is not None)):
+                await self._store.durable()
+            return await self._executor.execute(action, lease, call)
+        finally:
+            self._quotas.end(used)
+
+    async def _again(self, used: Mapping[str, int], had: Callable[[], Awaitable[None]]) -> None:
+        """Its quotas have room for another try, and that is on disk."""
+        await had()
+        self._quotas.again(used)
+        await self._store.durable()
+
+    async def _announce(self, action: Action, function: FunctionSpec) -> bool:
+        """Its sandbox is ready, and nothing was done in it yet."""
+        if action.trajectory is not None and self._trajectories.opened(action.trajectory, action.task, function):
+            await self._store.durable()
+        self._invocations.begin(action.id)
+        if self._once(action, function):
+            await self._store.durable()
+        return self._invocations.outlives_caller(action.id)
+
+    async def _outlives(self, action: Action) -> bool:
+        """It is on record already: whether it goes on without its caller, where it can (on a node)."""
+        return self._invocations.outlives_caller(action.id)
+
+    def _once(self, action: Action, function: FunctionSpec) -> bool:
+        return not function.idempotent and self._invocations.outlives_caller(action.id)
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        await self._executor.resize(action, lease)
+
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
+        return await self._executor.replicate(function, service, node, chunk)
+
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
+        if self._trajectories.opened(trajectory, task, function):
+            await self._store.durable()
+        await self._executor.open_trajectory(trajectory, task, function)
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        self._on_end(trajectory)
+        await self._executor.end_trajectory(trajectory)
+        self._trajectories.ended(trajectory)

@@ -1,4 +1,4 @@
--- The statements that the store runs, by name; {record} stands for the columns of a record, which `gateway.store.rows`
+-- The statements that the store runs, by name; {record} stands for the columns of a record, which `gateway.store.store`
 -- derives from its fields, as it does the statement that saves one.
 
 -- name: save_input

@@ -38,7 +38,7 @@ CREATE TABLE invocations (
 
 CREATE INDEX invocations_live ON invocations (seq) WHERE state IN ('queued', 'running');
 
--- What listings choose by (`gateway.store.listing`).
+-- What listings choose by (`gateway.store.store`).
 CREATE INDEX invocations_state ON invocations (state, seq);
 CREATE INDEX invocations_dead ON invocations (seq) WHERE dead = 1;
 CREATE INDEX invocations_function ON invocations (function, seq);

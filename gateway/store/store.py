@@ -1,35 +1,371 @@
-"""The store: every record of the gateway in SQLite, written by one thread with group commit, read beside it.
-
-A change is first noted in memory (`Store.save`) and written with everything else that changed meanwhile. Whoever
-must know that it is durable awaits `Store.commit`, which starts a write at once; nobody else causes one sooner
-than ``lazy_s``, so a short synchronous invocation costs one row, written once. While a write is in flight the
-next batch gathers: the window is the disk's own time, never a timer's.
-"""
+"""The durable record: SQLite with group commit."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import MISSING, astuple, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
+from importlib import resources
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from types import NoneType
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+import msgspec
 import structlog
 
-from gateway import wire
+from gateway import serialization
 from gateway.invocations.record import Record
-from gateway.store.checkpoint import Checkpoints
-from gateway.store.file import REMEDY, make_ready, mended_by, queries
-from gateway.store.listing import Filter, Page, read_page
-from gateway.store.rows import record_of, row_of
-from manager.errors import NotFound, StorageUnavailable
+from manager.action import State
+from manager.errors import NotFound, Reason, StorageUnavailable
+from runtimes.sandbox.disk import REMEDY as ROOM
+from tangram.types import LIST_LIMIT_MAX
+
+# The row of an invocation, derived from the fields of its record: columns, statements, and values both ways.
+#
+# A field without a default is known at acceptance and never changes after it. Mappings and tuples are kept as JSON. The
+# input has a table of its own, so that a change of state rewrites a short row.
+
+#: SQLite's type of each Python type.
+SQL_TYPES: Mapping[type, str] = {bool: "INTEGER", int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: where it lies in the row, and how its value is read."""
+
+    name: str
+    sql_type: str
+    nullable: bool
+    #: Whether it is written once.
+    fixed: bool
+    #: Whether it holds JSON.
+    json: bool
+    #: The field's value of the column's; None if they are the same. Any: rows have no types.
+    read: Callable[[Any], object] | None
+
+
+def _column(name: str, hint: Any, *, fixed: bool) -> Column:
+    """Return the column of one field. Any: a type hint."""
+    arms = get_args(hint) if NoneType in get_args(hint) else (hint,)
+    kind = next(arm for arm in arms if arm is not NoneType)
+    if get_origin(kind) is Literal:
+        kind = str
+    json = not isinstance(kind, type)
+    read: Callable[[Any], object] | None = None
+    if json:
+        read = msgspec.json.Decoder(hint).decode
+    elif kind is bool or issubclass(kind, StrEnum):
+        read = partial(msgspec.convert, type=hint, strict=False)
+    sql_type = "TEXT" if json else next(SQL_TYPES[base] for base in kind.__mro__ if base in SQL_TYPES)
+    return Column(name, sql_type, len(arms) > 1, fixed, json, read)
+
+
+_HINTS = get_type_hints(Record)
+#: In the order of the fields.
+COLUMNS = tuple(
+    _column(each.name, _HINTS[each.name], fixed=each.default is MISSING and each.default_factory is MISSING)
+    for each in fields(Record)
+    if each.name != "input"
+)
+_NAMES = ", ".join(column.name for column in COLUMNS)
+_values = attrgetter(*(column.name for column in COLUMNS))
+_JSON = tuple(index for index, column in enumerate(COLUMNS) if column.json)
+
+#: What a query of ``invocations i`` selects for `record_of`, beside the input.
+SELECTED = ", ".join(f"i.{column.name}" for column in COLUMNS)
+#: The same for a listing, which leaves out what may be large.
+LISTED = ", ".join("NULL" if column.name == "result" else f"i.{column.name}" for column in COLUMNS) + ", NULL AS input"
+SAVE = (
+    f"INSERT INTO invocations ({_NAMES}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT (seq) DO UPDATE SET "
+    + ", ".join(f"{column.name} = excluded.{column.name}" for column in COLUMNS if not column.fixed)
+)
+
+
+def row_of(record: Record) -> list[object]:
+    """Return the values of `SAVE`."""
+    row: list[object] = list(_values(record))
+    for index in _JSON:
+        row[index] = serialization.encode(row[index]).decode()
+    return row
+
+
+def record_of(row: sqlite3.Row) -> Record:
+    """Return the record of a row of `SELECTED` and ``input``. Any: rows have no types."""
+    values: dict[str, Any] = {
+        column.name: value if column.read is None else column.read(value)
+        for column, value in zip(COLUMNS, row, strict=False)
+    }
+    return Record(**values, input=row["input"])
+
+
+REMEDY = "move it away together with its -wal and -shm files to begin without its records"
+
+
+def schema() -> Mapping[int, str]:
+    """The steps of schema.sql: version -> what makes it of the version before."""
+    return {int(version): sql for version, sql in _parts("schema.sql", "-- version: ").items()}
+
+
+def queries() -> Mapping[str, str]:
+    """The statements of queries.sql by name."""
+    read = {name: sql.strip().rstrip(";") for name, sql in _parts("queries.sql", "-- name: ").items()}
+    return {name: sql.replace("{record}", SELECTED) for name, sql in read.items()} | {"save_invocation": SAVE}
+
+
+def make_ready(connection: sqlite3.Connection, path: Path, *, synchronous: str) -> None:
+    """Set the file up, and run the steps that it has not seen: all or none; a new one sees them all.
+
+    Raises StorageUnavailable for a file that a newer gateway wrote: it may hold what this one would break.
+    """
+    steps = schema()
+    newest = max(steps)
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    if version > newest:
+        raise StorageUnavailable(
+            f"{path}: a newer gateway wrote it (schema version {version}, this one reads 1 to {newest}); "
+            f"start that one again, or {REMEDY}",
+            component="store",
+        )
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {synchronous}")
+    connection.execute("PRAGMA journal_size_limit = 67108864")
+    connection.execute("PRAGMA wal_autocheckpoint = 0")  # `gateway.store.store` does, outside of any commit
+    if version < newest:
+        missing = "".join(steps[step] for step in range(version + 1, newest + 1))
+        connection.executescript(f"BEGIN IMMEDIATE; {missing} PRAGMA user_version = {newest}; COMMIT;")
+
+
+def _parts(file: str, mark: str) -> dict[str, str]:
+    """The parts of an SQL file, each begun by a line of ``mark`` and its name."""
+    text = resources.files("gateway.store").joinpath(file).read_text(encoding="utf-8")
+    parts = [part.partition("\n") for part in text.split(mark)[1:]]
+    return {name.strip(): sql for name, _, sql in parts}
+
+
+def mended_by(error: BaseException, path: Path) -> str:
+    """Return what mends a disk that refuses the file as it is full; empty for another error."""
+    full = "full" in str(error) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    return f" ({path.parent}): {ROOM}" if full else ""
+
+
+# Listings: the newest (or oldest) records that pass a filter, a page at a time, each page in bounded time.
+#
+# The time of acceptance grows with the place in the order of acceptance, so a bound on it is found by halving and costs
+# no index. Where the machine's clock was set back, records of the time that it went through twice may be left out.
+#
+# One of the filter's conditions leads, by its index; the others are looked at in the rows that it leads to. Where they
+# hold for few of them, a page ends after so many rows: it may be short, even empty, and there are more behind it.
+
+#: Rows that one page looks at, at most, where more than one condition was given (some milliseconds).
+LOOKED_AT = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which invocations a listing shows: newest first, those before ``before`` in order of acceptance.
+
+    With ``oldest`` the other way round: oldest first, those behind ``before``.
+    """
+
+    function: str | None = None
+    task: str | None = None
+    trajectory: str | None = None
+    parent: str | None = None
+    state: State | None = None
+    reason: Reason | None = None
+    dead: bool | None = None
+    #: Wall-clock seconds of the acceptance: from, and before.
+    since_s: float | None = None
+    until_s: float | None = None
+    oldest: bool = False
+    before: int | None = None
+    limit: int = 100
+
+
+class Page(NamedTuple):
+    """Records without input and result, and where the next page begins; None after the last."""
+
+    records: list[Record]
+    before: int | None
+
+
+class _Condition(NamedTuple):
+    """One condition, its value if it has one, and the index that leads to what passes it."""
+
+    sql: str
+    value: object
+    by: str
+
+
+def read_page(connection: sqlite3.Connection, chosen: Filter) -> Page:
+    """Return a page; runs in a reader's thread."""
+    limit = min(chosen.limit, LIST_LIMIT_MAX)
+    given = _conditions(chosen)
+    leading = next((each for each in given if each.by), None)
+    others = [each for each in given if each is not leading]
+    lead, way = ("", "NOT INDEXED") if leading is None else (f"{leading.sql} AND ", f"INDEXED BY {leading.by}")
+    led = [] if leading is None or "?" not in leading.sql else [leading.value]
+    low, high = _span(connection, chosen)
+    direction = "ASC" if chosen.oldest else "DESC"
+    seen = None
+    if others:
+        sql = (
+            f"SELECT seq FROM invocations {way} WHERE {lead}seq >= ? AND seq < ? "
+            f"ORDER BY seq {direction} LIMIT 1 OFFSET {LOOKED_AT}"
+        )
+        found = connection.execute(sql, (*led, low, high)).fetchone()
+        if found is not None and chosen.oldest:
+            seen = int(found[0]) - 1
+            high = seen + 1
+        elif found is not None:
+            low = seen = int(found[0]) + 1
+    rest = "".join(f" AND {each.sql}" for each in others)
+    values = [each.value for each in others if "?" in each.sql]
+    sql = (
+        f"SELECT {LISTED} FROM invocations i {way} "
+        f"WHERE {lead}seq >= ? AND seq < ?{rest} ORDER BY seq {direction} LIMIT {limit + 1}"
+    )
+    records = [record_of(row) for row in connection.execute(sql, (*led, low, high, *values))]
+    if len(records) > limit:
+        return Page(records[:limit], records[limit - 1].seq)
+    return Page(records, seen)
+
+
+def _conditions(chosen: Filter) -> list[_Condition]:
+    """Return what was asked: the condition that few pass comes first, one without an index last."""
+    wanted = [
+        _Condition("trajectory = ?", chosen.trajectory, "invocations_trajectory"),
+        _Condition("parent = ?", chosen.parent, "invocations_parent"),
+        _Condition("dead = 1", chosen.dead or None, "invocations_dead"),
+        _Condition("reason = ?", None if chosen.reason is None else chosen.reason.value, "invocations_reason"),
+        _Condition("state = ?", None if chosen.state is None else chosen.state.value, "invocations_state"),
+        _Condition("function = ?", chosen.function, "invocations_function"),
+        _Condition("task = ?", chosen.task, "invocations_task"),
+        _Condition("dead = 0", True if chosen.dead is False else None, ""),
+        _Condition("accepted_s >= ?", chosen.since_s, ""),
+        _Condition("accepted_s < ?", chosen.until_s, ""),
+    ]
+    return [each for each in wanted if each.value is not None]
+
+
+def _span(connection: sqlite3.Connection, chosen: Filter) -> tuple[int, int]:
+    """Return the first place that may be shown, and that behind the last."""
+    low, high = (0, 2**63 - 1) if chosen.before is None else (0, chosen.before)
+    if chosen.oldest and chosen.before is not None:
+        low, high = chosen.before + 1, 2**63 - 1
+    if chosen.since_s is not None:
+        low = max(low, _place_at(connection, chosen.since_s))
+    if chosen.until_s is not None:
+        high = min(high, _place_at(connection, chosen.until_s))
+    return low, high
+
+
+def _place_at(connection: sqlite3.Connection, time_s: float) -> int:
+    """Return the first place whose record was accepted at ``time_s`` or later, or that behind the last."""
+    # Two questions: for both at once SQLite would look at every record.
+    ends = "SELECT (SELECT min(seq) FROM invocations), (SELECT max(seq) FROM invocations)"
+    first, last = connection.execute(ends).fetchone()
+    if first is None:
+        return 0
+    low, high = int(first), int(last) + 1
+    while low < high:
+        middle = (low + high) // 2
+        sql = "SELECT seq, accepted_s FROM invocations WHERE seq >= ? ORDER BY seq LIMIT 1"
+        seq, accepted_s = connection.execute(sql, (middle,)).fetchone()
+        if accepted_s < time_s:
+            low = int(seq) + 1
+        else:
+            high = middle
+    return low
+
+
+# Checkpoints: what was committed goes from the write-ahead log into the file, beside the writer and not in its way.
+#
+# SQLite would do so within a commit, now and then, and whoever waits for that commit would wait for two more syncs of
+# the disk. Here another thread does, once a while for all that was written meanwhile.
+
+#: A log of so many pages (64 MiB) is to begin anew: only between two commits can all of it be in the file.
+FRAMES_MAX = 16384
+
+
+class Checkpoints:
+    """Copies within ``every_s`` of a commit; ``between`` runs a function in the writer's thread between two."""
+
+    def __init__(
+        self, path: Path, every_s: float, between: Callable[[Callable[[sqlite3.Connection], object]], object]
+    ) -> None:
+        self._path = path
+        self._every_s = every_s
+        self._between = between
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-checkpointer")
+        self._connection: sqlite3.Connection | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._copying: asyncio.Future[int] | None = None
+        self._missed = False
+        self._log = structlog.get_logger("gateway.store")
+
+    def committed(self) -> None:
+        """There is something to copy."""
+        if self._copying is not None:
+            self._missed = True
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._every_s, self._begin)
+
+    async def close(self) -> None:
+        """Stop; what is not copied yet stays in the log, where it is as safe."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._copying is not None:
+            await asyncio.wait([self._copying])
+        self._thread.shutdown(wait=True)
+        if self._connection is not None:
+            self._connection.close()
+
+    def _begin(self) -> None:
+        self._timer = None
+        self._copying = asyncio.get_running_loop().run_in_executor(self._thread, self._copy)
+        self._copying.add_done_callback(self._copied)
+
+    def _copy(self) -> int:
+        """Pages of the log that were copied or had been; runs in its own thread."""
+        if self._connection is None:
+            self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        return copy(self._connection)
+
+    def _copied(self, done: asyncio.Future[int]) -> None:
+        self._copying = None
+        error = done.exception()
+        if error is not None:
+            self._log.warning("the log of the database grows: it cannot be copied", reason=str(error))
+        elif done.result() > FRAMES_MAX:
+            self._between(copy)  # little is left to copy by now, and the next commit begins the log anew
+        if self._missed or error is not None:
+            self._missed = False
+            self.committed()
+
+
+def copy(connection: sqlite3.Connection) -> int:
+    """Copy what no reader and no writer is in the way of; how many pages of the log are in the file."""
+    _, _, copied = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    return int(copied)
+
+
+# The store: every record of the gateway in SQLite, written by one thread with group commit, read beside it.
+#
+# A change is first noted in memory (`Store.save`) and written with everything else that changed meanwhile. Whoever must
+# know that it is durable awaits `Store.commit`, which starts a write at once; nobody else causes one sooner than
+# ``lazy_s``, so a short synchronous invocation costs one row, written once. While a write is in flight the next batch
+# gathers: the window is the disk's own time, never a timer's.
 
 _T = TypeVar("_T")
 
@@ -325,7 +661,7 @@ class Store:
             self._log.error("the disk refuses records", reason=str(error))
         self.failure = f"the record cannot be written: {error}{mended_by(error, self._spec.path)}"
         self._batch = batch.under(self._batch)
-        self._batch.documents["probe"] = wire.instant(self._wall()).isoformat()
+        self._batch.documents["probe"] = serialization.instant(self._wall()).isoformat()
         self._log_bytes = sum(len(row.data) for row in self._batch.logs)
         for waiter in batch.waiters:
             if not waiter.done():

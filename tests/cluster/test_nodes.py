@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from gateway.cli.nodes import homeless
+from gateway.cli.node import homeless
 from tangram.errors import TangramError
 from tests.cluster.conftest import MakeNode, StartGateway
 from tests.cluster.world import TALE, TOLD, ClusterGateway, begun, until

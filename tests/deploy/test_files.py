@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.cli.beginning import init
+from gateway.cli.serve import init
 from gateway.config.load import load
 from tests.deploy.metrics import DEPLOY
 from tests.house.source import ROOT

@@ -15,10 +15,9 @@ import orjson
 import pytest
 
 from gateway.cli import main as server
-from gateway.config.document import MAPS, SECTIONS, schema
-from gateway.config.functions import form_name
 from gateway.config.load import load
 from gateway.config.reference import CHAPTERS, markdown, runtimes_markdown
+from gateway.config.schema import MAPS, SECTIONS, form_name, schema
 from gateway.errors import FACES, REASON_FACES
 from gateway.grpc.generated import tangram_pb2
 from gateway.http.app import operations

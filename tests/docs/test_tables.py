@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.config.limits import TOLD, bounds, limits_markdown
+from gateway.config.reference import TOLD, bounds, limits_markdown
 from gateway.metrics import reference
 from tests.gateway.conftest import GatewayBench, serving
 from tests.house.source import ROOT
@@ -14,7 +14,7 @@ REFERENCE = ROOT / "docs" / "reference"
 
 def test_the_page_of_limits_holds_every_bound_of_the_configuration() -> None:
     page = (REFERENCE / "limits.md").read_text(encoding="utf-8")
-    assert page.endswith(limits_markdown()), "write gateway.config.limits.limits_markdown() there"
+    assert page.endswith(limits_markdown()), "write gateway.config.reference.limits_markdown() there"
     places = {path for path, _ in bounds()}
     assert TOLD.keys() <= places, "each is a setting that there is"
     assert {"sandbox.memory", "server.body_limit", "scheduler.max_queued", "functions.NAME.timeout"} <= places

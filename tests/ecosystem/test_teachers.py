@@ -14,9 +14,8 @@ import pytest
 pytest.importorskip("torch")
 from bench.facades.client_environments import ROOT, ClientEnvironment
 from gateway.app import gateway
-from gateway.config.facades import FacadesSection, ModelsFacade
 from gateway.config.load import GatewayConfig
-from gateway.config.sections import DevicesConfig, NodeConfig, SandboxConfig, ServerConfig
+from gateway.config.schema import DevicesConfig, FacadesSection, ModelsFacade, NodeConfig, SandboxConfig, ServerConfig
 from manager.function import ModelAction
 from runtimes.model.request import ModelSettings
 from runtimes.sandbox.provider import ProviderSettings

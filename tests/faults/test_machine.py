@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.room import DESCRIPTORS_MAX
+from gateway.limits import DESCRIPTORS_MAX
 from tangram import Client
 from tests.e2e.gateway import ROOT, GatewayProcess
 from tests.faults.world import HTTP, Deeds, Submitter, at_rest, faulty, record, runner_pids, until

@@ -14,9 +14,8 @@ import pytest
 
 from gateway.app import App
 from gateway.app import gateway as opened_gateway
-from gateway.config.document import SECTIONS
 from gateway.config.load import GatewayConfig
-from gateway.config.sections import NodeConfig
+from gateway.config.schema import SECTIONS, NodeConfig
 from gateway.runtime_factory import Runtimes, model_settings
 from manager.action import UnitSet
 from manager.clock import Clock

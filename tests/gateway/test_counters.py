@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from gateway.counters import BUCKETS_S, FUNCTIONS_MAX, OTHER, Counters, Spread
+from gateway.metrics import BUCKETS_S, FUNCTIONS_MAX, OTHER, Counters, Spread
 
 
 @given(seconds=st.lists(st.one_of(st.sampled_from(BUCKETS_S), st.floats(0, 10_000)), max_size=30))

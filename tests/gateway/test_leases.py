@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.leases import ABANDONED_S, Leases
+from gateway.trajectory_records import ABANDONED_S, Leases
 from manager.errors import Conflict
 from tests.gateway.conftest import RunningGateway, until
 

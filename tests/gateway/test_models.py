@@ -11,7 +11,7 @@ import yaml
 
 from gateway.app import gateway
 from gateway.config.load import GatewayConfig
-from gateway.config.sections import DevicesConfig, NodeConfig, SandboxConfig, ServerConfig
+from gateway.config.schema import DevicesConfig, NodeConfig, SandboxConfig, ServerConfig
 from runtimes.model.request import ModelSettings
 from runtimes.sandbox.provider import ProviderSettings
 from tangram.client.requests import Bearer

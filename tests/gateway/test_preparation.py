@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway import preparation
-from gateway.config.sections import ServerConfig
-from gateway.http.early import HttpDoor
+from gateway import registry
+from gateway.config.schema import ServerConfig
+from gateway.http.app import HttpDoor
 from gateway.http.server import listen
 from manager.errors import CapacityExceeded, CodedError, FunctionUnavailable, InvalidConfig, Unsupported
 from manager.function import FunctionSpec
@@ -105,7 +105,7 @@ async def test_a_function_that_cannot_be_prepared_is_unavailable_and_is_tried_ag
     bench: SlowGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits = await bench.submit("broken", 1)
-    monkeypatch.setattr(preparation, "AGAIN_S", 0.01)
+    monkeypatch.setattr(registry, "AGAIN_S", 0.01)
     await until(lambda: bench.runtime.tries["broken"] > 1)
     assert await bench.status("broken") == ("unavailable", "there is no image nowhere:1")
     ready = await bench.gateway.http.get("/readyz")
@@ -118,8 +118,8 @@ async def test_a_function_that_cannot_be_prepared_is_unavailable_and_is_tried_ag
 async def test_what_waits_for_an_unavailable_function_ends_at_its_queue_timeout_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "AGAIN_MAX_S", 0.01)
-    monkeypatch.setattr(preparation, "FAILURES_MIN", 10**9)
+    monkeypatch.setattr(registry, "AGAIN_MAX_S", 0.01)
+    monkeypatch.setattr(registry, "FAILURES_MIN", 10**9)
     functions = {"broken": function("broken", queue_timeout_s=0.2)}
     runtime = SlowToPrepare()
     async with serving(GatewayBench(tmp_path, functions=functions), runtime=runtime) as gateway:
@@ -134,8 +134,8 @@ async def test_what_waits_for_an_unavailable_function_ends_at_its_queue_timeout_
 async def test_a_function_that_stays_unavailable_refuses_calls_at_once_with_why_until_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "AGAIN_S", 60.0)
-    monkeypatch.setattr(preparation, "FAILURES_MIN", 1)
+    monkeypatch.setattr(registry, "AGAIN_S", 60.0)
+    monkeypatch.setattr(registry, "FAILURES_MIN", 1)
     runtime = SlowToPrepare()
     bench = GatewayBench(tmp_path, functions={"broken": function("broken"), "echo": function("echo")})
     async with serving(bench, runtime=runtime) as gateway:
@@ -154,8 +154,8 @@ async def test_a_function_that_stays_unavailable_refuses_calls_at_once_with_why_
 async def test_a_call_waits_for_the_first_node_however_long_it_takes_to_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation, "AGAIN_S", 60.0)
-    monkeypatch.setattr(preparation, "FAILURES_MIN", 1)
+    monkeypatch.setattr(registry, "AGAIN_S", 60.0)
+    monkeypatch.setattr(registry, "FAILURES_MIN", 1)
     runtime = SlowToPrepare()
     runtime.error = CapacityExceeded("no node has joined yet that could run it", component="cluster")
     bench = GatewayBench(tmp_path, functions={"broken": function("broken", queue_timeout_s=30.0)})
@@ -170,7 +170,7 @@ async def test_a_call_waits_for_the_first_node_however_long_it_takes_to_join(
 
 def test_a_call_waits_for_a_try_that_runs_or_is_due_in_time_and_for_no_other() -> None:
     def refused(failures: int, again_s: float) -> bool:
-        found = preparation.Readiness("unavailable", "no image", failures, again_s)
+        found = registry.Readiness("unavailable", "no image", failures, again_s)
         try:
             found.check(function("f", queue_timeout_s=5.0), now_s=100.0)
         except FunctionUnavailable as error:
@@ -178,10 +178,10 @@ def test_a_call_waits_for_a_try_that_runs_or_is_due_in_time_and_for_no_other() -
             return True
         return False
 
-    few, many = preparation.FAILURES_MIN - 1, preparation.FAILURES_MIN
+    few, many = registry.FAILURES_MIN - 1, registry.FAILURES_MIN
     assert (refused(few, 104.0), refused(few, 106.0), refused(many, 104.0)) == (False, True, True)
     assert not refused(many, 0.0), "a try runs"
-    preparation.Readiness("preparing").check(function("f"), now_s=0.0)
+    registry.Readiness("preparing").check(function("f"), now_s=0.0)
 
 
 async def test_a_mistake_of_the_configuration_is_told_to_the_first_call_and_has_no_time_to_ask_again(
@@ -243,7 +243,7 @@ async def test_a_node_that_joins_has_the_others_asked_no_more_and_a_change_in_th
         await go_on.wait()
         raise Unsupported("nobody can")
 
-    def told(name: str, able: bool) -> preparation.Prepare:
+    def told(name: str, able: bool) -> registry.Prepare:
         async def by_it(function: FunctionSpec) -> None:
             asked.append(name)
             failed.put_nowait(name)
@@ -252,7 +252,7 @@ async def test_a_node_that_joins_has_the_others_asked_no_more_and_a_change_in_th
 
         return by_it
 
-    prepared = preparation.Preparation(everywhere)
+    prepared = registry.Preparation(everywhere)
     prepared.on_ready.append(lambda name: ready.set())
     prepared.begin([shell])
     async with asyncio.timeout(10.0):

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.load import GatewayConfig, load
-from gateway.functions import function_info
-from gateway.registry import Registry
+from gateway.registry import Registry, function_info
 from manager.config import NodeSpec
 from manager.errors import InvalidConfig, NotFound, Unsatisfiable, Unsupported
 from manager.function import FunctionSpec

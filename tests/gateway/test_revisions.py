@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.revisions import KEPT, Revisions
+from gateway.registry import KEPT, Revisions
 from manager.function import FunctionSpec, SandboxSpec
 from tests.gateway.conftest import RunningGateway, function
 

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gateway.room import Room
+from gateway.limits import Room
 
 RAISED = """
 import resource
-from gateway.room import raise_descriptors
+from gateway.limits import raise_descriptors
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
 assert raise_descriptors() == 128
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (128, 128)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access.connections import Connections
-from gateway.invocations.admission import Admission
+from gateway.invocations.invocations import Admission
+from gateway.tls import Connections
 from manager.errors import CapacityExceeded, CodedError
 from manager.function import SandboxSpec
 from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving

@@ -20,7 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
-from gateway.config.sections import TracesSection
+from gateway.config.schema import TracesSection
 from gateway.invocations.record import Mode, Record
 from gateway.tracing import TraceExporter, context_of, execution_id, spans_of
 from manager.action import State

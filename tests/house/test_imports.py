@@ -27,7 +27,7 @@ ROOMS = {
     "opentelemetry": ("gateway/tracing.py",),
     "mcp": ("gateway/facades/mcp.py",),
     "mcp_types": ("gateway/facades/mcp.py",),
-    "sqlite3": ("gateway/store", "gateway/invocations/record.py", "gateway/store/retention.py"),
+    "sqlite3": ("gateway/store", "gateway/invocations/record.py", "gateway/store/maintenance.py"),
     # Inspect asks for a model of the configuration, and its files are YAML.
     "yaml": ("gateway/config/", "tangram/adapters/inspect.py"),
     "pydantic": ("gateway/config/", "gateway/facades/mcp.py", "tangram/adapters/inspect.py"),

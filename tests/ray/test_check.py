@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.cli.cluster import look
+from gateway.cli.node import look
 from tests.ray.conftest import DEADLINE_S, PYTHON, RealCluster
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Containers: what is kept of each, in the gateway's own record, so that the next gateway finds it again."""
+"""Containers of the Docker API, a trajectory each, and their commands."""
 
 from __future__ import annotations
 
@@ -6,20 +6,404 @@ import asyncio
 import hashlib
 import re
 import secrets
+import struct
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 import msgspec
 import structlog
+from msgspec import Struct
 
-from gateway.config.facades import DockerFacade
-from gateway.facades.docker.commands import ContainerExec, MainCommand
-from gateway.facades.docker.records import ContainerRecord
+from gateway import serialization
+from gateway.config.schema import DockerFacade
+from gateway.facades.docker.http import ClientGone, EngineExchange, EnginePipe
+from gateway.facades.facade import ForeignCalls
+from gateway.invocations.invocations import InvocationRequest, LiveInvocation
+from gateway.invocations.record import Record
+from gateway.services import Services
 from gateway.store.store import Store
-from manager.errors import CapacityExceeded, Conflict, InvalidInput, NotFound
+from gateway.tls import ended_chore
+from gateway.trajectories import open_trajectory, with_choice
+from manager.errors import (
+    ActionFailed,
+    CapacityExceeded,
+    CodedError,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    Reason,
+    Unsupported,
+)
+from manager.function import FunctionSpec, SandboxSpec
+from runtimes.sandbox.sandbox import Sandbox
+from runtimes.sandbox.session import PAGE_BYTES, InteractiveSession, OutputTail, TerminalSize
+from runtimes.sandbox.spec import ABOVE_SYSTEM, SYSTEM
+from tangram.types import SandboxChoice, TrajectoryOpening, explained
+
+#: Exit status of what was killed, and of a main command of which none is known.
+KILLED, LOST_EXIT = 137, 255
+
+Status = Literal["created", "running", "exited"]
+
+
+class ContainerRecord(Struct, kw_only=True):
+    """What is kept of a container."""
+
+    id: str
+    name: str
+    trajectory: str
+    function: str
+    task: str
+    #: As it was asked for, and what the client asked beside it, to be told again.
+    image: str
+    config: dict[str, object]
+    host_config: dict[str, object]
+    #: What its trajectory chooses; None for nothing.
+    sandbox: SandboxChoice | None
+    #: Its main command, and where commands begin (empty: the sandbox's working directory).
+    argv: tuple[str, ...]
+    cwd: str
+    labels: dict[str, str]
+    #: Whether its main command only keeps it alive, and for how many seconds (0: for ever).
+    idles: bool
+    idles_s: float
+    tty: bool
+    reads_stdin: bool
+    auto_remove: bool
+    created_s: float
+    status: Status = "created"
+    #: Whether its trajectory was begun.
+    opened: bool = False
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    exit_code: int = 0
+    #: Why it ended, if that was not its main command's doing.
+    error: str = ""
+    out_of_memory: bool = False
+    #: Whether it is going, with its trajectory: kept until that is gone, for the next gateway to go on with.
+    removing: bool = False
+
+
+COMPONENT = "docker"
+HEARTBEAT_S = 30.0
+#: Seconds for which an action that was cancelled may take to end.
+ENDING_S = 15.0
+#: Frames of what is no terminal: which stream, three zeros, the length.
+_HEADER = struct.Struct(">BxxxI")
+_NUMBERS = {"stdin": 0, "stdout": 1, "stderr": 2}
+#: Ids of processes that clients are told: beyond every real one, so that a `kill` of one is known to mean ours.
+PIDS_FROM = 2**22 + 1
+#: Exit status of a command that could not be begun for what it asks: its user, its directory.
+NOT_BEGUN = 126
+
+Send = Callable[[bytes], Awaitable[None]]
+
+
+def frame(stream: str, data: bytes) -> bytes:
+    """Return a piece of output with the header that says whose it is."""
+    return _HEADER.pack(_NUMBERS.get(stream, 1), len(data)) + data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandWish:
+    """What a command is to be."""
+
+    argv: tuple[str, ...]
+    cwd: str = ""
+    env: tuple[tuple[str, str], ...] = ()
+    user: str = ""
+    tty: bool = False
+    stdin: bool = False
+    stdout: bool = True
+    stderr: bool = True
+    rows: int = 0
+    columns: int = 0
+
+    def input(self) -> dict[str, object]:
+        """Return it as the input of an exec action with a session."""
+        session: dict[str, object] = {"terminal": True} if self.tty else {}
+        if self.tty and self.rows and self.columns:
+            session |= {"rows": self.rows, "columns": self.columns}
+        given: dict[str, object] = {"argv": list(self.argv), "session": session}
+        named = {"cwd": self.cwd, "user": self.user, "env": dict(self.env)}
+        return given | {name: value for name, value in named.items() if value}
+
+
+class AttendedCommand:
+    """A command from the moment it waits for its turn to its end."""
+
+    def __init__(self, services: Services, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish) -> None:
+        self.wish = wish
+        self.record = record
+        #: Set once its session is there, or never will be.
+        self.begun = asyncio.Event()
+        #: Set once its program runs, or never will.
+        self.opened = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.session: InteractiveSession | None = None
+        self.exit_code: int | None = None
+        self.out_of_memory = False
+        #: What is told beside its output: why it was ended.
+        self.told = ""
+        #: Why there is no exit status; None if there is one.
+        self.error: CodedError | None = None
+        self.invocation_id = ""
+        self._services = services
+        self._calls = calls
+        self._cancelled = ""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody ended it."""
+        return bool(self._cancelled)
+
+    def start(self, slots: asyncio.Semaphore, until_s: float) -> None:
+        """Begin; ``slots`` are those of the sessions that may live at once."""
+        self._task = asyncio.get_running_loop().create_task(self._run(slots, until_s))
+
+    async def cancel(self, why: str) -> None:
+        """End it, whether it runs or waits; return when it has ended."""
+        self._cancelled = self._cancelled or why
+        if self._task is None:
+            self.settle(KILLED)
+            return
+        if self.ended.is_set():
+            return
+        if not self.invocation_id:
+            self._task.cancel()
+        else:
+            with suppress(CodedError):
+                await self._services.invocations.cancel(self.invocation_id, why)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENDING_S):
+                await self.ended.wait()
+
+    def settle(self, exit_code: int | None, error: CodedError | None = None) -> None:
+        """It has ended, without an action that told so; idempotent."""
+        if not self.ended.is_set():
+            self.exit_code, self.error = exit_code, error
+            self._wake_all()
+
+    async def end_input(self) -> None:
+        """Let it find the end of its input."""
+        await self.opened.wait()
+        session = self.session
+        with suppress(CodedError):
+            while session is not None and session.reads:
+                with suppress(CapacityExceeded):
+                    await session.write(b"", end=True)
+
+    async def signal(self, name: str) -> None:
+        """Signal what runs in its foreground; raises InvalidInput, Conflict."""
+        if self.session is None or self.ended.is_set():
+            raise Conflict("the command does not run", component=COMPONENT)
+        await self.session.signal(name)
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Tell its terminal how large it is; raises Conflict."""
+        if self.session is None or self.ended.is_set():
+            raise Conflict("the command does not run", component=COMPONENT)
+        await self.session.resize(TerminalSize(rows, columns))
+
+    async def _run(self, slots: asyncio.Semaphore, until_s: float) -> None:
+        try:
+            async with slots:
+                invocation = await self._calls.attend(self._call(), until_s)
+                try:
+                    self.invocation_id = invocation.record.id
+                    await self._followed(invocation)
+                finally:
+                    self._calls.leave(invocation)
+        except asyncio.CancelledError:
+            self.error = Conflict(self._cancelled or "the gateway ends", component=COMPONENT)
+        except CodedError as error:
+            self.error = error
+        except Exception:
+            self.error = CodedError("a fault of the gateway: its log tells more", component=COMPONENT)
+            raise
+        finally:
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for event in (self.ended, self.begun, self.opened):
+            event.set()
+
+    def _call(self) -> InvocationRequest:
+        """Return what is asked of the gateway: an action that ends with it, as whoever hears this command does."""
+        record, given = self.record, self.wish.input()
+        return InvocationRequest(
+            function=record.function, input=given, body=serialization.dumps(given), task=record.task,
+            trajectory=record.trajectory, living=True,
+        )  # fmt: skip
+
+    async def _followed(self, invocation: LiveInvocation) -> None:
+        """Return when it has ended; raises CapacityExceeded if it could have no session."""
+        terminal = TerminalSize(self.wish.rows or 24, self.wish.columns or 80) if self.wish.tty else None
+        self.session = self._services.sessions.living(invocation.record.id, terminal)
+        self.begun.set()
+        while not await self.session.opened(HEARTBEAT_S):
+            pass
+        self.opened.set()
+        await invocation.has_ended(None)
+        self._conclude(invocation)
+
+    def _conclude(self, invocation: LiveInvocation) -> None:
+        """Read how it ended: an exit status where the command has one, an error where the gateway has."""
+        if invocation.refusal is not None:
+            self.error = invocation.refusal
+            return
+        record = invocation.record
+        result = {} if record.result is None else serialization.loads_object(record.result)
+        code, number = result.get("exit_code"), result.get("signal")
+        self.out_of_memory = record.reason is Reason.OUT_OF_MEMORY
+        if record.reason in (Reason.TIMEOUT, Reason.OUT_OF_MEMORY) or self._cancelled:
+            self.exit_code = KILLED
+            self.told = "" if self._cancelled else f"tangram: {record.message}\n"
+        elif record.reason is Reason.INVALID_INPUT:  # what the engine says of a user or directory that is not there
+            self.exit_code, self.told = NOT_BEGUN, f"tangram: {record.message}\n"
+        elif record.reason is not None:
+            self.error = _error_of(record)
+        elif isinstance(number, int):
+            self.exit_code = 128 + number
+        else:
+            self.exit_code = code if isinstance(code, int) else None
+
+
+class ContainerExec(AttendedCommand):
+    """A command that a client has described, and may start once."""
+
+    def __init__(
+        self, services: Services, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish, pid: int
+    ) -> None:
+        super().__init__(services, calls, record, wish)
+        self.id = secrets.token_hex(32)
+        self.pid = pid
+        self.started = False
+        #: Where its exit status will stand in the sandbox, if it was started to run behind.
+        self.status_file = ""
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started, and is not known to have ended."""
+        return self.started and not self.ended.is_set()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a client or an action waits for its end."""
+        return self.running and not self.status_file
+
+
+class MainCommand(AttendedCommand):
+    """The main command of a container, and the end of its output that is kept for who comes later."""
+
+    def __init__(
+        self, services: Services, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish, keep_bytes: int
+    ) -> None:
+        super().__init__(services, calls, record, wish)
+        self._keep_bytes = keep_bytes
+        self._output = OutputTail(keep_bytes)
+        #: Where each of those stands who are attached and are waited for.
+        self._readers: dict[object, int] = {}
+        self._moved = asyncio.Event()
+        self.drained = asyncio.Event()
+
+    def forgo(self) -> None:
+        """It will never begin: who is attached already hears the end."""
+        if self._task is None:
+            self.settle(None)
+            self.drained.set()
+            self._wake()
+
+    async def keep_output(self) -> None:
+        """Take its output until it ends; whoever is attached is waited for when slow."""
+        try:
+            await self.begun.wait()
+            if self.session is None:
+                return
+            async for page in self.session.read(0, HEARTBEAT_S):
+                for piece in page:
+                    await self._room()
+                    self._output.add(piece.stream, piece.data)
+                self._wake()
+            await self.ended.wait()
+            if self.told:
+                self._output.add("stderr", self.told.encode())
+        finally:
+            self.drained.set()
+            self._wake()
+
+    async def follow(self, send: Send, framed: bool, streams: frozenset[str], *, late: bool, tail: int | None) -> None:
+        """Send its output from the oldest that is kept (``late``: from now) to its end, or only what there is now.
+
+        Raises ClientGone.
+        """
+        reader = object()
+        position = self._output.end if late else self._tail(tail)
+        self._readers[reader] = position
+        try:
+            while True:
+                for piece in self._output.pieces(position, PAGE_BYTES):
+                    if piece.stream in streams:
+                        await send(frame(piece.stream, piece.data) if framed else piece.data)
+                    position = self._readers[reader] = piece.offset + len(piece.data)
+                    self._wake()
+                if self.drained.is_set() and position >= self._output.end:
+                    return
+                moved = self._moved
+                if position >= self._output.end:
+                    await moved.wait()
+        finally:
+            del self._readers[reader]
+            self._wake()
+
+    async def show(self, send: Send, framed: bool, streams: frozenset[str], tail: int | None) -> None:
+        """Send what is kept of its output now; raises ClientGone."""
+        position, end = self._tail(tail), self._output.end
+        while position < end and (pieces := self._output.pieces(position, PAGE_BYTES)):
+            for piece in pieces:
+                if piece.stream in streams:
+                    await send(frame(piece.stream, piece.data) if framed else piece.data)
+                position = piece.offset + len(piece.data)
+
+    def _tail(self, lines: int | None) -> int:
+        """Return where the last so many lines begin."""
+        start, end = self._output.start, self._output.end
+        if lines is None:
+            return start
+        data = self._output.joined()
+        begin = len(data) - (1 if data.endswith(b"\n") else 0)
+        for _ in range(lines):
+            begin = data.rfind(b"\n", 0, max(begin, 0))
+            if begin < 0:
+                return start
+        return start + begin + 1 if lines else end
+
+    async def _room(self) -> None:
+        """Wait for those who are attached and far behind; who takes nothing is cut off by the bound of a write."""
+        while any(self._output.end - position > self._keep_bytes // 2 for position in self._readers.values()):
+            await self._moved.wait()
+
+    def _wake(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+
+def _error_of(record: Record) -> CodedError:
+    """Return why an action has no exit status, as an error that a client is told."""
+    told = f"{record.function}: {record.reason}: {record.message}"
+    if record.reason in (Reason.QUEUE_TIMEOUT, Reason.QUOTA):
+        return CapacityExceeded(told, component=COMPONENT, invocation_id=record.id)
+    return ActionFailed(record.reason or Reason.INTERNAL, told, component=COMPONENT)
+
 
 logger = structlog.get_logger("gateway.facades")
 
-COMPONENT = "docker"
+
 #: In the store: how many places were ever taken, and each place's container; an empty text where there is none.
 PLACES, PLACE = "docker_containers", "docker_container:{}"
 NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}")
@@ -217,3 +601,808 @@ def identity(name: str) -> tuple[str, str]:
     """Return the trajectory of a new container, and the id that follows from it: 64 hexadecimal digits."""
     trajectory = f"{name}-{secrets.token_hex(6)}"
     return trajectory, hashlib.sha256(trajectory.encode()).hexdigest()
+
+
+RAW, MULTIPLEXED = "application/vnd.docker.raw-stream", "application/vnd.docker.multiplexed-stream"
+#: Why a command is ended whose client went away.
+WENT = "its client went away"
+
+
+async def attend(exchange: EngineExchange, command: ContainerExec, patience_s: float) -> None:
+    """Answer the start of a command: all that it says, to its end; it ends with its client.
+
+    A command that could not begin within ``patience_s`` is a stream that is silent yet. Raises what kept the command
+    from beginning, as long as that can still be said.
+    """
+    loop = asyncio.get_running_loop()
+    gone, upgraded = loop.create_task(exchange.peer.gone()), asyncio.Event()
+    pipes: list[EnginePipe] = []
+    hearing = loop.create_task(_hear(command, upgraded, pipes))
+    try:
+        opened = loop.create_task(command.opened.wait())
+        await asyncio.wait({opened, gone}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        opened.cancel()
+        if gone.done():
+            raise ClientGone
+        if command.error is not None:
+            raise command.error
+        pipe = await exchange.upgraded(media_type(exchange, tty=command.wish.tty))
+        pipes.append(pipe)
+        upgraded.set()
+        typing = loop.create_task(type_to(command, pipe))
+        try:
+            await asyncio.wait({hearing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not hearing.done():
+                raise ClientGone
+            hearing.result()
+        finally:
+            typing.cancel()
+            await asyncio.gather(typing, return_exceptions=True)
+    except ClientGone:
+        await command.cancel(WENT)
+        raise
+    finally:
+        for task in (hearing, gone):
+            task.cancel()
+        await asyncio.gather(hearing, gone, return_exceptions=True)
+
+
+async def _hear(command: ContainerExec, upgraded: asyncio.Event, pipes: list[EnginePipe]) -> None:
+    """Send what a command says; it waits for a client that is slow. Raises ClientGone."""
+    wish = command.wish
+    streams = {name for name, wanted in (("stdout", wish.stdout), ("stderr", wish.stderr)) if wanted}
+    await command.begun.wait()
+    if command.session is not None:
+        async for page in command.session.read(0, HEARTBEAT_S):
+            await upgraded.wait()
+            said = [piece for piece in page if piece.stream in streams]
+            data = b"".join([piece.data if wish.tty else frame(piece.stream, piece.data) for piece in said])
+            if data:
+                await pipes[0].send(data)
+    await command.ended.wait()
+    await upgraded.wait()
+    told = command.told or ("" if command.error is None else f"tangram: {command.error.message}\n")
+    if told:
+        await pipes[0].send(told.encode() if wish.tty else frame("stderr", told.encode()))
+
+
+async def type_to(command: AttendedCommand, pipe: EnginePipe) -> None:
+    """Pass on what a client types, and the end of it; a command without input finds its end at once."""
+    await command.opened.wait()
+    session = command.session
+    if session is None:
+        return
+    with suppress(CodedError):
+        while command.wish.stdin:
+            data = await pipe.read()
+            if not data:
+                break
+            end = session.input_offset + len(data)
+            while session.reads and session.input_offset < end:
+                with suppress(CapacityExceeded):  # its node is not reached now: the input waits, until that is lost
+                    await session.write(data[len(data) - (end - session.input_offset) :])
+    if not command.wish.tty:
+        await command.end_input()
+
+
+async def attach(
+    exchange: EngineExchange, main: MainCommand | None, ended: Callable[[], Coroutine[None, None, None]]
+) -> None:
+    """Answer an attachment to a main command: its output from now on, and what is typed to it.
+
+    Without ``stream`` that is what is kept of its output, if it asks for ``logs``.
+    """
+    query = exchange.query
+    logs, stream = flag(query.get("logs")), flag(query.get("stream"))
+    streams = frozenset(name for name in ("stdout", "stderr") if flag(query.get(name)))
+    tty = main is not None and main.wish.tty
+    pipe = await exchange.upgraded(media_type(exchange, tty=tty))
+    if main is None:  # it says nothing, and ends with its container
+        if stream:
+            await either(ended(), exchange.peer.gone())
+        return
+    if not stream:
+        if logs:
+            await main.show(pipe.send, not tty, streams, None)
+        return
+    loop = asyncio.get_running_loop()
+    typing = loop.create_task(type_to(main, pipe)) if flag(query.get("stdin")) else None
+    try:
+        follow = main.follow(pipe.send, not tty, streams, late=not logs, tail=None)
+        await either(follow, exchange.peer.gone())
+    finally:
+        if typing is not None:
+            typing.cancel()
+            await asyncio.gather(typing, return_exceptions=True)
+
+
+async def send_logs(exchange: EngineExchange, main: MainCommand | None, tail: int | None) -> None:
+    """Answer with a main command's output, as far as it is kept; with ``follow`` to its end."""
+    query = exchange.query
+    streams = frozenset(name for name in ("stdout", "stderr") if flag(query.get(name)))
+    if not streams:
+        raise InvalidInput("Bad parameters: you must choose at least one stream", component="docker")
+    tty = main is not None and main.wish.tty
+    async with exchange.streamed(media_type(exchange, tty=tty)) as body:
+        if main is None:
+            return
+        if flag(query.get("follow")):
+            follow = main.follow(body.send, not tty, streams, late=False, tail=tail)
+            await either(follow, exchange.peer.gone())
+        else:
+            await main.show(body.send, not tty, streams, tail)
+
+
+def flag(text: str | None) -> bool:
+    """Return whether a query says yes, as the engine reads it."""
+    return (text or "").strip().lower() not in ("", "0", "no", "false", "none")
+
+
+def media_type(exchange: EngineExchange, *, tty: bool) -> str:
+    """Return how the stream is named: since 1.42 by whether it has frames."""
+    return MULTIPLEXED if not tty and version_of(exchange.path) >= (1, 42) else RAW
+
+
+def version_of(path: str) -> tuple[int, int]:
+    """Return the version that a path begins with; zeros for none."""
+    first = path.lstrip("/").partition("/")[0]
+    numbers = first.removeprefix("v").split(".")
+    if (
+        not first.startswith("v")
+        or len(numbers) != 2
+        or not all(part.isdecimal() and len(part) < 5 for part in numbers)
+    ):
+        return 0, 0
+    return int(numbers[0]), int(numbers[1])
+
+
+async def either(work: Coroutine[None, None, None], gone: Coroutine[None, None, None]) -> None:
+    """Do the work unless its client goes, which raises ClientGone; raises what the work raises."""
+    loop = asyncio.get_running_loop()
+    working, going = loop.create_task(work), loop.create_task(gone)
+    try:
+        await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        working.result()
+    finally:
+        for task in (working, going):
+            task.cancel()
+        await asyncio.gather(working, going, return_exceptions=True)
+
+
+# What a client asks of a container or a command, read field by field: what is not done here is refused by its name.
+#
+# A field that is empty (null, "", 0, -1, false, [] or {}) asks for nothing, whatever it is called.
+
+#: Labels by which a container says what the engine's API has no field for.
+FUNCTION_LABEL, TASK_LABEL, TTL_LABEL = "tangram.function", "tangram.task", "tangram.idle_ttl"
+#: What says how many cores a plain container has: here each command has those of its action.
+CORES = frozenset(
+    {"NanoCpus", "CpuShares", "CpuPeriod", "CpuQuota", "CpusetCpus", "CpusetMems", "CpuCount", "CpuPercent"}
+)
+#: Known, and of no effect here: how its output is kept, which init process it has, what a closing terminal sends.
+IDLE_HOST = frozenset(
+    {"LogConfig", "Init", "ConsoleSize", "MemorySwap", "MemorySwappiness", "OomKillDisable", "CgroupnsMode", "IpcMode",
+     "UTSMode", "Isolation", "PublishAllPorts", "ContainerIDFile"}
+)  # fmt: skip
+IDLE = frozenset({"Hostname", "Domainname", "StopSignal", "StopTimeout", "StdinOnce", "ExposedPorts"})
+#: Words of the fields of no effect that would have one.
+HARMLESS = {
+    "CgroupnsMode": ("", "private", "host"), "IpcMode": ("", "private", "shareable"), "UTSMode": ("",),
+    "Isolation": ("", "default"), "PublishAllPorts": (False,), "OomKillDisable": (False,),
+}  # fmt: skip
+NETWORKS = {"": None, "default": None, "bridge": None, "none": "none", "internal": "internal", "egress": "egress"}
+#: Capabilities that may be asked for and are not given, with a warning: the SWE-bench harness asks for it of every
+#: container, for the few whose tests start a browser.
+UNGIVEN = frozenset({"SYS_ADMIN"})
+SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+SHELLS = frozenset({"bash", "sh", "/bin/bash", "/bin/sh", "/usr/bin/bash", "/usr/bin/sh"})
+ENV_NAME = re.compile(r"[^=\0]+")
+#: A terminal's rows and columns at most.
+SIDE_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerWish:
+    """What a container is to be."""
+
+    image: str
+    argv: tuple[str, ...]
+    cwd: str
+    labels: dict[str, str]
+    sandbox: SandboxChoice | None
+    #: Whether its main command only keeps it alive, and for how many seconds (0: for ever).
+    idles: bool
+    idles_s: float
+    tty: bool
+    reads_stdin: bool
+    auto_remove: bool
+    #: What it asked for and does not get, for its client to tell.
+    warnings: tuple[str, ...] = ()
+
+
+def container_wish(body: Mapping[str, object], function: FunctionSpec) -> ContainerWish:
+    """Return what a body of ``/containers/create`` asks for; raises InvalidInput, Unsupported with the field."""
+    host = _object(body, "HostConfig")
+    _refuse_rest(body, "", _KNOWN | IDLE)
+    _refuse_rest(host, "HostConfig.", _KNOWN_HOST | CORES | IDLE_HOST)
+    for name, allowed in HARMLESS.items():
+        if host.get(name) is not None and host[name] not in allowed:
+            raise _unsupported(f"HostConfig.{name}", host[name])
+    entrypoint = _words(body, "Entrypoint")
+    argv = (*(() if entrypoint == ("",) else entrypoint), *_words(body, "Cmd"))  # '' is how docker turns one off
+    tty, reads = _get(body, "Tty", bool, False), _get(body, "AttachStdin", bool, False)
+    attached = reads or _get(body, "AttachStdout", bool, False) or _get(body, "AttachStderr", bool, False)
+    idles_s = _idle_s(argv, attached=reads)
+    if not argv and attached and not _get(body, "OpenStdin", bool, False):
+        told = "No command specified: name one, as the image's own CMD and ENTRYPOINT are not known here"
+        raise InvalidInput(told, component=COMPONENT, detail={"path": "Cmd"})
+    labels: dict[str, str] = _get(body, "Labels", dict[str, str], {})
+    cwd = _get(body, "WorkingDir", str, "")
+    return ContainerWish(
+        image=_get(body, "Image", str, ""),
+        argv=argv or (("/bin/sh",) if reads else ()),
+        cwd=cwd,
+        labels=labels,
+        sandbox=_choice(body, host, function, labels),
+        idles=idles_s is not None,
+        idles_s=idles_s or 0.0,
+        tty=tty,
+        reads_stdin=reads,
+        auto_remove=_get(host, "AutoRemove", bool, False),
+        warnings=_capability_warnings(host),
+    )
+
+
+def exec_wish(body: Mapping[str, object], cwd: str, living: SandboxSpec | None) -> CommandWish:
+    """Return what a body of ``/containers/{id}/exec`` asks for; ``cwd`` is the container's own."""
+    _refuse_rest(body, "", _KNOWN_EXEC)
+    argv = _words(body, "Cmd")
+    if not argv:
+        raise InvalidInput("No exec command specified", component=COMPONENT, detail={"path": "Cmd"})
+    user = _get(body, "User", str, "")
+    if living is not None and user == living.user:
+        user = ""
+    rows, columns = console_size(body)
+    return CommandWish(
+        argv=argv,
+        cwd=_get(body, "WorkingDir", str, "") or cwd,
+        env=_env(body),
+        user=_user(user),
+        tty=_get(body, "Tty", bool, False),
+        stdin=_get(body, "AttachStdin", bool, False),
+        stdout=_get(body, "AttachStdout", bool, False),
+        stderr=_get(body, "AttachStderr", bool, False),
+        rows=rows,
+        columns=columns,
+    )
+
+
+def console_size(body: Mapping[str, object]) -> tuple[int, int]:
+    """Return rows and columns that are asked for; zeros for none."""
+    size = _get(body, "ConsoleSize", list[int] | None, None) or [0, 0]
+    if len(size) != 2 or not all(0 <= side <= SIDE_MAX for side in size):
+        raise InvalidInput(f"ConsoleSize: must be [rows, columns], each at most {SIDE_MAX}", component=COMPONENT)
+    return size[0], size[1]
+
+
+def image_names(asked: str) -> tuple[str, ...]:
+    """Return the ways in which an image's name is written, as it was asked for first."""
+    bare = asked.removeprefix("docker.io/").removeprefix("library/")
+    found: dict[str, None] = {}
+    for name in (asked, bare):
+        tagged = ":" in name.rpartition("/")[2] or "@" in name
+        found |= dict.fromkeys((name, name.removesuffix(":latest"), name if tagged else f"{name}:latest"))
+    return tuple(found)
+
+
+_KNOWN = frozenset(
+    {"Image", "Cmd", "Entrypoint", "Env", "WorkingDir", "User", "Labels", "Tty", "OpenStdin", "AttachStdin",
+     "AttachStdout", "AttachStderr", "HostConfig", "NetworkingConfig"}
+)  # fmt: skip
+_KNOWN_HOST = frozenset({"CapAdd", "AutoRemove", "Memory", "NetworkMode", "RestartPolicy", "PidsLimit", "ShmSize"})
+_KNOWN_EXEC = frozenset(
+    {"Cmd", "Env", "WorkingDir", "User", "Tty", "AttachStdin", "AttachStdout", "AttachStderr", "Detach", "DetachKeys",
+     "ConsoleSize", "Container"}
+)  # fmt: skip
+
+
+def _choice(
+    body: Mapping[str, object], host: Mapping[str, object], function: FunctionSpec, labels: Mapping[str, str]
+) -> SandboxChoice | None:
+    """Return what a trajectory chooses for such a container; None for nothing."""
+    spec = function.sandbox or SandboxSpec()
+    policy = _object(host, "RestartPolicy").get("Name", "")
+    if policy not in ("", "no"):
+        raise _unsupported("HostConfig.RestartPolicy", policy)
+    for name, most in (("PidsLimit", spec.pids), ("ShmSize", spec.shm_bytes)):
+        asked = _get(host, name, int | None, None) or 0
+        if asked > 0 and (asked < most if name == "PidsLimit" else asked > most):
+            told = f"{name}: {asked} is not what the function {function.name!r} has ({most})"
+            raise InvalidInput(told, component=COMPONENT, detail={"path": f"HostConfig.{name}"})
+    _require_plain_network(body)
+    user = _user(_get(body, "User", str, ""))
+    memory = _get(host, "Memory", int | None, None)
+    network = _get(host, "NetworkMode", str | None, None) or ""
+    if network not in NETWORKS:
+        raise _unsupported("HostConfig.NetworkMode", network)
+    given: dict[str, object] = {
+        "image": _image(_get(body, "Image", str, ""), spec),
+        "env": dict(_env(body)) or None,
+        "workdir": _workdir(_get(body, "WorkingDir", str, "")),
+        "user": None if user in ("", spec.user) else user,
+        "memory": memory or None,
+        "network": NETWORKS[network],
+        "idle_ttl": labels.get(TTL_LABEL),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        return msgspec.convert(given, SandboxChoice) if given else None
+    except msgspec.ValidationError as error:
+        said, place = explained(error)
+        raise InvalidInput(f"{place.removeprefix('.')}: {said}", component=COMPONENT) from None
+
+
+def _capability_warnings(host: Mapping[str, object]) -> tuple[str, ...]:
+    """Return a warning for each capability that is asked for and not given; raises Unsupported for others."""
+    told = []
+    for name in _words(host, "CapAdd"):
+        if name.upper().removeprefix("CAP_") not in UNGIVEN:
+            raise _unsupported("HostConfig.CapAdd", name, "capabilities are the function's: sandbox.capabilities")
+        told.append(f"HostConfig.CapAdd: {name} is not given; capabilities are the function's: sandbox.capabilities")
+    return tuple(told)
+
+
+def _image(asked: str, spec: SandboxSpec) -> str | None:
+    """Return the name by which the function allows an image, or as it was asked for; None for its own."""
+    if not asked:
+        raise InvalidInput("Image: no image is named", component=COMPONENT, detail={"path": "Image"})
+    names = image_names(asked)
+    if not {*image_names(spec.image)}.isdisjoint(names):
+        return None
+    return next((name for name in names if any(fnmatchcase(name, pattern) for pattern in spec.images)), asked)
+
+
+def _workdir(asked: str) -> str | None:
+    """Return a working directory that the sandbox may make its user's own; one of the system is only gone into."""
+    place = asked.rstrip("/") or "/"
+    if not asked or place in ABOVE_SYSTEM or any(f"{place}/".startswith(f"{each}/") for each in SYSTEM):
+        return None
+    return place
+
+
+def _idle_s(argv: tuple[str, ...], *, attached: bool) -> float | None:
+    """Return for how many seconds a main command keeps its container alive (0: for ever); None for one that works."""
+    match argv:
+        case () | ("tail", "-f", "/dev/null") | ("cat",) if not attached:
+            return 0.0
+        case (shell, *options) if shell in SHELLS and not attached and set(options) <= {"-i", "-l", "-il", "--login"}:
+            return 0.0
+        case ("sleep" | "/bin/sleep" | "/usr/bin/sleep", "infinity" | "inf"):
+            return 0.0
+        case ("sleep" | "/bin/sleep" | "/usr/bin/sleep", span) if found := re.fullmatch(
+            r"([0-9]{1,15}(?:\.[0-9]{0,15})?)([smhd]?)", span
+        ):
+            return max(float(found[1]) * SECONDS[found[2]], 0.001)
+        case (("sh" | "bash" | "/bin/sh" | "/bin/bash"), "-c", text) if not attached:
+            words = tuple(text.removeprefix("exec ").split())
+            return None if not words else _idle_s(words, attached=False) if words[0] in ("sleep", "tail") else None
+    return None
+
+
+def _env(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    found: list[tuple[str, str]] = []
+    for each in _get(body, "Env", list[str] | None, None) or []:
+        name, sign, value = each.partition("=")
+        if not sign or ENV_NAME.fullmatch(name) is None:
+            told = f"Env: {each[:64]!r} is no NAME=value; a name alone, which unsets, is not done here"
+            raise InvalidInput(told, component=COMPONENT, detail={"path": "Env"})
+        found.append((name, value))
+    return tuple(found)
+
+
+def _user(user: str) -> str:
+    if ":" in user:
+        raise _unsupported("User", user, "name the user alone, its group is its own")
+    return user
+
+
+def _require_plain_network(body: Mapping[str, object]) -> None:
+    """Raise for what only a network of the engine's own has; the default one's empty entry is none."""
+    for name, endpoint in _object(_object(body, "NetworkingConfig"), "EndpointsConfig").items():
+        if not isinstance(endpoint, dict) or not all(_empty(value) for value in endpoint.values()):
+            raise _unsupported(f"NetworkingConfig.EndpointsConfig.{name}", endpoint)
+
+
+def _refuse_rest(given: Mapping[str, object], place: str, known: frozenset[str]) -> None:
+    for name, value in given.items():
+        if name not in known and not _empty(value):
+            raise _unsupported(f"{place}{name}", value)
+
+
+def _unsupported(place: str, value: object, remedy: str = "leave it out") -> Unsupported:
+    told = f"{place}: {str(value)[:128]!r} is not done by this door; {remedy}"
+    return Unsupported(told, component=COMPONENT, detail={"path": place})
+
+
+def _empty(value: object) -> bool:
+    return value in (None, "", 0, False, -1, [], {}, [""])
+
+
+def _object(given: Mapping[str, object], name: str) -> dict[str, object]:
+    return _get(given, name, dict[str, object] | None, None) or {}
+
+
+def _words(body: Mapping[str, object], name: str) -> tuple[str, ...]:
+    """Return a command: a list of words, or a text that is one word."""
+    value = _get(body, name, str | list[str] | None, None)
+    words = [value] if isinstance(value, str) and value else value or []
+    if any("\0" in word for word in words):
+        raise InvalidInput(f"{name}: holds a NUL", component=COMPONENT, detail={"path": name})
+    return tuple(words)
+
+
+def _get(given: Mapping[str, object], name: str, kind: Any, default: object) -> Any:
+    """Return a field as a type; raises InvalidInput. Null is the default."""
+    value = given.get(name)
+    if value is None:
+        return default
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        said, place = explained(error)
+        raise InvalidInput(f"{name}{place}: {said}", component=COMPONENT, detail={"path": name}) from None
+
+
+#: Seconds between two looks at whether the trajectories of running containers still live.
+LOOK_S = 5.0
+#: Seconds for which an action may stand in line before its client, that has no bound, is told.
+PATIENCE_S = 3600.0
+#: Signals that end a container whose main command only keeps it alive.
+ENDING_SIGNALS = frozenset({"KILL", "TERM", "INT", "QUIT", "HUP"})
+
+
+@dataclass(slots=True)
+class _Pids:
+    """Numbers for processes that clients are told."""
+
+    last: int
+
+    def next(self) -> int:
+        self.last += 1
+        return self.last
+
+
+class ContainerLife:
+    """Makes, begins, ends and removes containers."""
+
+    def __init__(self, services: Services, calls: ForeignCalls, settings: DockerFacade) -> None:
+        self.containers = Containers(services.store, settings)
+        self.slots = asyncio.Semaphore(services.sessions.settings.living_max)
+        self._services = services
+        self._calls = calls
+        self._settings = settings
+        self._pids = _Pids(2**22)
+        self._chores: set[asyncio.Task[None]] = set()
+        self._loading = asyncio.get_running_loop().create_task(self._load())
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def ready(self) -> None:
+        """Return when what an earlier gateway kept is taken up; raises StorageUnavailable."""
+        await asyncio.shield(self._loading)
+
+    async def close(self) -> None:
+        """Stop watching; the containers' trajectories stay or go with the gateway's."""
+        await ended_chore(self._watching)
+        for container in self.containers.all():
+            if container.timer is not None:
+                container.timer.cancel()
+        for task in tuple(self._chores):
+            await ended_chore(task)
+        await asyncio.gather(self._loading, return_exceptions=True)
+
+    # --- making
+
+    async def create(self, body: Mapping[str, object], name: str) -> tuple[Container, tuple[str, ...]]:
+        """Keep a new container, and return it with what it asked for and does not get.
+
+        Its trajectory begins when it is started.
+
+        Raises InvalidInput and Unsupported for what the function does not allow, NotFound for an image that is not
+        there (its client pulls it then), Conflict for a name.
+        """
+        name = self.containers.check(name)
+        labels = body.get("Labels")
+        labels = labels if isinstance(labels, dict) else {}
+        function = self.function(str(labels.get(FUNCTION_LABEL) or self._settings.function))
+        wish = container_wish(body, function)
+        task = serialization.name(wish.labels.get(TASK_LABEL, "default"), f"Labels.{TASK_LABEL}")
+        if wish.sandbox is not None:
+            with_choice(function, wish.sandbox)
+        await self._require_image(wish)
+        trajectory, id = identity(name)
+        host = body.get("HostConfig")
+        record = ContainerRecord(
+            id=id, name=self.containers.check(name), trajectory=trajectory, function=function.name, task=task,
+            image=wish.image, config={key: value for key, value in body.items() if key != "HostConfig"},
+            host_config=host if isinstance(host, dict) else {}, sandbox=wish.sandbox, argv=wish.argv,
+            cwd=wish.cwd, labels=wish.labels, idles=wish.idles, idles_s=wish.idles_s, tty=wish.tty,
+            reads_stdin=wish.reads_stdin, auto_remove=wish.auto_remove, created_s=self._services.wall(),
+        )  # fmt: skip
+        return await self.containers.add(record), wish.warnings
+
+    def function(self, name: str) -> FunctionSpec:
+        """Return an exec function; raises NotFound, InvalidInput."""
+        function = self._services.functions.get(serialization.name(name, "function"))
+        if function.runtime != "exec":
+            raise InvalidInput(f"{name!r} is no exec function", component=COMPONENT)
+        return function
+
+    async def _require_image(self, wish: ContainerWish) -> None:
+        """Raise NotFound for an image that must be pulled first, Unsupported where sandboxes have none."""
+        image = None if wish.sandbox is None else wish.sandbox.image
+        if image is None:
+            return
+        if self._services.images is None:
+            kind = self._services.sandboxes().kind
+            told = f"Image: this gateway's sandboxes are of kind {kind}, and have no images but the function's own"
+            raise Unsupported(told, component=COMPONENT)
+        present = {each.image for each in await self._services.images.states() if each.state == "present"}
+        if present.isdisjoint(image_names(image)):
+            raise NotFound(f"No such image: {wish.image}", component=COMPONENT)
+
+    # --- beginning
+
+    async def open(self, container: Container, timeout_s: float) -> None:
+        """Begin its trajectory: its sandbox is made, and waits; raises CapacityExceeded after ``timeout_s``.
+
+        Raises NotFound for one that is removed, also if that happens meanwhile: nothing of it is left.
+        """
+        record = container.record
+        container.require_kept()
+        if record.opened:
+            if self._services.engine.trajectory(record.trajectory) is None:
+                told = f"container {record.id} ended with its trajectory, and its files with it: make a new one"
+                raise Conflict(told, component=COMPONENT)
+            return
+        asked = TrajectoryOpening(function=record.function, task=record.task, sandbox=record.sandbox)
+        done = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await open_trajectory(self._services, record.trajectory, asked)
+                container.require_kept()
+                done = True
+        except TimeoutError:
+            told = "the container was not begun in the time that its client waits; start it again"
+            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0) from None
+        finally:
+            if not done:
+                self._chore(self._end_trajectory(record.trajectory))
+        record.opened = True
+        self.containers.save(container)
+
+    async def start(self, container: Container, timeout_s: float) -> bool:
+        """Begin it; return whether that is news."""
+        async with container.lock:
+            if container.running:
+                return False
+            await self.open(container, timeout_s)
+            record = container.record
+            record.status, record.started_s = "running", self._services.wall()
+            record.exit_code, record.error, record.out_of_memory = 0, "", False
+            self.containers.save(container)
+            if record.idles:
+                self._arm(container)
+            else:
+                self._begin_main(container)
+            await self._services.store.commit()  # who is told that it runs finds it so at the next gateway
+            return True
+
+    def _begin_main(self, container: Container) -> None:
+        main = container.main = container.next_main or self._main(container)
+        container.next_main = None
+        main.start(self.slots, asyncio.get_running_loop().time() + PATIENCE_S)
+        self._chore(self._attend_main(container, main))
+
+    def main_of(self, container: Container) -> MainCommand | None:
+        """Return its main command, the next where it does not run; None if it only keeps the container alive."""
+        if container.record.idles or container.running:
+            return container.main
+        container.next_main = container.next_main or self._main(container)
+        return container.next_main
+
+    def _main(self, container: Container) -> MainCommand:
+        record = container.record
+        wish = CommandWish(argv=record.argv, cwd=record.cwd, tty=record.tty, stdin=record.reads_stdin)
+        keep_bytes = self._services.sessions.settings.output_bytes
+        return MainCommand(self._services, self._calls, record, wish, keep_bytes)
+
+    async def _attend_main(self, container: Container, main: MainCommand) -> None:
+        """Keep its output, and end its container with it."""
+        if not container.record.reads_stdin:
+            self._chore(main.end_input())
+        await main.keep_output()
+        await main.ended.wait()
+        if main is not container.main or not container.running:
+            return
+        if main.error is not None:
+            self._ended(container, KILLED if main.cancelled else LOST_EXIT, main.error.message)
+            self.mark_lost(container, main.error)
+            return
+        container.record.out_of_memory = main.out_of_memory
+        self._ended(container, LOST_EXIT if main.exit_code is None else main.exit_code, main.told.strip())
+
+    def _arm(self, container: Container) -> None:
+        """End it when its ``sleep`` would."""
+        record = container.record
+        if container.timer is not None:
+            container.timer.cancel()
+            container.timer = None
+        if record.idles_s:
+            left_s = max(0.0, record.started_s + record.idles_s - self._services.wall())
+            loop = asyncio.get_running_loop()
+            container.timer = loop.call_later(left_s, self._chore_later, container)
+
+    def _chore_later(self, container: Container) -> None:
+        self._chore(self.end(container, exit_code=0))
+
+    # --- commands
+
+    def exec(self, container: Container, wish: CommandWish) -> ContainerExec:
+        """Know a command that may be started; raises Conflict unless the container runs."""
+        container.require_running()
+        self.look(container)
+        container.require_running()
+        if container.main is not None and not container.main.ended.is_set():
+            told = (
+                f"the main command of container {container.record.id} runs, and commands of one container run one "
+                "after another: let it be kept alive by 'sleep infinity', and begin servers by exec -d"
+            )
+            raise Conflict(told, component=COMPONENT)
+        command = ContainerExec(self._services, self._calls, container.record, wish, self._pids.next())
+        self.containers.add_exec(command)
+        return command
+
+    def mark_lost(self, container: Container, error: CodedError | None) -> None:
+        """End a container whose sandbox is gone: what was in it is lost, and no later command may begin in another."""
+        if isinstance(error, ActionFailed) and error.reason in (Reason.ENVIRONMENT_LOST, Reason.NODE_LOST):
+            self._ended(container, KILLED, error.message)
+            self._chore(self._end_trajectory(container.record.trajectory))
+
+    async def sandbox(self, container: Container, timeout_s: float) -> Sandbox:
+        """Return its sandbox, made if it has not begun; raises NotFound, Conflict, CapacityExceeded."""
+        async with container.lock:
+            await self.open(container, timeout_s)
+        trajectory = container.record.trajectory
+        found = self._services.environments.get(trajectory)
+        if found is None:
+            self._services.require_here(trajectory)
+            raise NotFound(f"container {container.record.id} has no sandbox any more", component=COMPONENT)
+        return found
+
+    # --- ending
+
+    async def stop(self, container: Container, grace_s: float) -> bool:
+        """End it, its main command with a word before; return whether it ran."""
+        async with container.lock:
+            if not container.running:
+                return False
+            main = container.main
+            if main is not None and not main.ended.is_set():
+                with suppress(CodedError):
+                    await main.signal("TERM")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(grace_s):
+                        await main.drained.wait()
+        await self.end(container, exit_code=KILLED)
+        return True
+
+    async def restart(self, container: Container, grace_s: float, timeout_s: float) -> None:
+        """End it if it runs, and begin it again with its files; raises as `start`."""
+        container.restarting = True
+        try:
+            await self.stop(container, grace_s)
+        finally:
+            container.restarting = False
+        await self.start(container, timeout_s)
+
+    async def kill(self, container: Container, name: str) -> None:
+        """Signal its main command; raises Conflict, InvalidInput."""
+        container.require_running()
+        main = container.main
+        if name == "KILL" or (main is None and name in ENDING_SIGNALS):
+            if main is not None:  # before what waits for its turn to end it: a stop gives it time
+                await main.cancel("the container was killed")
+            await self.end(container, exit_code=KILLED)
+        elif main is not None:
+            await main.signal(name)
+
+    async def end(self, container: Container, *, exit_code: int) -> None:
+        """End what runs in it; its files stay until it is removed."""
+        async with container.lock:
+            if not container.running:
+                return
+            commands = [each for each in container.execs.values() if each.running]
+            main = container.main
+            living = [] if main is None or main.ended.is_set() else [main]
+            await asyncio.gather(*(each.cancel("the container was ended") for each in (*commands, *living)))
+            sandbox = self._services.environments.get(container.record.trajectory)
+            if sandbox is not None and sandbox.alive:
+                with suppress(CodedError):
+                    await sandbox.sweep()
+            if container.running:
+                self._ended(container, main.exit_code or exit_code if living and main else exit_code, "")
+                await self._services.store.commit()
+
+    async def remove(self, container: Container, *, force: bool) -> None:
+        """Remove it with its trajectory; raises Conflict for one that runs, unless it is forced."""
+        if container.running and not force:
+            told = (
+                f"You cannot remove a running container {container.record.id}. Stop the container before attempting "
+                "removal or force remove"
+            )
+            raise Conflict(told, component=COMPONENT)
+        if container.timer is not None:
+            container.timer.cancel()
+        if container.running:
+            self._ended(container, KILLED, "", removes=False)
+        container.record.removing = True
+        self.containers.save(container)
+        await self._end_trajectory(container.record.trajectory)
+        self.containers.forget(container)
+        if container.next_main is not None:
+            container.next_main.forgo()
+
+    def look(self, container: Container) -> None:
+        """See whether its trajectory has ended."""
+        record = container.record
+        if record.status == "running" and self._services.engine.trajectory(record.trajectory) is None:
+            told = "its trajectory has ended: it was idle for its idle_ttl, or somebody ended it"
+            self._ended(container, KILLED, told)
+
+    def _ended(self, container: Container, exit_code: int, why: str, *, removes: bool = True) -> None:
+        record = container.record
+        if record.status != "running":
+            return
+        record.status, record.exit_code, record.error = "exited", exit_code, why
+        record.finished_s = self._services.wall()
+        container.ends += 1
+        if container.timer is not None:
+            container.timer.cancel()
+        self.containers.save(container)
+        if record.auto_remove and removes and not container.restarting:
+            self._chore(self.remove(container, force=True))
+
+    async def _end_trajectory(self, trajectory: str) -> None:
+        await self._services.engine.end_trajectory(trajectory)
+
+    # --- chores
+
+    async def _load(self) -> None:
+        await self.containers.load()
+        for container in self.containers.all():
+            if container.record.removing:
+                self._chore(self.remove(container, force=True))
+            elif container.running and not container.record.idles:
+                self._ended(container, LOST_EXIT, "the gateway that ran its main command has ended")
+            elif container.running:
+                self._arm(container)
+            elif container.record.status == "exited" and container.record.auto_remove:
+                self._chore(self.remove(container, force=True))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for container in self.containers.all():
+                self.look(container)
+
+    def _chore(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chore_done)
+
+    def _chore_done(self, task: asyncio.Task[None]) -> None:
+        self._chores.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a container's chore failed", door=COMPONENT, error=str(error))

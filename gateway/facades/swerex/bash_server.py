@@ -1,6 +1,6 @@
 """One bash on a terminal of its own, kept alive inside a sandbox between the actions that type to it.
 
-Its text is sent into the sandbox by the action that opens the session (`gateway.facades.swerex.scripts`), so: one file,
+Its text is sent into the sandbox by the action that opens the session (`gateway.facades.swerex.app`), so: one file,
 standard library only, Python 3.8 on. The action that starts it leaves it behind; it waits on a socket in ``place``, and
 each later action brings one request and takes one answer, both JSON with their length before them.
 

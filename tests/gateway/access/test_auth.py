@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access import auth
-from gateway.access.auth import Guard, PageSession, Role, check_doors
-from gateway.access.tokens import DoorTokens, announced, make_private, open_tokens
-from gateway.config.sections import ServerConfig
+from gateway import auth
+from gateway.auth import DoorTokens, Guard, PageSession, Role, announced, check_doors, make_private, open_tokens
+from gateway.config.schema import ServerConfig
 from manager.clock import VirtualClock
 from manager.errors import Forbidden, InvalidConfig, StorageUnavailable, Unauthorized
 from tangram import AsyncClient, UnauthorizedError

@@ -88,7 +88,7 @@ async def test_the_environment_names_the_authority(
 async def test_files_that_are_renewed_are_served_without_a_restart(
     pki: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gateway.access.renewal.LOOK_S", 0.02)
+    monkeypatch.setattr("gateway.tls.LOOK_S", 0.02)
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     cert.write_bytes((pki / "server.pem").read_bytes())
     key.write_bytes((pki / "server.key").read_bytes())

@@ -14,7 +14,7 @@ import yaml
 
 import gateway
 import runtimes
-from gateway.cli import beginning
+from gateway.cli import serve
 from gateway.config.load import load
 from manager.function import BASE_IMAGE
 from runtimes.kinds import KINDS
@@ -70,16 +70,16 @@ def test_where_there_is_no_configuration_shell_and_pytest_are_served(
     tangram: Tangram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert beginning.chosen(()) == (beginning.NONE,)
-    config = load([beginning.NONE], {})
+    assert serve.chosen(()) == (serve.NONE,)
+    config = load([serve.NONE], {})
     assert {name: each.runtime for name, each in config.functions.items()} == {
         "shell": "exec",
         "pytest_reward": "pytest",
     }
     assert config.server.state_dir == tmp_path / ".tangram", "not beside the file of the package"
     (tmp_path / "tangram.yaml").touch()
-    assert beginning.chosen(()) == (Path(),)
-    assert beginning.chosen([tmp_path]) == (tmp_path,)
+    assert serve.chosen(()) == (Path(),)
+    assert serve.chosen([tmp_path]) == (tmp_path,)
 
 
 def test_doctor_finds_what_is_there(tangram: Tangram, tmp_path: Path) -> None:
@@ -167,14 +167,14 @@ def test_serve_without_a_configuration_says_the_command_that_makes_the_image_whe
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
     missing = {"tangram-base:bookworm"}
     monkeypatch.setattr(images, "lacks", lambda name, host: name in missing)
-    config = load([beginning.NONE], {})
-    beginning.tell_missing_image(config)
+    config = load([serve.NONE], {})
+    serve.tell_missing_image(config)
     told = "the base image tangram-base:bookworm is missing: run `tangram image build`\n"
     assert capsys.readouterr().err == told
     processes = replace(config.sandbox, provider=replace(config.sandbox.provider, kind="process"))
-    beginning.tell_missing_image(replace(config, sandbox=processes))
+    serve.tell_missing_image(replace(config, sandbox=processes))
     missing.clear()
-    beginning.tell_missing_image(config)
+    serve.tell_missing_image(config)
     assert capsys.readouterr().err == ""
 
 

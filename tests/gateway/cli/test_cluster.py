@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gateway.cli.cluster import RayUnseen, check, look
+from gateway.cli.node import RayUnseen, check, look
 from manager.errors import InvalidInput
 
 SEEN: dict[str, Any] = {

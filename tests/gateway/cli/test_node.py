@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli.node import given_ticket, offered_devices
-from gateway.cli.nodes import homeless
-from gateway.config.sections import DevicesConfig
-from gateway.functions import function_info
+from gateway.cli.node import given_ticket, homeless, offered_devices
+from gateway.config.schema import DevicesConfig
+from gateway.registry import function_info
 from manager.action import UnitSet
 from manager.errors import InvalidConfig
 from manager.function import FunctionSpec, RequestSpec

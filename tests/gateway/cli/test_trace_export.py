@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cli.trace_export import recorded
+from gateway.cli.simulate import recorded
 from manager.simulation.simulate import Size, run
 from manager.simulation.workloads import Workload, read_trace, write_trace
 from tangram import InvocationResult

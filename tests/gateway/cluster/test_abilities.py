@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.cluster.abilities import Abilities
+from gateway.cluster.cluster import Abilities
 from manager.errors import CapacityExceeded, Unsupported
 from manager.function import FunctionSpec
 

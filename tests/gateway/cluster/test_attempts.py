@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.attempts import NodeReattachment
-from gateway.invocations.invocation import LiveInvocation
-from gateway.invocations.reattach import claims_of_try
+from gateway.cluster.cluster import NodeReattachment
+from gateway.invocations.invocations import LiveInvocation
 from gateway.invocations.record import Mode, Record
+from gateway.invocations.restart import claims_of_try
 from manager.action import State
 from manager.function import FunctionSpec
 from runtimes.node import protocol

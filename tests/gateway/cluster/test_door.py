@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
-from gateway.cluster.door import NodeDoor, bind
+from gateway.cluster.listener import NodeDoor, bind
 from manager.errors import InvalidConfig
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, node_side, server_side
 from runtimes.node.protocol import (

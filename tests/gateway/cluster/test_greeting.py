@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.cluster.greeting import CORES_MAX, DEVICES_MAX, described, is_changed
+from gateway.cluster.cluster import CORES_MAX, DEVICES_MAX, described, is_changed
 from manager.config import NodeSpec
 from manager.errors import InvalidConfig
 from manager.resources.devices import split

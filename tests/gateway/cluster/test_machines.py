@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster import machines
+from gateway.cluster import cluster
 from runtimes.sandbox.process import ProcessProvider
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, until
 
@@ -29,7 +29,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> EngineWords:
         return made.trouble
 
     monkeypatch.setattr(ProcessProvider, "trouble", found)
-    monkeypatch.setattr(machines, "LOOK_S", 0.001)
+    monkeypatch.setattr(cluster, "LOOK_S", 0.001)
     return made
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cluster.model_services import DEVICE_COPIES_MAX, NODE_COPIES_MAX, DeclaredServices
+from gateway.cluster.cluster import DEVICE_COPIES_MAX, NODE_COPIES_MAX, DeclaredServices
 from manager.action import Chunk
 from manager.config import ServiceSpec
 from manager.function import FunctionSpec, ModelAction, ModelSpec

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gateway.cluster.ray_nodes import UNTOLD_S, RayNodes
+from gateway.cluster.ray import UNTOLD_S, RayNodes
 from manager.clock import VirtualClock
 from manager.errors import InvalidInput
 from runtimes.node.ray.messages import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.cluster.records import EPOCH, NodeRecords
+from gateway.cluster.store import EPOCH, NodeRecords
 from gateway.store.store import Store, StoreSpec
 from manager.config import NodeSpec
 

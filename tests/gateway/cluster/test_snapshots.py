@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.snapshots import NodeSnapshots
+from gateway.cluster.store import NodeSnapshots
 from gateway.store.store import Store, StoreSpec
 from manager.errors import CapacityExceeded, Conflict, NotFound, SnapshotLost
 from manager.function import Network, SandboxSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.tickets import SIGNING_KEY, TicketOffice, check_name, signing_key
+from gateway.cluster.store import SIGNING_KEY, TicketOffice, check_name, signing_key
 from manager.errors import CapacityExceeded, InvalidInput, StorageUnavailable, Unauthorized
 
 KEY = b"k" * 32

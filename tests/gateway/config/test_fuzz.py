@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.config.document import MAPS, SECTIONS, schema
 from gateway.config.load import ConfigSource, GatewayConfig, build
+from gateway.config.schema import MAPS, SECTIONS, schema
 from manager.errors import InvalidConfig
 
 DEFINITIONS: Any = schema()["$defs"]

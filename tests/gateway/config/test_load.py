@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.load import EXTRAS, GatewayConfig, load
-from gateway.config.sections import ClusterConfig
+from gateway.config.schema import ClusterConfig
 from manager.action import Amdahl, EfficiencyTable, UnitSet
 from manager.config import TaskSpec
 from manager.errors import InvalidConfig, Reason

@@ -8,8 +8,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from gateway.config.document import schema
 from gateway.config.load import load
+from gateway.config.schema import schema
 from gateway.config.yaml import parse
 
 ROOT = Path(__file__).resolve().parents[3]

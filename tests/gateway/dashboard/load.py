@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from gateway.config.load import GatewayConfig
-from gateway.config.sections import CpuConfig, NodeConfig
+from gateway.config.schema import CpuConfig, NodeConfig
 from manager.action import UnitSet
 from manager.config import TaskSpec
 from manager.errors import Reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.dashboard.activity import BARS_MAX, ENDS_MAX, FAILURES_MAX, FUNCTIONS_MAX, KEPT_S, Activity
+from gateway.dashboard.stream import BARS_MAX, ENDS_MAX, FAILURES_MAX, FUNCTIONS_MAX, KEPT_S, Activity
 from gateway.invocations.record import Mode, Record, new_id
 from manager.action import Action, Grant, Lease, Outcome, Settlement, State, UnitSet
 from manager.errors import Reason

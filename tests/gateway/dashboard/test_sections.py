@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dashboard.activity import Activity
-from gateway.dashboard.sections import Names, Troubles, sections, verdict
+from gateway.dashboard.stream import Activity, Names, Troubles, sections, verdict
 
 
 def seen(**given: object) -> dict[str, Any]:

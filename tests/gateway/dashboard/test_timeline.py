@@ -11,7 +11,7 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from gateway.config.load import GatewayConfig
-from gateway.config.sections import DevicesConfig
+from gateway.config.schema import DevicesConfig
 from manager.action import UnitSet
 from tests.gateway.conftest import RunningGateway, function, serving
 from tests.gateway.dashboard.load import LoadedBench, LoadedRollout, bench, loaded

@@ -14,11 +14,9 @@ import httpx
 import orjson
 import pytest
 
-from gateway import wire
-from gateway.dashboard import watch as watching
-from gateway.dashboard.activity import Activity
-from gateway.dashboard.sections import Troubles
-from gateway.dashboard.watch import GZIP_HEAD, LAG_MAX, VIEWERS_MAX, Watch, WatchView, packed
+from gateway import serialization
+from gateway.dashboard import stream as watching
+from gateway.dashboard.stream import GZIP_HEAD, LAG_MAX, VIEWERS_MAX, Activity, Troubles, Watch, WatchView, packed
 from manager.errors import CapacityExceeded
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 
@@ -196,13 +194,13 @@ def quiet_watch(**given: Any) -> Watch:
 
 async def test_all_viewers_are_sent_the_very_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[object] = []
-    encode = wire.encode
+    encode = serialization.encode
 
     def noted(value: object) -> bytes:
         encoded.append(value)
         return encode(value)
 
-    monkeypatch.setattr(wire, "encode", noted)
+    monkeypatch.setattr(serialization, "encode", noted)
     status = ["0"]
     watch = quiet_watch(functions=lambda: {"f": (status[0], "")}, tick_s=3600.0)
     viewers = [watch.follow(WatchView(packed=True)) for _ in range(10)]

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from gateway.errors import FACES
-from gateway.facades.calls import deadline_s
-from gateway.facades.faults import KIND_BY_CODE, KIND_BY_REASON, TABLE, Dialect, FaultKind
+from gateway.facades.facade import KIND_BY_CODE, KIND_BY_REASON, TABLE, Dialect, FaultKind, deadline_s
 from manager.action import State, UnitSet
 from manager.errors import Reason
 from manager.resources.pools import ConcurrencySpec

@@ -18,9 +18,8 @@ import pytest
 import pytest_asyncio
 
 from gateway.app import gateway
-from gateway.config.facades import FacadesSection, ModelsFacade
 from gateway.config.load import GatewayConfig
-from gateway.config.sections import DevicesConfig, NodeConfig, SandboxConfig, ServerConfig
+from gateway.config.schema import DevicesConfig, FacadesSection, ModelsFacade, NodeConfig, SandboxConfig, ServerConfig
 from manager.action import UnitSet
 from manager.function import FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.request import ModelSettings

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.invocations.dead_letters import DeadLetters
+from gateway.invocations.invocations import DeadLetters
 from manager.action import Action
 from manager.formulation import formulate
 from manager.function import FunctionSpec

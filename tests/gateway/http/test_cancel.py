@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.invocations.invocation import LiveInvocation
+from gateway.invocations.invocations import LiveInvocation
 from manager.action import State, UnitSet
 from manager.errors import Reason
 from manager.events import NodeLost

@@ -13,7 +13,7 @@ from grpclib.client import Channel
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from gateway.invocations.invocation import InvocationRequest
+from gateway.invocations.invocations import InvocationRequest
 from manager.errors import Reason
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 

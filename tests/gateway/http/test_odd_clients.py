@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.http import server, stream
+from gateway.http import server, streaming
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -154,7 +154,7 @@ async def rest_of_chunks(reader: asyncio.StreamReader) -> str:
 
 @pytest.mark.slow
 async def test_a_follower_that_never_reads_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "GIVE_UP_STALLS", 1)
+    monkeypatch.setattr(streaming, "GIVE_UP_STALLS", 1)
     logs = {"stall": "300ms"}
     async with serving(GatewayBench(tmp_path, functions=LOUD, server={"logs": logs, "body_limit": "32Mi"})) as gateway:
         id = await long_log(gateway)

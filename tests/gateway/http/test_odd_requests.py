@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.http import sending, server
+from gateway.http import app, server
 from gateway.invocations.record import Record, _written
-from gateway.wire import DEPTH_MAX
+from gateway.serialization import DEPTH_MAX
 from manager.action import Outcome, Settlement, State
 from manager.errors import Reason
 from runtimes.runtime import Execution
@@ -234,7 +234,7 @@ async def test_random_frames_close_their_own_connection_at_most(gateway: Running
 async def test_who_asks_over_http2_and_does_not_read_is_waited_for_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "GIVE_UP_STALLS", 1)
+    monkeypatch.setattr(app, "GIVE_UP_STALLS", 1)
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)  # its connection is idle then, and closed as any other
     async with serving(GatewayBench(tmp_path, server={"logs": {"stall": "200ms"}})) as gateway:
         said = (await gateway.invoke({"x": "y" * 400_000})).json()["id"]

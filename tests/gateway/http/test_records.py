@@ -9,10 +9,10 @@ from pathlib import Path
 
 import orjson
 
-from gateway.config.sections import RetentionSection
+from gateway.config.schema import RetentionSection
 from gateway.errors import FACES, REASON_FACES, reason_face
 from gateway.http.app import operations
-from gateway.store.retention import prune
+from gateway.store.maintenance import prune
 from manager.errors import CodedError, Reason
 from manager.function import SandboxSpec
 from tangram import AsyncClient

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gateway.config.load import GatewayConfig
-from gateway.config.sections import NodeConfig
+from gateway.config.schema import NodeConfig
 from manager.function import Background, Capabilities, SandboxSpec, TrajectoryChoices
 from runtimes.sandbox.provider import ProviderSettings
 from runtimes.sandbox.snapshots import SnapshotSettings

@@ -8,9 +8,8 @@ from types import MappingProxyType
 import pytest
 from msgspec import Raw
 
-from gateway import wire
-from gateway.invocations.admission import Admission
-from gateway.invocations.retries import next_try_s
+from gateway import serialization
+from gateway.invocations.invocations import Admission, next_try_s
 from manager.action import Outcome, State
 from manager.errors import CANCEL_ASKED, NOT_BEGUN, CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec, RetrySpec
@@ -93,28 +92,34 @@ def test_what_has_not_begun_is_tried_as_long_as_it_may_wait_whatever_it_is() -> 
 
 
 def test_durations_and_names_are_read_strictly() -> None:
-    assert [wire.duration_s(text, "t") for text in ("500ms", "30s", "2m", "1.5h", "7")] == [0.5, 30, 120, 5400, 7]
+    assert [serialization.duration_s(text, "t") for text in ("500ms", "30s", "2m", "1.5h", "7")] == [
+        0.5,
+        30,
+        120,
+        5400,
+        7,
+    ]
     for odd in ("", "-1s", "1e3", "s", "1 s", "nan", "9" * 20):
         with pytest.raises(InvalidInput):
-            wire.duration_s(odd, "t")
+            serialization.duration_s(odd, "t")
     for odd in ("", ".x", "a/b", "a b", "a\n", "ä", "x" * 129):
         with pytest.raises(InvalidInput):
-            wire.name(odd, "name")
+            serialization.name(odd, "name")
 
 
 def test_a_duration_means_the_same_in_a_request_as_in_a_file() -> None:
     for text in ("1h30m", "2m5s", "1d12h", "1s500ms"):
-        assert wire.duration_s(text, "X-Timeout") == types.duration_s(text)
+        assert serialization.duration_s(text, "X-Timeout") == types.duration_s(text)
 
 
 def test_what_json_cannot_hold_is_repaired_and_encoded_json_is_not_parsed_again() -> None:
-    assert wire.dumps({"a": 1, 1: {2}}) == b'{"a":1,"1":"{2}"}'
-    assert wire.dumps({"c": "\ud800"}) == b'{"c":"?"}'
+    assert serialization.dumps({"a": 1, 1: {2}}) == b'{"a":1,"1":"{2}"}'
+    assert serialization.dumps({"c": "\ud800"}) == b'{"c":"?"}'
     lost = FileEntry(path="/a\udcff", size_bytes=1, directory=False, mode="644")
-    assert wire.encode(lost) == b'{"path":"/a?","size_bytes":1,"directory":false,"mode":"644"}'
+    assert serialization.encode(lost) == b'{"path":"/a?","size_bytes":1,"directory":false,"mode":"644"}'
     whole = {"a": Raw(b'{"b": 1}'), "c": ["\ud800", FileList(files=(lost,))], "d": None}
     told = b'{"a":{"b": 1},"c":["?",{"files":[{"path":"/a?","size_bytes":1,"directory":false,"mode":"644"}]}],"d":null}'
-    assert wire.encode(whole) == told
+    assert serialization.encode(whole) == told
 
 
 @pytest.mark.parametrize(
@@ -128,6 +133,6 @@ def test_what_json_cannot_hold_is_repaired_and_encoded_json_is_not_parsed_again(
 )
 def test_what_does_not_fit_a_type_is_refused_with_its_path(value: object, path: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        wire.read(value, BatchItem, "$.calls[3]")
+        serialization.read(value, BatchItem, "$.calls[3]")
     assert refused.value.detail == {"path": path}
     assert refused.value.message.startswith(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from gateway.config.sections import CallbacksSection
+from gateway.config.schema import CallbacksSection
 from gateway.invocations.callbacks import CallbackSender
 from gateway.store.store import Store, StoreSpec
 from manager.errors import InvalidInput

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config.sections import RetentionSection
-from gateway.store.retention import prune
+from gateway.config.schema import RetentionSection
+from gateway.store.maintenance import prune
 from manager.clock import WallClock
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 

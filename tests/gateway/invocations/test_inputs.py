@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.load import load
-from gateway.invocations.inputs import Inputs
+from gateway.invocations.invocations import Inputs
 from manager.errors import InvalidInput
 
 FUNCTIONS = """

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gateway.config.sections import LogsSection
+from gateway.config.schema import LogsSection
 from gateway.invocations.logs import DROPPED, TRUNCATED, Logs
 from gateway.store.store import LogRow, Store, StoreSpec
 from manager.errors import CapacityExceeded

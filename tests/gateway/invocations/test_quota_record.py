@@ -12,7 +12,7 @@ import orjson
 
 from gateway.app import gateway
 from gateway.config.load import load
-from gateway.invocations.quota_record import QuotaRecord
+from gateway.invocations.restart import QuotaRecord
 from gateway.store.store import Store, StoreSpec
 from manager.action import Grant, Lease
 from manager.assembly import build_core

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.store.state_dir import StateDirectory
+from gateway.store.maintenance import StateDirectory
 from manager.errors import Conflict
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.sandbox import Sandbox

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.store import checkpoint
-from gateway.store.checkpoint import Checkpoints
-from gateway.store.store import Store, StoreSpec
+from gateway.store import store as checkpoint
+from gateway.store.store import Checkpoints, Store, StoreSpec
 from tests.gateway.conftest import until
 from tests.gateway.records import accepted
 

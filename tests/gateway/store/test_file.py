@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.store import file
-from gateway.store.file import schema
-from gateway.store.store import LogRow, OpenTrajectory, Store, StoreSpec
+from gateway.store import store
+from gateway.store.store import LogRow, OpenTrajectory, Store, StoreSpec, schema
 from manager.action import State
 from manager.errors import StorageUnavailable
 from tests.gateway.records import accepted
@@ -41,7 +40,7 @@ def add_step(monkeypatch: pytest.MonkeyPatch) -> int:
         **schema(),
         later: "CREATE TABLE more (x INTEGER) STRICT; ALTER TABLE nodes ADD COLUMN rack TEXT NOT NULL DEFAULT '';",
     }
-    monkeypatch.setattr(file, "schema", lambda: more)
+    monkeypatch.setattr(store, "schema", lambda: more)
     return later
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from gateway.invocations.record import Record
-from gateway.store import listing
-from gateway.store.listing import Filter
-from gateway.store.store import Store, StoreSpec
+from gateway.store import store as listing
+from gateway.store.store import Filter, Store, StoreSpec
 from manager.action import State
 from manager.errors import Reason
 from tests.gateway.records import accepted

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.sections import RetentionSection
+from gateway.config.schema import RetentionSection
 from gateway.invocations.record import Record
-from gateway.store import retention
-from gateway.store.retention import prune
+from gateway.store import maintenance
+from gateway.store.maintenance import prune
 from gateway.store.store import LogRow, Store, StoreSpec
 from manager.action import State
 from manager.errors import Reason
@@ -64,7 +64,7 @@ async def test_old_records_go_with_their_logs_and_living_or_dead_letters_stay(st
 async def test_many_that_must_stay_do_not_shield_those_behind_them(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "PRUNE_ROWS", 2)
+    monkeypatch.setattr(maintenance, "PRUNE_ROWS", 2)
     for _ in range(5):
         record(store, ended_s=10.0, dead=True)
     old = [record(store, ended_s=10.0) for _ in range(5)]
@@ -117,5 +117,5 @@ async def test_the_file_gives_back_what_its_records_took_but_for_a_spare(store: 
     assert told["records"] == 200 and told["pages"] > 1000
     assert await kept(reopened, living) == [True]
     await reopened.close()
-    spare_bytes = 4096 * retention.SPARE_PAGES
+    spare_bytes = 4096 * maintenance.SPARE_PAGES
     assert file.stat().st_size < spare_bytes + 2**20 < before_bytes / 3

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.invocations.record import Mode, Record, new_id
-from gateway.store.file import make_ready, queries, schema
-from gateway.store.rows import COLUMNS, record_of, row_of
+from gateway.store.store import COLUMNS, make_ready, queries, record_of, row_of, schema
 from manager.action import Outcome, State
 from manager.errors import Reason
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.store import state_dir
-from gateway.store.backup import backup, restore
-from gateway.store.file import schema
-from gateway.store.state_dir import StateDirectory, quick_check
+from gateway.store import maintenance
+from gateway.store.maintenance import StateDirectory, backup, quick_check, restore
+from gateway.store.store import schema
 from manager.errors import Conflict, StorageUnavailable
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving
 
@@ -26,7 +25,7 @@ async def ready(gateway: RunningGateway) -> tuple[int, dict[str, object]]:
 async def test_a_directory_that_goes_is_noticed_nothing_more_is_accepted_and_no_second_gateway_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
-    monkeypatch.setattr(state_dir, "LOOK_S", 0.01)
+    monkeypatch.setattr(maintenance, "LOOK_S", 0.01)
     async with serving(GatewayBench(tmp_path)) as gateway:
         assert (await gateway.invoke({"n": 1})).status_code == 200
         (tmp_path / "state").rename(tmp_path / "elsewhere")
@@ -91,7 +90,7 @@ async def test_damage_is_told(tmp_path: Path) -> None:
 
 
 def test_a_check_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_dir, "STEPS", 1)
+    monkeypatch.setattr(maintenance, "STEPS", 1)
     with closing(sqlite3.connect(tmp_path / "db.sqlite")) as connection:
         connection.executescript("CREATE TABLE t (x); INSERT INTO t VALUES (1)")
     assert quick_check(tmp_path / "db.sqlite", 60.0) == "ok"

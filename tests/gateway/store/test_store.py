@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.invocations.record import new_id, seq_of
-from gateway.store.file import mended_by
-from gateway.store.listing import Filter
-from gateway.store.store import Durability, LogRow, Store, StoreSpec
+from gateway.store.store import Durability, Filter, LogRow, Store, StoreSpec, mended_by
 from manager.action import State
 from manager.errors import InvalidInput, NotFound, Reason, StorageUnavailable
 from runtimes.sandbox.disk import REMEDY as ROOM

@@ -160,7 +160,7 @@ class Session:
             self.node.attach(near, inventory, recovering=self._recovering)
             if self._recovering:
                 await self._recover()
-            self._epoch = inventory.epoch  # as `gateway.cluster.records.NodeRecords.compared`
+            self._epoch = inventory.epoch  # as `gateway.cluster.store.NodeRecords.compared`
             self.joined.set()
             listening = asyncio.create_task(self.node.serve(near))
             watching = asyncio.create_task(_until(until))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli.report.page import page
-from gateway.cli.report.run import COMPARED, PlayedRun, ReportedRun, RunAction, actions_of, play, workload_of
+from gateway.cli.report import COMPARED, PlayedRun, ReportedRun, RunAction, actions_of, page, play, workload_of
 from tests.gateway.cli.test_trace_export import FUNCTIONS, record
 from tests.gateway.conftest import RunningGateway
 from tests.tangram.cli.conftest import Served, served

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.facades.docker.archives import _first
-from gateway.facades.docker.shapes import NEVER, PathStat, entry_stat, instant, stat_header
+from gateway.facades.docker.api import NEVER, PathStat, _first, entry_stat, instant, stat_header
 from manager.errors import InvalidInput
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import docker
 import pytest
 
-from gateway.config.facades import DockerFacade
-from gateway.facades.docker.execs import STATUS_FILE
-from gateway.facades.docker.listener import bound
+from gateway.config.schema import DockerFacade
+from gateway.facades.docker.api import STATUS_FILE
+from gateway.facades.docker.http import bound
 from manager.errors import Conflict, InvalidConfig
 from tests.gateway.conftest import until
 from tests.gateway.facades.docker.world import IMAGE, EngineWorld, engine_world, upgraded

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gateway.facades.docker.exchange import TAKEN_TURNS, EngineExchange, EnginePeer
+from gateway.facades.docker.http import TAKEN_TURNS, EngineExchange, EnginePeer
 
 
 @dataclass(frozen=True, slots=True)

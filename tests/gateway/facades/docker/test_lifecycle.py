@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config.facades import DockerFacade
-from gateway.facades.docker.containers import Containers
-from gateway.facades.docker.lifecycle import ContainerLife
+from gateway.config.schema import DockerFacade
+from gateway.facades.docker.containers import ContainerLife, Containers
 from manager.errors import NotFound, StorageUnavailable
 from tests.gateway.conftest import until
 from tests.gateway.facades.docker.world import IMAGE, EngineWorld, engine_world

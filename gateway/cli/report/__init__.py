@@ -1,1 +1,0 @@
-"""`tangram report`: one page of a real run, and of what it would have taken otherwise."""

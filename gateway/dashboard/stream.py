@@ -1,0 +1,861 @@
+"""What the page shows, kept current for each viewer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import zlib
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, Literal, NamedTuple, cast
+
+import structlog
+from msgspec.structs import replace
+
+from gateway import serialization
+from gateway.invocations.invocations import Observer
+from gateway.invocations.record import Record
+from gateway.metrics import BUCKETS_S, Metrics
+from manager.action import Action, Lease, Settlement, State
+from manager.core.state import CauseKind
+from manager.core.views import runs_of
+from manager.errors import CapacityExceeded, Reason
+from tangram.types import ActivityInfo, ActSplit, FailureCount, FunctionActivity, StepInfo
+
+# Activity: rates, times and failures of the last minutes, and the bars of the timeline. Time is passed in.
+#
+# Everything is counted as it happens and costs a few microseconds an invocation, whether anybody looks or not.
+
+#: Seconds of failures that are kept, and of rates that are told.
+KEPT_S, RATE_S = 900, 60
+#: Ended bars that are kept, and rows of failures that are told.
+BARS_MAX, FAILURES_MAX = 20_000, 24
+#: Ends of each function that are kept, and functions of which they are.
+ENDS_MAX, FUNCTIONS_MAX = 200, 512
+
+
+@dataclass(slots=True)
+class _Second:
+    """What happened in one second."""
+
+    second: int
+    accepted: int = 0
+    ended: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    #: By function, reason and task.
+    reasons: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
+    #: Ended ones by their function.
+    functions: Counter[str] = field(default_factory=Counter)
+    #: Of those that were completed.
+    completed: int = 0
+    queue_s: float = 0.0
+    overhead_s: float = 0.0
+    execution_s: float = 0.0
+    #: Completed ones by their ACT.
+    spread: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+
+
+class _End(NamedTuple):
+    """One invocation that has ended."""
+
+    at_s: float
+    #: None for one that was not completed: it has no ACT.
+    act_s: float | None
+    failed: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Bar:
+    """One try of an action on the timeline; times are wall-clock seconds."""
+
+    number: int
+    id: str
+    function: str
+    task: str
+    trajectory: str | None
+    queue_s: float
+    start_s: float
+    #: (pool, first unit, units); first is -1 where units have no number.
+    places: tuple[tuple[str, int, int], ...]
+    overhead_s: float = 0.0
+    execution_s: float = 0.0
+    #: None while it runs, empty if it went well, else the reason.
+    reason: str | None = None
+
+    @property
+    def end_s(self) -> float:
+        """When it ended, if it has."""
+        return self.start_s + self.overhead_s + self.execution_s
+
+
+class Activity:
+    """Counts as an observer of the invocations and a listener of the engine. Use from one thread."""
+
+    def __init__(self, now: Callable[[], float], wall: Callable[[], float]) -> None:
+        self._now, self._wall = now, wall
+        self.began_s = now()
+        self.began_wall_s = wall()
+        self._seconds: deque[_Second] = deque()
+        #: The last time of each failure that is still counted.
+        self._last: dict[tuple[str, Reason, str], float] = {}
+        #: The last ends of each function.
+        self._functions: dict[str, deque[_End]] = {}
+        self._number = 0
+        self.running: dict[str, Bar] = {}
+        self.ended: deque[Bar] = deque(maxlen=BARS_MAX)
+        #: Bars that began, and that ended, since they were last taken.
+        self._begun: deque[Bar] = deque(maxlen=BARS_MAX)
+        self._done: deque[Bar] = deque(maxlen=BARS_MAX)
+
+    # An observer of the invocations (`gateway.invocations.invocation.Observer`)
+
+    def accepted(self, record: Record) -> None:
+        self._second().accepted += 1
+
+    def moved(self, record: Record) -> None:
+        """Starts are told by the engine, with their leases."""
+
+    def settled(self, record: Record) -> None:
+        """An invocation has ended for good."""
+        second = self._second()
+        second.ended += 1
+        times = (record.queue_s or 0.0, record.overhead_s or 0.0, record.execution_s or 0.0)
+        if record.completed:
+            second.completed += 1
+            second.queue_s += times[0]
+            second.overhead_s += times[1]
+            second.execution_s += times[2]
+            second.spread[bisect_left(BUCKETS_S, sum(times))] += 1
+        second.functions[record.function] += 1
+        if record.state is State.CANCELLED:
+            second.cancelled += 1
+            return
+        failed = record.state is not State.SUCCEEDED
+        ends = self._ends_of(record.function)
+        ends.append(_End(self._now(), sum(times) if record.completed else None, failed))
+        if failed:
+            second.failed += 1
+            key = (record.function, record.reason or Reason.INTERNAL, record.task)
+            second.reasons[key] += 1
+            self._last[key] = self._wall()
+
+    # What the engine tells (`ActionEnds` joins it to the engine)
+
+    def began(self, action: Action, lease: Lease, queue_s: float) -> None:
+        """A try was leased."""
+        self._number += 1
+        bar = Bar(
+            number=self._number,
+            id=action.id.partition(".")[0],
+            function=action.function,
+            task=action.task,
+            trajectory=action.trajectory,
+            queue_s=queue_s,
+            start_s=self._wall(),
+            places=tuple(_places(lease)),
+        )
+        self.running[action.id] = bar
+        self._begun.append(bar)
+
+    def finished(self, settlement: Settlement) -> None:
+        """A try has ended."""
+        bar = self.running.pop(settlement.action.id, None)
+        if bar is None:
+            return
+        bar.overhead_s, bar.execution_s = settlement.overhead_s, settlement.execution_s
+        bar.reason = "" if settlement.outcome.reason is None else settlement.outcome.reason.value
+        self.ended.append(bar)
+        self._done.append(bar)
+
+    # What is read
+
+    def take_bars(self) -> tuple[list[Bar], list[Bar]]:
+        """Return the bars that began, and that ended, since the last call."""
+        taken = list(self._begun), list(self._done)
+        self._begun.clear()
+        self._done.clear()
+        return taken
+
+    def recent_bars(self, since_s: float, limit: int) -> tuple[list[Bar], float]:
+        """Return running bars, and the newest ended ones that ran after ``since_s`` (wall clock), oldest first.
+
+        With them goes the instant from when on these are all that there were.
+        """
+        found: list[Bar] = []
+        known_s = max(since_s, self.began_wall_s)
+        for bar in reversed(self.ended):
+            if bar.end_s < since_s:
+                break
+            if len(found) >= limit:
+                known_s = max(known_s, bar.end_s)
+                break
+            found.append(bar)
+        else:
+            if len(self.ended) == BARS_MAX:
+                known_s = max(known_s, self.ended[0].end_s)
+        return [*reversed(found), *list(self.running.values())[-limit:]], known_s
+
+    def per_second(self, seconds: int) -> list[int]:
+        """Return how many ended in each of the last whole seconds, oldest first."""
+        last = int(self._now())
+        ended = {each.second: each.ended for each in self._newest(seconds + 1)}
+        return [ended.get(second, 0) for second in range(last - seconds, last)]
+
+    def info(self) -> ActivityInfo:
+        """Return rates and times of the last minute, and failures of the last 15."""
+        self._prune()
+        minute = list(self._newest(RATE_S))
+        ended = sum(each.ended for each in minute)
+        spread = [sum(column) for column in zip(*(each.spread for each in minute), strict=True)]
+        completed = sum(each.completed for each in minute)
+        mean = [sum(getattr(each, part) for each in minute) / max(1, completed) for part in _PARTS]
+        reasons = Counter[tuple[str, Reason, str]]()
+        for each in self._seconds:
+            reasons.update(each.reasons)
+        return ActivityInfo(
+            started_at_s=self.began_wall_s,
+            uptime_s=self._now() - self.began_s,
+            accepted=sum(each.accepted for each in minute),
+            ended=ended,
+            failed=sum(each.failed for each in minute),
+            cancelled=sum(each.cancelled for each in minute),
+            act=ActSplit(
+                completed=completed,
+                queue_s=mean[0],
+                overhead_s=mean[1],
+                execution_s=mean[2],
+                p50_s=_quantile(spread, 0.5),
+                p99_s=_quantile(spread, 0.99),
+            ),
+            failures=tuple(
+                [
+                    FailureCount(
+                        function=key[0], reason=key[1].value, task=key[2], count=count, last_at_s=self._last[key]
+                    )
+                    for key, count in reasons.most_common(FAILURES_MAX)
+                ]
+            ),
+            failed_15min=sum(reasons.values()),
+            ended_15min=sum(each.ended for each in self._seconds),
+            cancelled_15min=sum(each.cancelled for each in self._seconds),
+        )
+
+    def whole_info(self) -> ActivityInfo:
+        """Return the same, and how each function has fared: that costs more than a look twice a second may."""
+        return replace(self.info(), functions=self.by_function())
+
+    def by_function(self) -> dict[str, FunctionActivity]:
+        """Return how each function has fared of late."""
+        ended = Counter[str]()
+        for each in self._newest(RATE_S):
+            ended.update(each.functions)
+        return {name: _fared(recent, ended[name]) for name, recent in self._functions.items()}
+
+    def _ends_of(self, name: str) -> deque[_End]:
+        found = self._functions.get(name)
+        if found is None:
+            if len(self._functions) >= FUNCTIONS_MAX:  # the one that has ended nothing for longest goes
+                del self._functions[min(self._functions, key=lambda each: self._functions[each][-1].at_s)]
+            found = self._functions[name] = deque(maxlen=ENDS_MAX)
+        return found
+
+    def _second(self) -> _Second:
+        second = int(self._now())
+        if not self._seconds or self._seconds[-1].second != second:
+            self._prune()
+            self._seconds.append(_Second(second))
+        return self._seconds[-1]
+
+    def _newest(self, seconds: int) -> Iterator[_Second]:
+        since = int(self._now()) - seconds
+        for each in reversed(self._seconds):
+            if each.second <= since:
+                return
+            yield each
+
+    def _prune(self) -> None:
+        since = int(self._now()) - KEPT_S
+        while self._seconds and self._seconds[0].second <= since:
+            self._seconds.popleft()
+        if len(self._last) > 4 * FAILURES_MAX:
+            known = {key for each in self._seconds for key in each.reasons}
+            self._last = {key: at_s for key, at_s in self._last.items() if key in known}
+
+
+_PARTS = ("queue_s", "overhead_s", "execution_s")
+
+
+def _places(lease: Lease) -> Iterable[tuple[str, int, int]]:
+    for grant in lease.grants.values():
+        if grant.chunk is not None:
+            yield grant.pool, grant.chunk.start, grant.chunk.size
+        elif grant.cores:
+            yield from ((grant.pool, first, count) for first, count in runs_of(grant.cores))
+        else:
+            yield grant.pool, -1, grant.units
+
+
+def _fared(recent: deque[_End], ended: int) -> FunctionActivity:
+    spread = sorted(each.act_s for each in recent if each.act_s is not None)
+    last = len(spread) - 1
+    return FunctionActivity(
+        ended=ended,
+        of=len(recent),
+        failed=sum(each.failed for each in recent),
+        p50_s=spread[last // 2] if spread else None,
+        p99_s=spread[99 * last // 100] if spread else None,
+    )
+
+
+def _quantile(spread: list[int], share: float) -> float | None:
+    """Return the seconds that ``share`` of what is spread over the buckets stayed below; None if there is nothing."""
+    wanted, reached = share * sum(spread), 0
+    if not wanted:
+        return None
+    for index, count in enumerate(spread):
+        if count and reached + count >= wanted:
+            low = BUCKETS_S[index - 1] if index else 0.0
+            high = BUCKETS_S[min(index, len(BUCKETS_S) - 1)]
+            return low + (high - low) * (wanted - reached) / count
+        reached += count
+    return float(BUCKETS_S[-1])
+
+
+class ActionEnds:
+    """Tells an `Activity` of the engine's starts and ends (a `manager.engine.Listener`)."""
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+
+    def started(self, action: Action, lease: Lease, queue_s: float) -> None:
+        self._activity.began(action, lease, queue_s)
+
+    def settled(self, settlement: Settlement) -> None:
+        self._activity.finished(settlement)
+
+
+class Observers:
+    """Several observers of the invocations as one."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def accepted(self, record: Record) -> None:
+        for each in self._observers:
+            each.accepted(record)
+
+    def moved(self, record: Record) -> None:
+        for each in self._observers:
+            each.moved(record)
+
+    def settled(self, record: Record) -> None:
+        for each in self._observers:
+            each.settled(record)
+
+
+# Sections: what the page shows, as small values that are compared from one look to the next.
+#
+# Instants are whole milliseconds since 1970 on the gateway's clock, so that what only grows older does not change.
+
+#: Verdict -> what is told of it; the first that holds is shown.
+Verdict = Literal[
+    "stopped", "draining", "lost", "unavailable", "quota", "memory", "devices", "units", "waiting", "ok", "idle"
+]
+#: Starts of one look that are told one by one.
+BEGUN_MAX = 400
+#: A cause -> the verdict where most wait for it.
+_BOUND: Mapping[CauseKind, Verdict] = {"quota": "quota", "memory": "memory", "devices": "devices", "units": "units"}
+#: Share of what waits from which on a shortage is the verdict, though more waits for something else.
+_TELLING = 0.1
+#: Seconds for which a machine that was lost is the first thing that is said.
+LOST_SHOWN_S = 300.0
+#: Ends in a minute below which they tell no rate.
+_RATE_MIN = 10
+#: JSON-able values: what the core shows has no types of its own.
+Shown = Mapping[str, Any]
+
+
+class Troubles(NamedTuple):
+    """What is wrong with the gateway itself."""
+
+    #: Why no work is taken now.
+    stopped: str | None = None
+    #: Machines that were lost of late.
+    lost: Sequence[str] = ()
+
+
+class Names:
+    """Functions, tasks and pools by number: what repeats in every bar is told once. Bounded: later ones share 0."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._numbers: dict[str, int] = {"other": 0}
+        self.listed: list[str] = ["other"]
+
+    def of(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            if len(self.listed) >= self._most:
+                return 0
+            number = self._numbers[name] = len(self.listed)
+            self.listed.append(name)
+        return number
+
+
+def sections(
+    seen: Shown,
+    activity: Activity,
+    wall_s: float,
+    troubles: Troubles,
+    functions: Mapping[str, tuple[str, str]],
+    wanted: Collection[str],
+) -> dict[str, object]:
+    """Return everything that is shown of a glance at the core, by name. Functions cost the ``wanted`` kinds."""
+    info = activity.info()
+    return {
+        "run": seen["running"],
+        "wait": seen["waiting"],
+        "rate": [info.accepted, info.ended, info.failed, info.cancelled],
+        "act": _act(info),
+        "failed": [[each.function, each.reason, each.task, each.count, _ms(each.last_at_s)] for each in info.failures],
+        "failed_15min": info.failed_15min,
+        "ended_15min": info.ended_15min,
+        "cancelled_15min": info.cancelled_15min,
+        "causes": [
+            [each["kind"], each["pool"], each["text"], each["task"], each["count"], _ms(wall_s - each["oldest_s"])]
+            for each in seen["causes"]
+        ],
+        "causes_left_out": seen["causes_left_out"],
+        "pools": {name: _pool(pool, wall_s) for name, pool in seen["pools"].items() if _is_shown(pool, wanted)},
+        "nodes": seen["nodes"],
+        "tasks": seen["tasks"],
+        "long": [_running(each, wall_s) for each in seen["longest"]],
+        "traj": seen["trajectories"],
+        "fns": functions,
+        "verdict": verdict(seen, troubles, functions, info.ended),
+    }
+
+
+def _act(info: ActivityInfo) -> list[float | None]:
+    act = info.act
+    parts = (act.queue_s, act.overhead_s, act.execution_s, act.p50_s, act.p99_s)
+    return [*(None if each is None else round(1000 * each) for each in parts), act.completed]
+
+
+def _pool(pool: Shown, wall_s: float) -> dict[str, object]:
+    found = {name: pool[name] for name in ("kind", "node", "total", "free")}
+    found |= {name: pool[name] for name in ("cells", "by_function", "timed") if name in pool}
+    if "next_return_s" in pool:
+        next_s = pool["next_return_s"]
+        found["next"] = None if next_s is None else _ms(wall_s + next_s, step_ms=100)
+        found["period"] = round(1000 * pool["period_s"])
+    if "devices" in pool:
+        found["devices"] = [
+            [each["memory_bytes"], each["used_bytes"], [[one["service"], one["bytes"]] for one in each["resident"]]]
+            for each in pool["devices"]
+        ]
+        found["regions"] = pool["regions"]
+        looked = pool["hits"] + pool["restores"]
+        found["warm"] = round(100 * pool["hits"] / looked) if looked else None
+    return found
+
+
+def _is_shown(pool: Shown, wanted: Collection[str]) -> bool:
+    """Devices of a processor are there for whoever has no other: they are nothing until a function wants some."""
+    kinds = {kind for _, _, kind in pool.get("regions", {}).values()}
+    return kinds != {"cpu"} or pool["kind"] in wanted
+
+
+def _running(one: Shown, wall_s: float) -> list[object]:
+    takes_s = one["takes_s"]
+    return [
+        one["id"],
+        one["function"],
+        one["task"],
+        one["trajectory"],
+        one["units"],
+        one["node"],
+        _ms(wall_s - one["running_s"], step_ms=100),
+        None if takes_s is None else _ms(takes_s, step_ms=100),
+    ]
+
+
+def _ms(seconds: float, step_ms: int = 1000) -> int:
+    """Return whole milliseconds, in steps: an instant that was computed twice must come out the same."""
+    return round(seconds * 1000 / step_ms) * step_ms
+
+
+def verdict(
+    seen: Shown, troubles: Troubles, functions: Mapping[str, tuple[str, str]], ended: int
+) -> tuple[Verdict, str]:
+    """Return why what waits does wait, or that nothing does: the page's first line. ``ended`` have, in a minute."""
+    waiting, running = seen["waiting"], seen["running"]
+    if troubles.stopped is not None:
+        return ("draining" if troubles.stopped == "draining" else "stopped"), troubles.stopped
+    if troubles.lost:
+        more = len(troubles.lost) - 1
+        told = f"{troubles.lost[0]} was lost" + (f", and {more} more" if more else "")
+        return "lost", f"{told}; {running} running, {waiting} waiting"
+    missing = [name for name, (status, _) in functions.items() if status == "unavailable"]
+    if missing:
+        return "unavailable", f"{missing[0]}: {functions[missing[0]][1]}" if functions[missing[0]][1] else missing[0]
+    if not waiting:
+        return ("ok", f"{running} running, nothing waits") if running else ("idle", "nothing runs and nothing waits")
+    counts: dict[str, int] = {}
+    pools: dict[str, str] = {}
+    for cause in seen["causes"]:
+        counts[cause["kind"]] = counts.get(cause["kind"], 0) + cause["count"]
+        pools.setdefault(cause["kind"], cause["pool"])
+    most = max(counts, key=lambda each: counts[each], default="turn")
+    # What waits for an earlier action of its trajectory waits for what that waits for.
+    kind = max((each for each in counts if each in _BOUND), key=lambda each: counts[each], default=most)
+    if kind != most and kind in _BOUND:
+        # What waits for its turn stands behind what lacks the units.
+        counts[kind] += counts.get("turn", 0)
+        kind = kind if counts[kind] >= _TELLING * waiting else most
+    bound = _BOUND.get(cast(CauseKind, kind), "waiting")
+    what = {
+        "trajectory": "for earlier actions of their trajectories",
+        "task_cap": "under a cap of their task",
+        "hold": "because the policy holds them back",
+        "turn": "for their turn",
+        "memory": "for memory",
+        "node": "for a node that is open to them",
+    }.get(kind, f"for {_unit(seen, pools.get(kind, ''))}")
+    told = f"{counts.get(kind, 0)} of {waiting} waiting actions wait {what}{_use(seen, pools.get(kind, ''))}"
+    return bound, f"{told}{_drain(waiting, ended)}"
+
+
+def _unit(seen: Shown, pool: str) -> str:
+    """Return what the units of a pool are called."""
+    found = seen["pools"].get(pool, {})
+    return "devices" if "devices" in found else "cores" if found.get("kind") == "cpu" else pool
+
+
+def _use(seen: Shown, pool: str) -> str:
+    """Return how many units are in use, of all nodes that have such."""
+    found = seen["pools"].get(pool)
+    if found is None:
+        return ""
+    alike = [each for each in seen["pools"].values() if each["kind"] == found["kind"]]
+    total = sum(each["total"] for each in alike)
+    used = total - sum(each["free"] for each in alike)
+    return f"; {used} of {total} are {'used up' if 'timed' in found else 'busy'}"
+
+
+def _drain(waiting: int, ended: int) -> str:
+    """Return when what waits will have begun at the rate of the last minute; nothing where that says little."""
+    if ended < _RATE_MIN:
+        return ""
+    seconds = RATE_S * waiting / ended
+    if seconds < 1:
+        return ""
+    about = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    return f". At the present rate they have begun in about {about}"
+
+
+def step_rows(steps: Sequence[StepInfo], wall_s: float) -> dict[str, object]:
+    """Return steps as ``TASK/STEP: [expected, living, ended, opened_ms, ended_ms, expected_end_ms]``, null for none."""
+    return {
+        f"{each.task}/{each.step}": [
+            each.expected,
+            each.living,
+            each.ended,
+            round(1000 * each.opened_at.timestamp()),
+            None if each.ended_at is None else round(1000 * each.ended_at.timestamp()),
+            None if each.ends_in_s is None else _ms(wall_s + each.ends_in_s),
+        ]
+        for each in steps
+    }
+
+
+def begun_rows(bars: Sequence[Bar], names: Names) -> list[list[object]]:
+    """Return the starts as ``[number, id, function, task, trajectory, start_ms, queue_ms, [[pool, first, count]]]``."""
+    return [
+        [
+            bar.number,
+            bar.id,
+            names.of(bar.function),
+            names.of(bar.task),
+            bar.trajectory or 0,
+            round(bar.start_s * 1000),
+            round(bar.queue_s * 1000),
+            [[names.of(pool), first, count] for pool, first, count in bar.places],
+        ]
+        for bar in bars
+    ]
+
+
+def ended_rows(bars: Sequence[Bar]) -> list[list[object]]:
+    """Return the ends as ``[number, overhead_ms, execution_ms, reason or 0]``."""
+    return [[bar.number, round(bar.overhead_s * 1000), round(bar.execution_s * 1000), bar.reason or 0] for bar in bars]
+
+
+# The watch: one stream of small changes, encoded once for all viewers, and made only while somebody looks.
+#
+# Nothing is queued for a viewer. It has a place in the ring of the last ticks and takes the next one when it is ready;
+# one that has fallen out of the ring, or far behind, is told the whole state again, as if it had just come.
+
+#: Version of the stream's form.
+FORM = 1
+#: Seconds between two ticks, and after which one is sent though nothing changed.
+TICK_S, HEARTBEAT_S = 0.5, 5.0
+#: Ticks that are kept for who resumes (two minutes), their bytes, and ticks that a viewer may lag before it is told the
+#: whole state instead.
+TICKS_KEPT, RING_BYTES, LAG_MAX = 240, 8 * 2**20, 8
+VIEWERS_MAX = 64
+#: Seconds of bars, and how many, that a new viewer is told.
+HISTORY_S, HISTORY_BARS = 120.0, 1500
+#: The same for one that asks for more: that is made for it alone.
+LONG_HISTORY_BARS = 8000
+#: The first ten bytes of a gzip stream: what follows are blocks of deflate, each of which can be the first.
+GZIP_HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
+logger = structlog.get_logger("gateway.watch")
+
+
+class WatchView(NamedTuple):
+    """What of the stream a viewer takes."""
+
+    bars: bool = False
+    packed: bool = False
+
+
+@dataclass(slots=True)
+class _Tick:
+    """One change, as bytes by view; packed ones are made when the first viewer wants them."""
+
+    number: int
+    bare: bytes
+    barred: bytes
+    packed: dict[bool, bytes] = field(default_factory=dict)
+
+    def shown(self, view: WatchView) -> bytes:
+        data = self.barred if view.bars else self.bare
+        if not view.packed:
+            return data
+        found = self.packed.get(view.bars)
+        if found is None:
+            found = self.packed[view.bars] = packed(data)
+        return found
+
+
+def packed(data: bytes) -> bytes:
+    """Return the data as blocks of raw deflate that lean on nothing before them, and do not end the stream."""
+    deflate = zlib.compressobj(6, zlib.DEFLATED, -15)
+    return deflate.compress(data) + deflate.flush(zlib.Z_FULL_FLUSH)
+
+
+class Watch:
+    """The stream. Use from one event loop; `close` ends it for all viewers."""
+
+    def __init__(
+        self,
+        *,
+        glance: Callable[[], Shown],
+        activity: Activity,
+        functions: Callable[[], Mapping[str, tuple[str, str]]],
+        steps: Callable[[], Sequence[StepInfo]],
+        troubles: Callable[[], Troubles],
+        wanted: Callable[[], Collection[str]],
+        wall: Callable[[], float],
+        tick_s: float = TICK_S,
+    ) -> None:
+        """``functions`` tells each one's readiness and problem, ``steps`` the steps of tasks that a screen is shown,
+        ``wanted`` the kinds of resources that functions cost.
+        """
+        self._glance, self._activity, self._functions, self._steps = glance, activity, functions, steps
+        self._troubles, self._wanted = troubles, wanted
+        self._wall, self._tick_s = wall, tick_s
+        self._version = version("tangram-gateway")
+        self.epoch = secrets.token_hex(4)
+        self._names = Names()
+        self._named = 0
+        self._number = 0
+        self._shown: dict[str, object] = {}
+        self._ring: deque[_Tick] = deque()
+        self._ring_bytes = 0
+        self._sent_s = 0.0
+        self._moved = asyncio.Event()
+        self._ticking: asyncio.Task[None] | None = None
+        self._closed = False
+        #: The whole state as of a tick, by view.
+        self._whole: dict[WatchView, tuple[int, bytes]] = {}
+        self.viewers = 0
+        self.gaps = 0
+
+    def measured_by(self, metrics: Metrics) -> None:
+        """Count who watches."""
+        metrics.watch("tangram_viewers", "Pages that watch", lambda: self.viewers)
+        gaps = "Times that a viewer fell behind and was told the whole state again"
+        metrics.watch("tangram_watch_gaps", gaps, lambda: self.gaps, counter=True)
+
+    def check(self) -> None:
+        """Raise CapacityExceeded if there are as many viewers as there may be."""
+        if self.viewers >= VIEWERS_MAX:
+            raise CapacityExceeded(f"{VIEWERS_MAX} viewers watch already", component="watch", retry_after_s=5.0)
+
+    async def follow(
+        self, view: WatchView, since: str | None = None, history_s: float = HISTORY_S, is_admin: bool = True
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield what a viewer is sent, as Server-Sent Events; from ``since``, an event's id, on if that is kept.
+
+        Who is told the state is told the bars of ``history_s`` with it. ``is_admin`` is told to the viewer alone.
+        """
+        self.viewers += 1
+        try:
+            if self._ticking is None and not self._closed:
+                self._tick()
+                self._ticking = asyncio.get_running_loop().create_task(self._tick_for_ever())
+            place = self._place_of(since)
+            head = GZIP_HEAD if view.packed else b""
+            yield head + self._hello(view, is_admin)
+            if place is None:
+                place = self._number
+                yield self._state(view) if history_s <= HISTORY_S else self._long_state(view, history_s)
+            while not self._closed:
+                if place == self._number:
+                    await self._moved.wait()
+                    continue
+                behind = self._number - place
+                if behind > LAG_MAX or not self._ring or place + 1 < self._ring[0].number:
+                    self.gaps += 1
+                    place = self._number
+                    yield self._packed(view, _event("gap", {"ticks": behind})) + self._state(view)
+                    continue
+                following = [tick for tick in self._ring if tick.number > place]
+                place = following[-1].number
+                yield b"".join(tick.shown(view) for tick in following)
+            yield self._packed(view, _event("bye", {"reason": self._troubles().stopped or "closed"}))
+        finally:
+            self.viewers -= 1
+            if not self.viewers and self._ticking is not None:
+                self._ticking.cancel()
+                self._ticking = None
+
+    def close(self) -> None:
+        """Tell every viewer goodbye."""
+        self._closed = True
+        self._wake()
+
+    def _place_of(self, since: str | None) -> int | None:
+        """Return the tick that a returning viewer has seen; None if it has to be told the whole state."""
+        epoch, dot, number = (since or "").partition(".")
+        if epoch != self.epoch or not dot or not number.isdigit() or not self._ring:
+            return None
+        place = int(number)
+        return place if self._ring[0].number - 1 <= place <= self._number else None
+
+    # Ticks
+
+    async def _tick_for_ever(self) -> None:
+        """A fault ends the stream for all: the page then says that it is not told anything."""
+        while True:
+            await asyncio.sleep(self._tick_s)
+            try:
+                self._tick()
+            except Exception as error:
+                logger.exception("what the page is told could not be made", error=str(error))
+                return self.close()
+
+    def _tick(self) -> None:
+        """Look, and tell what has changed since the last look."""
+        now_s = self._wall()
+        seen = sections(self._glance(), self._activity, now_s, self._troubles(), self._functions(), self._wanted())
+        seen["steps"] = step_rows(self._steps(), now_s)
+        changes = _changes(self._shown, seen)
+        begun, ended = self._activity.take_bars()
+        if now_s - self._sent_s > 2 * HEARTBEAT_S:
+            begun, ended = [], []  # nobody looked for a while: who comes is told the bars with the state
+        started, finished = begun_rows(begun[-BEGUN_MAX:], self._names), ended_rows(ended)
+        if not (changes or begun or ended or now_s - self._sent_s >= HEARTBEAT_S):
+            return
+        self._shown, self._sent_s = seen, now_s
+        self._number += 1
+        told: dict[str, object] = {"now": round(now_s * 1000), **({"d": changes} if changes else {})}
+        bars: dict[str, object] = {"s": started, "e": finished, "left_out": max(0, len(begun) - BEGUN_MAX)}
+        names: dict[str, object] = {}
+        if self._named < len(self._names.listed):
+            names["names"] = [self._named, self._names.listed[self._named :]]
+            self._named = len(self._names.listed)
+        name = f"{self.epoch}.{self._number}"
+        bare = _event("tick", told | names, name)
+        has_bars = bool(begun or ended or names)
+        self._keep(
+            _Tick(self._number, bare, _event("tick", {**told, "bars": bars | names}, name) if has_bars else bare)
+        )
+        self._wake()
+
+    def _keep(self, tick: _Tick) -> None:
+        self._ring.append(tick)
+        self._ring_bytes += len(tick.barred)
+        while len(self._ring) > TICKS_KEPT or (self._ring_bytes > RING_BYTES and len(self._ring) > 1):
+            self._ring_bytes -= len(self._ring.popleft().barred)
+
+    def _wake(self) -> None:
+        """Wake who waits for the next tick."""
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    # What is told at the beginning
+
+    def _hello(self, view: WatchView, is_admin: bool) -> bytes:
+        told: dict[str, object] = {"form": FORM, "epoch": self.epoch, "version": self._version, "admin": is_admin}
+        told |= {"now": round(self._wall() * 1000), "began": round(self._activity.began_wall_s * 1000)}
+        return self._packed(view, _event("hello", told))
+
+    def _state(self, view: WatchView) -> bytes:
+        """Return everything, made once for all that come within one tick."""
+        number, data = self._whole.get(view, (-1, b""))
+        if number != self._number:
+            data = self._told_whole(view, HISTORY_S, HISTORY_BARS)
+            self._whole[view] = self._number, data
+        return data
+
+    def _long_state(self, view: WatchView, history_s: float) -> bytes:
+        return self._told_whole(view, history_s, LONG_HISTORY_BARS)
+
+    def _told_whole(self, view: WatchView, history_s: float, bars_max: int) -> bytes:
+        since_s = self._wall() - history_s
+        told: dict[str, object] = {"now": round(self._wall() * 1000), "d": self._shown}
+        told["spark"] = self._activity.per_second(int(HISTORY_S))
+        if view.bars:
+            recent, known_since_s = self._activity.recent_bars(since_s, bars_max)
+            told["bars"] = {
+                "s": begun_rows(recent, self._names),
+                "e": ended_rows([bar for bar in recent if bar.reason is not None]),
+                "left_out": 0,
+                "names": [0, self._names.listed],
+                # From when on these are all that there were.
+                "since": round(known_since_s * 1000),
+            }
+        else:
+            told["names"] = [0, self._names.listed]  # in their order functions have their colours
+        return self._packed(view, _event("state", told, f"{self.epoch}.{self._number}"))
+
+    @staticmethod
+    def _packed(view: WatchView, data: bytes) -> bytes:
+        return packed(data) if view.packed else data
+
+
+def _event(name: str, told: Mapping[str, object], number: str | None = None) -> bytes:
+    head = b"" if number is None else f"id: {number}\n".encode()
+    return head + f"event: {name}\ndata: ".encode() + serialization.encode(told) + b"\n\n"
+
+
+def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, object]:
+    """Return the sections that differ; of one that is keyed by names those keys, null where one is gone."""
+    found: dict[str, object] = {}
+    for name, value in now.items():
+        old = before.get(name)
+        if value == old:
+            continue
+        if isinstance(value, dict) and isinstance(old, dict):
+            gone = dict.fromkeys(old.keys() - value.keys())
+            found[name] = {key: each for key, each in value.items() if old.get(key) != each} | gone
+        else:
+            found[name] = value
+    return found

@@ -1,1 +1,0 @@
-"""HTTP operations on the machines that work for the gateway."""

@@ -1,1 +1,0 @@
-"""HTTP operations on RL tasks and their steps."""

@@ -1,1 +1,0 @@
-"""What an operation does, whichever door asks for it: HTTP and gRPC read the question and tell the answer."""

@@ -1,1 +1,0 @@
-"""Interactive sessions, as the doors share them."""

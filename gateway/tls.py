@@ -1,0 +1,261 @@
+"""TLS contexts, the renewal of their files, and the count of open connections."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from gateway.config.schema import TlsSection
+from gateway.metrics import Metrics
+from manager.errors import CapacityExceeded, InvalidConfig
+
+#: Seconds in which a peer must have shaken hands.
+HANDSHAKE_S = 20.0
+#: The first byte of whoever shakes hands.
+HANDSHAKE = b"\x16"
+#: Seconds until connections are taken again after the machine had no descriptor for one.
+AGAIN_S = 1.0
+#: Bytes that a connection reads ahead.
+AHEAD_BYTES = 2**16
+
+#: Serves one connection.
+Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def server_context(tls: TlsSection, protocols: Sequence[str]) -> ssl.SSLContext:
+    """Return the context of a server that offers these protocols (ALPN); raises InvalidConfig for odd files."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(protocols)
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidConfig(f"server.tls: {tls.cert} and {tls.key} cannot be used: {error}", component="tls") from None
+    if tls.client_ca is not None:
+        try:
+            context.load_verify_locations(tls.client_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidConfig(
+                f"server.tls.client_ca: {tls.client_ca} cannot be used: {error}", component="tls"
+            ) from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+class TlsServer:
+    """Serves a listening socket: ``connected`` whoever speaks TLS, ``plain`` whoever does not."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        connected: Connected,
+        plain: Connected,
+        closed: Callable[[], None],
+    ) -> None:
+        """``closed`` is called by `close`."""
+        self._listener = listener
+        self._context = context
+        self._connected, self._plain, self._closed = connected, plain, closed
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.get_running_loop().create_task(self._accept_for_ever())
+
+    def close(self) -> None:
+        """Take no more connections; those that are served go on."""
+        self._closed()
+        for task in (self._accepting, *self._greeting):
+            task.cancel()
+        self._listener.close()
+
+    async def _accept_for_ever(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listener)
+            except OSError:  # it is gone already, or there is no descriptor left
+                await asyncio.sleep(AGAIN_S)
+                continue
+            task = loop.create_task(self._greet(accepted))
+            self._greeting.add(task)
+            task.add_done_callback(self._greeting.discard)
+
+    async def _greet(self, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            accepted.setblocking(False)
+            async with asyncio.timeout(HANDSHAKE_S):
+                secure = await _first_byte(accepted) == HANDSHAKE
+            reader = asyncio.StreamReader(limit=AHEAD_BYTES, loop=loop)
+            serve = self._connected if secure else self._plain
+            protocol = asyncio.StreamReaderProtocol(reader, serve, loop=loop)
+            context, within_s = (self._context, HANDSHAKE_S) if secure else (None, None)
+            await loop.connect_accepted_socket(lambda: protocol, accepted, ssl=context, ssl_handshake_timeout=within_s)
+        except (OSError, TimeoutError):  # among them what is wrong with a handshake
+            accepted.close()
+        except asyncio.CancelledError:
+            accepted.close()
+            raise
+
+
+async def _first_byte(accepted: socket.socket) -> bytes:
+    """Return the first byte that a peer has sent, which is still to be read; raises OSError where there is none."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def told() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(accepted, told)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(accepted)
+    with suppress(BlockingIOError):
+        if first := accepted.recv(1, socket.MSG_PEEK):
+            return first
+    raise ConnectionResetError
+
+
+#: Seconds between two looks at whether the files were renewed.
+LOOK_S = 15.0
+
+
+class RenewedContext:
+    """The context of one door, which takes its files again when they were renewed, until `close`.
+
+    Connections that begin from then on are shown the new certificate; the others go on.
+
+    Of ``client_ca`` what is new is added; who is no longer in it is refused from the next start on.
+    """
+
+    def __init__(self, tls: TlsSection, protocols: Sequence[str], door: str) -> None:
+        self._tls, self._door = tls, door
+        self._taken = self._refused = self._identity()
+        self.context = server_context(tls, protocols)
+        self._log = structlog.get_logger("gateway.tls")
+        self._looking = asyncio.get_running_loop().create_task(self._look_for_ever())
+
+    def close(self) -> None:
+        """Look no more."""
+        self._looking.cancel()
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Take the files if they are others than before, and can be used; else go on with those of before."""
+        found = self._identity()
+        if found == self._taken:
+            return
+        tls = self._tls
+        try:
+            server_context(tls, ())  # half of a renewal must not get into the context that serves
+            self.context.load_cert_chain(tls.cert, tls.key)
+            if tls.client_ca is not None:
+                self.context.load_verify_locations(tls.client_ca)
+        except (InvalidConfig, OSError) as error:
+            if found != self._refused:
+                self._refused = found
+                self._log.error("renewed files are not taken", door=self._door, why=str(error))
+            return
+        self._taken = self._refused = found
+        self._log.info("a renewed certificate is served", door=self._door, file=str(tls.cert))
+
+    def _identity(self) -> tuple[tuple[int, ...] | None, ...]:
+        files = (self._tls.cert, self._tls.key, self._tls.client_ca)
+        return tuple(None if file is None else _identity_of(file) for file in files)
+
+
+def _identity_of(file: Path) -> tuple[int, ...] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+#: Seconds that a refused connection may take to read its refusal.
+LINGER_S = 1.0
+RETRY_AFTER_S = 1.0
+#: Refused connections that may linger at a time: they too take descriptors.
+LEAVING_MAX = 64
+#: Seconds in which resets of calls are counted together.
+RESETS_S = 60.0
+
+
+@dataclass(slots=True)
+class Resets:
+    """How many calls of one connection were reset lately: making and dropping them costs its peer nothing."""
+
+    limit: int
+    #: Seconds on the caller's clock at which the present minute ends.
+    until_s: float = 0.0
+    count: int = 0
+
+    def exceeded(self, now_s: float, more: int = 1) -> bool:
+        """Count ``more`` of them; whether they are too many for this minute."""
+        if now_s >= self.until_s:
+            self.until_s, self.count = now_s + RESETS_S, 0
+        self.count += more
+        return self.count > self.limit
+
+
+@dataclass(slots=True)
+class Connections:
+    """How many are open, how many may be, and how many were refused."""
+
+    limit: int = 8192
+    open: int = 0
+    refused: int = 0
+    #: Refused ones that are still there.
+    leaving: int = 0
+
+    def measured_by(self, metrics: Metrics, door: str) -> None:
+        """Show how many are open at a door, and how many it refused."""
+        metrics.watch(f"tangram_{door}_connections", f"Connections open at the door {door}", lambda: self.open)
+        full = f"Connections refused at the door {door} because too many were open"
+        metrics.watch(f"tangram_{door}_connections_refused", full, lambda: self.refused, counter=True)
+
+    def enter(self, component: str) -> CapacityExceeded | None:
+        """One more is open from now on, until `leave`; or why it may not be."""
+        if self.open < self.limit:
+            self.open += 1
+            return None
+        self.refused += 1
+        message = f"{self.limit} connections are open already (server.connections_max, and the machine's open files)"
+        return CapacityExceeded(message, component=component, retry_after_s=RETRY_AFTER_S)
+
+    @contextmanager
+    def refusing(self) -> Iterator[bool]:
+        """Hold a refused connection within the block; yield whether it may stay until it has read its refusal."""
+        self.leaving += 1
+        try:
+            yield self.leaving <= LEAVING_MAX
+        finally:
+            self.leaving -= 1
+
+    def leave(self) -> None:
+        """One that had entered is closed."""
+        self.open -= 1
+
+
+async def ended_chore(task: asyncio.Task[None]) -> None:
+    """Cancel a chore, and wait for its end."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return where a socket listens, as people write it."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,271 @@
+"""Leases and locks of trajectories, and the catalogue of snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import structlog
+
+from gateway.cluster.cluster import OneMachine
+from gateway.cluster.store import NodeSnapshot
+from manager.action import Action, Chunk, Lease, Outcome, State
+from manager.engine import Engine, Submission
+from manager.errors import CodedError, Conflict, NotFound, Reason
+from manager.executor import Call, Executor
+from manager.function import FunctionSpec
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.snapshots import SnapshotRecord, SnapshotSettings
+
+#: Seconds between two looks for leases that have run out.
+LOOK_S = 1.0
+#: Seconds for which what was opened is held for a client that went away before it was told so, and may ask again.
+ABANDONED_S = 10.0
+
+#: For how many seconds nothing of a trajectory has waited or run (0 while something does); None if it does not live.
+IdleTime = Callable[[str], float | None]
+
+
+class TrajectoryLease(NamedTuple):
+    """For how long, and until when on the clock, in seconds."""
+
+    lease_s: float
+    until_s: float
+
+
+class Leases:
+    """Until when each leased trajectory is held for its client. Use from one event loop.
+
+    There is none of what was opened without one before its first renewal, and none of an earlier gateway: ``idle_ttl``
+    alone bounds those. At most one is kept for each trajectory that lives or is being opened.
+    """
+
+    def __init__(self, now: Callable[[], float], idle_s: IdleTime, end: Callable[[str], Awaitable[bool]]) -> None:
+        self._now = now
+        self._idle_s = idle_s
+        self._end = end
+        self._leases: dict[str, TrajectoryLease] = {}
+        self._log = structlog.get_logger("gateway.leases")
+
+    def hold(self, trajectory: str, lease_s: float) -> TrajectoryLease:
+        """Hold one that is being opened, or lives, for so long from now on."""
+        lease = self._leases[trajectory] = TrajectoryLease(lease_s, self._now() + lease_s)
+        return lease
+
+    def let_go(self, trajectory: str, lease: TrajectoryLease) -> None:
+        """It could not be opened; nothing is done if somebody else holds it by now."""
+        if self._leases.get(trajectory) is lease:
+            del self._leases[trajectory]
+
+    def abandon(self, trajectory: str, lease: TrajectoryLease) -> None:
+        """Who opened it has gone before it was told so; nothing is done if somebody else holds it by now."""
+        if self._leases.get(trajectory) is lease:
+            self.hold(trajectory, min(lease.lease_s, ABANDONED_S))
+
+    def renew(self, trajectories: Iterable[str], lease_s: float) -> list[str]:
+        """Hold those that live for so long from now on; returns the others, which nobody holds any more."""
+        gone = []
+        for trajectory in trajectories:
+            if self._idle_s(trajectory) is None:
+                self._leases.pop(trajectory, None)
+                gone.append(trajectory)
+            else:
+                self._leases[trajectory] = TrajectoryLease(lease_s, self._now() + lease_s)
+        return gone
+
+    def left_s(self, trajectory: str) -> float | None:
+        """Seconds for which it is held yet; None if it has no lease."""
+        lease = self._leases.get(trajectory)
+        return None if lease is None else max(0.0, lease.until_s - self._now())
+
+    async def end_lapsed_for_ever(self) -> None:
+        """End what nobody holds any more, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.end_lapsed()
+
+    async def end_lapsed(self) -> None:
+        """End what its client holds no more, if no action of anybody used it for as long either."""
+        for trajectory in [name for name, lease in self._leases.items() if lease.until_s <= self._now()]:
+            lease, idle_s = self._leases.get(trajectory), self._idle_s(trajectory)
+            if lease is None or lease.until_s > self._now():  # renewed while another was ended
+                continue
+            if idle_s is None:
+                del self._leases[trajectory]
+            elif idle_s >= lease.lease_s:
+                del self._leases[trajectory]
+                self._log.warning("a trajectory ended: its client has fallen silent", trajectory=trajectory)
+                await self._end(trajectory)
+
+
+COMPONENT = "trajectories"
+T = TypeVar("T")
+#: Any: each piece of work has a result of its own type, which `TrajectoryTurns.take` hands to whoever gave it.
+_Work = Callable[[], Coroutine[Any, Any, None]]
+
+
+class _Silence:
+    """The log of an action that nobody reads."""
+
+    def write(self, stream: str, data: str) -> None:
+        """Say nothing."""
+
+    def omit(self, size_bytes: int) -> None:
+        """Count nothing."""
+
+
+class TrajectoryTurns:
+    """An executor round another: what was given to `take` it does itself, when the core says that its turn has come."""
+
+    def __init__(self, executor: Executor, wait_max_s: float) -> None:
+        """``wait_max_s``: how long work waits for its turn, and how long it may take."""
+        self._executor = executor
+        self._wait_max_s = wait_max_s
+        self._work: dict[str, _Work] = {}
+
+    async def take(self, engine: Engine, trajectory: str, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Do work in a trajectory when all that was asked of it before has ended, and before what comes later.
+
+        ``what`` is shown where waiting actions are. Raises NotFound if there is no such trajectory, Conflict if it ends
+        or the turn does not come in time, and what ``work`` raises.
+        """
+        found = engine.trajectory(trajectory)
+        if found is None or found["state"] == "ending":
+            raise NotFound(f"no trajectory {trajectory!r}", component=COMPONENT)
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        async def do() -> None:
+            done.set_result(await work())
+
+        action = Action(
+            id=f"{what}-{secrets.token_hex(8)}",
+            function=f"({what})",
+            task=str(found["task"]),
+            trajectory=trajectory,
+            timeout_s=self._wait_max_s,
+            queue_timeout_s=self._wait_max_s,
+        )
+        function = FunctionSpec(name=action.function, runtime=what)
+        call = Call(function=function, input={}, log=_Silence(), context={"invocation_id": action.id})
+        failures: list[CodedError] = []
+        self._work[action.id] = lambda: _caught(do(), failures)
+        (settled,) = engine.submit([Submission(action=action, call=call)])
+        try:
+            settlement = await settled
+        except asyncio.CancelledError:
+            engine.cancel(action.id, "its caller has gone")
+            raise
+        finally:
+            self._work.pop(action.id, None)
+        if failures:
+            raise failures[0]
+        if settlement.outcome.state is not State.SUCCEEDED:
+            why = settlement.outcome.message or str(settlement.outcome.reason)
+            raise Conflict(f"no {what} of trajectory {trajectory!r}: {why}", component=COMPONENT)
+        return done.result()
+
+    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        work = self._work.pop(action.id, None)
+        if work is None:
+            return await self._executor.execute(action, lease, call)
+        try:
+            await asyncio.wait_for(work(), action.timeout_s)
+        except TimeoutError:
+            told = f"it took longer than {action.timeout_s:g} s"
+            return Outcome(state=State.TIMED_OUT, reason=Reason.TIMEOUT, message=told, component=COMPONENT)
+        return Outcome(state=State.SUCCEEDED)
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        await self._executor.resize(action, lease)
+
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
+        return await self._executor.replicate(function, service, node, chunk)
+
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
+        await self._executor.open_trajectory(trajectory, task, function)
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        await self._executor.end_trajectory(trajectory)
+
+
+async def _caught(work: Coroutine[Any, Any, None], failures: list[CodedError]) -> None:
+    """Do the work, and keep its typed error for whoever gave it."""
+    try:
+        await work
+    except CodedError as error:
+        failures.append(error)
+
+
+_T = TypeVar("_T")
+
+
+class SnapshotCatalogue:
+    """The snapshots of this machine and of its nodes; each is where the trajectory lived that it was taken of."""
+
+    def __init__(self, environments: Environments, machines: OneMachine) -> None:
+        self._environments = environments
+        self._here = environments.provider.snapshots
+        self._machines = machines
+
+    @property
+    def settings(self) -> SnapshotSettings:
+        """The bounds of those on this machine."""
+        return self._here.settings
+
+    def all(self) -> list[NodeSnapshot]:
+        """Return every snapshot, also those that are lost, the oldest first."""
+        nodes = self._machines.snapshots
+        found = [*map(self._on_here, self._here.all()), *(() if nodes is None else nodes.all())]
+        return sorted(found, key=lambda each: each.record.made_s)
+
+    def in_use(self) -> set[str]:
+        """Return the snapshots that a living trajectory began with, or something is about to begin with."""
+        nodes = self._machines.snapshots
+        here = {each.id for each in self._here.all() if self._here.user(each.id)}
+        return here | (set() if nodes is None else set(nodes.used()))
+
+    def get(self, id: str) -> NodeSnapshot:
+        """Return a snapshot that a trajectory may begin with.
+
+        Raises NotFound, Unsupported for one of another kind of sandbox than this machine's, SnapshotLost if its node is
+        gone, and Conflict if that takes no new work.
+        """
+        nodes = self._machines.snapshots
+        if nodes is None or nodes.find(id) is None:
+            return self._on_here(self._here.get(id))
+        found = nodes.get(id)
+        if why := self._machines.leaving(found.node):
+            told = f"snapshot {id!r} is on node {found.node}, which takes no new work: {why}"
+            raise Conflict(told, component="snapshots")
+        return found
+
+    async def begin(self, id: str, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Do what begins with a snapshot, which is not removed meanwhile.
+
+        Raises as `get`, SnapshotLost if its node is lost meanwhile, and what the work raises.
+        """
+        nodes = self._machines.snapshots
+        if nodes is not None and nodes.find(id) is not None:
+            return await nodes.begin(id, work)
+        async with self._here.held(id):
+            return await work()
+
+    async def take(self, trajectory: str) -> NodeSnapshot:
+        """Take a snapshot of a trajectory where it lives; raises as `Environments.snapshot` or `NodeSnapshots.take`."""
+        nodes, remote = self._machines.snapshots, self._machines.remote_of(trajectory)
+        if nodes is None or remote is None:
+            return self._on_here(await self._environments.snapshot(trajectory))
+        return NodeSnapshot(remote.name, await nodes.take(remote, trajectory))
+
+    async def remove(self, id: str) -> None:
+        """Remove a snapshot; raises NotFound, Conflict for one that something needs, or StorageUnavailable."""
+        nodes = self._machines.snapshots
+        if nodes is not None and nodes.find(id) is not None:
+            await nodes.remove(id)
+        else:
+            await self._here.remove(id)
+
+    def _on_here(self, record: SnapshotRecord) -> NodeSnapshot:
+        return NodeSnapshot(self._machines.here.name, record)
