@@ -19,7 +19,7 @@ from runtimes.node.topology import Topology, discover, from_file
 from runtimes.sandbox.disk import shortage_of
 from runtimes.sandbox.linux import parse_cores
 
-logger = structlog.get_logger("gateway.room")
+logger = structlog.get_logger("gateway.limits")
 
 #: As many as a process needs at most; a higher bound costs who starts others and closes all of them.
 DESCRIPTORS_MAX = 2**20

@@ -199,7 +199,7 @@ class TaskSteps:
         if step is not None:
             self._end(step, step.trajectories.pop(trajectory))
 
-    # An observer of the invocations (`gateway.invocations.invocation.Observer`)
+    # An observer of the invocations (`gateway.invocations.invocations.Observer`)
 
     def accepted(self, record: Record) -> None:
         """A call that names a step begins a rollout, or brings its trajectory under the step."""

@@ -47,7 +47,7 @@ class Leases:
         self._idle_s = idle_s
         self._end = end
         self._leases: dict[str, TrajectoryLease] = {}
-        self._log = structlog.get_logger("gateway.leases")
+        self._log = structlog.get_logger("gateway.trajectory_records")
 
     def hold(self, trajectory: str, lease_s: float) -> TrajectoryLease:
         """Hold one that is being opened, or lives, for so long from now on."""

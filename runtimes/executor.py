@@ -29,7 +29,7 @@ from manager.function import FunctionSpec
 from runtimes.kinds import kind_of
 from runtimes.runtime import Execution, Replicator, Result, Runtime
 
-logger = logging.getLogger("runtimes.local")
+logger = logging.getLogger("runtimes.executor")
 
 COMPONENT = "executor"
 #: A timer of the loop may ring so much too early.

@@ -267,7 +267,7 @@ def _read(ticket: str) -> tuple[str, int, str]:
 # The record says what is to be there. A node that joins says what it has: what is on no record it removes (it was
 # deleted meanwhile, or taken for a gateway that ended before it knew), and what it does not have is lost.
 
-logger = structlog.get_logger("gateway.cluster.snapshots")
+logger = structlog.get_logger("gateway.cluster.store")
 
 SNAPSHOTS_COMPONENT = "cluster.snapshots"
 #: Followed by a node's name: the snapshots that it keeps.

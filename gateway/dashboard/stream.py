@@ -111,7 +111,7 @@ class Activity:
         self._begun: deque[Bar] = deque(maxlen=BARS_MAX)
         self._done: deque[Bar] = deque(maxlen=BARS_MAX)
 
-    # An observer of the invocations (`gateway.invocations.invocation.Observer`)
+    # An observer of the invocations (`gateway.invocations.invocations.Observer`)
 
     def accepted(self, record: Record) -> None:
         self._second().accepted += 1

@@ -191,7 +191,7 @@ class TimedPool(Pool):
 
 # Declared resources: what the configuration declares by a spec of some kind, and the spec makes its own pool.
 #
-# A new kind is a module with its spec and its pool, and a row in `manager.resources.kinds`.
+# A new kind is a module with its spec and its pool, and a row in `manager.resources.pools`.
 
 
 class ResourceSpec(ABC):

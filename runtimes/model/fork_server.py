@@ -30,8 +30,8 @@ _PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.mistral.modeling_mistral",
     "transformers.models.bert.modeling_bert",
-    "runtimes.model.device.worker",
-    "runtimes.model.device.tokenizer_process",
+    "runtimes.model.worker",
+    "runtimes.model.tokenizer_process",
 )
 
 
@@ -52,7 +52,7 @@ def main() -> None:
 def child(role: str, descriptor: int, options: dict[str, object]) -> None:
     """The whole life of a model process."""
     connection = socket.socket(fileno=descriptor)
-    module = importlib.import_module(f"runtimes.model.device.{_MODULES[role]}")
+    module = importlib.import_module(f"runtimes.model.processes.{_MODULES[role]}")
     module.serve(connection, **options)
 
 
@@ -88,7 +88,7 @@ def _become(control: socket.socket, message: dict[str, Any], descriptor: int) ->
         role, options = str(message["role"]), message["options"]
         if message["environment"] is not None:
             os.set_inheritable(descriptor, True)
-            arguments = [sys.executable, "-m", "runtimes.model.device.fork_server", "--child", role, str(descriptor)]
+            arguments = [sys.executable, "-m", "runtimes.model.fork_server", "--child", role, str(descriptor)]
             environment = {**os.environ, **message["environment"]}
             os.execve(sys.executable, [*arguments, json.dumps(options)], environment)
         child(role, descriptor, options)

@@ -331,7 +331,7 @@ class ForkServer:
     """The parent of every model process; itself started at the first fork. One may serve several runtimes."""
 
     #: What its process runs.
-    module = "runtimes.model.device.fork_server"
+    module = "runtimes.model.fork_server"
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

@@ -48,7 +48,7 @@ class ErrorFacts(Message, kw_only=True):
     component: str
     reason: Reason | None
     retry_after_s: float | None
-    #: `runtimes.node.wire.pack`ed.
+    #: `runtimes.node.protocol.pack`ed.
     detail: bytes
     result: bytes
 
@@ -357,7 +357,7 @@ class NodeHello(Message, kw_only=True):
     key: str
     spec: NodeSpec
     labels: dict[str, str]
-    #: What its sandboxes are, in a sentence, and their kind (`runtimes.sandbox.promises.ProviderInfo`).
+    #: What its sandboxes are, in a sentence, and their kind (`runtimes.sandbox.spec.ProviderInfo`).
     isolation: str
     sandboxes: str
     #: Whether it takes no new work.
@@ -509,7 +509,7 @@ class AttemptStarted(Message):
 
 
 class AttemptLog(Message):
-    """A piece of its log: records as `runtimes.node.spool` writes them, from ``offset`` on."""
+    """A piece of its log: records as `runtimes.node.protocol` writes them, from ``offset`` on."""
 
     claim: str
     offset: int
@@ -536,8 +536,8 @@ class NodeRequest(Message):
 
     number: int
     #: ``open``, ``end``, ``prepare``, ``replicate``, ``mark_lost``, ``choose``, ``has_handler`` (whether the files of
-    #: this digest are there: answered by ``done``), all in `runtimes.node.requests`, and those of
-    #: `runtimes.node.snapshots.messages`.
+    #: this digest are there: answered by ``done``), all in `runtimes.node.daemon`, and those of
+    #: `runtimes.node.protocol`.
     verb: str
     name: str = ""
     task: str = ""

@@ -71,7 +71,7 @@ def is_bounded(place: Path, disk_bytes: int) -> bool:
 
 
 class ImageBound:
-    """`runtimes.sandbox.disk.bound.DiskBound` by images whose files lie in ``directory``. Blocks; threads may call."""
+    """`runtimes.sandbox.disk.DiskBound` by images whose files lie in ``directory``. Blocks; threads may call."""
 
     name = "image"
 
@@ -293,7 +293,7 @@ class DiskBound(Protocol):
 
 
 class WalkBound:
-    """No bound but the watch (`runtimes.sandbox.disk.watch`)."""
+    """No bound but the watch (`runtimes.sandbox.disk`)."""
 
     name = "walk"
 

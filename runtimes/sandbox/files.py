@@ -177,7 +177,7 @@ class LocalFiles:
 def unpack_tree(packed: Path, site: Path, limit_bytes: int) -> int:
     """Unpack a tar into a new directory, readable for every user and without links, and remove the tar.
 
-    Return the bytes of its files. Raises `runtimes.sandbox.files.archiver.Refused`, TarError and OSError.
+    Return the bytes of its files. Raises `runtimes.sandbox.archiver.Refused`, TarError and OSError.
     """
     extraction = Extraction(str(site), limit_bytes)
     with tarfile.open(packed, mode="r:") as tar:

@@ -343,7 +343,7 @@ class SnapshotStore:
 
 #: Directories inside each other, and bytes of a path, in a tree that can be kept.
 DEPTH_MAX, PATH_MAX_BYTES = 256, 4000
-#: Ids of one sandbox that has its own (`runtimes.sandbox.process.ids.BLOCK`), and what others become.
+#: Ids of one sandbox that has its own (`runtimes.sandbox.process.BLOCK`), and what others become.
 IDS, NOBODY = 2**16, 65534
 PIECE_BYTES = 2**20
 XATTR = "TANGRAM.xattr."

@@ -302,7 +302,7 @@ class SandboxRecord:
     provider: str
     #: Where its own files lie on the host, if it has no root directory of its own.
     base: str = ""
-    #: How its runner is spoken to (`runtimes.sandbox.docker.installer`).
+    #: How its runner is spoken to (`runtimes.sandbox.docker.provider`).
     transport: str = "socket"
 
     @property

@@ -20,7 +20,8 @@ from tangram.adapters.provider import (
     result_of,
     unpacked,
 )
-from tangram.client.aio import AsyncClient, AsyncTrajectory, aside
+from tangram.client.aio import AsyncClient, AsyncTrajectory
+from tangram.client.aio_primitives import aside
 from tangram.errors import TangramError
 
 

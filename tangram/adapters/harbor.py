@@ -10,7 +10,7 @@ from typing import Any
 
 from tangram.adapters.aio import AsyncSandboxProvider
 from tangram.adapters.provider import CommandTimedOut, missing, read_file, write_file
-from tangram.client.aio import aside
+from tangram.client.aio_primitives import aside
 
 try:
     from harbor.environments.base import BaseEnvironment, ExecResult

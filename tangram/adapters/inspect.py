@@ -15,7 +15,7 @@ from typing import Any
 
 from tangram.adapters.aio import AsyncSandboxProvider
 from tangram.adapters.provider import CommandEnd, CommandTimedOut, InfrastructureFailed, missing
-from tangram.client.aio import aside
+from tangram.client.aio_primitives import aside
 
 try:
     import yaml

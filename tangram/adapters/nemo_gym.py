@@ -7,7 +7,7 @@ from typing import Any
 
 from tangram.adapters.aio import AsyncSandboxProvider
 from tangram.adapters.provider import CommandTimedOut, InfrastructureFailed, missing, read_file, write_file
-from tangram.client.aio import aside
+from tangram.client.aio_primitives import aside
 
 try:
     from nemo_gym.sandbox.providers.base import (

@@ -22,7 +22,8 @@ from tangram.adapters.provider import (
     result_of,
     unpacked,
 )
-from tangram.client.sync import Client, Trajectory, aside
+from tangram.client.sync import Client, Trajectory
+from tangram.client.sync_primitives import aside
 from tangram.errors import TangramError
 
 

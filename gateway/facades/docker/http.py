@@ -56,7 +56,7 @@ class ClientGone(Exception):
 
 
 class ExchangeBounds(Protocol):
-    """How much and how long: `gateway.facades.docker.listener.DockerDoor`."""
+    """How much and how long: `gateway.facades.docker.http.DockerDoor`."""
 
     @property
     def body_timeout_s(self) -> float: ...

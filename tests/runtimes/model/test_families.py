@@ -14,14 +14,14 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-import torch  # noqa: E402  # torch may be missing
+import torch
 
-from manager.errors import InvalidConfig, Unsupported  # noqa: E402
-from manager.function import ModelAction  # noqa: E402
-from runtimes.model.checkpoint import open_checkpoint  # noqa: E402
-from runtimes.model.processes import Generated, ImageRef, Placed, RunBatch, WorkItem  # noqa: E402
-from runtimes.model.request import Sampling  # noqa: E402
-from runtimes.model.weights import (  # noqa: E402  # noqa: E402
+from manager.errors import InvalidConfig, Unsupported
+from manager.function import ModelAction
+from runtimes.model.checkpoint import open_checkpoint
+from runtimes.model.processes import Generated, ImageRef, Placed, RunBatch, WorkItem
+from runtimes.model.request import Sampling
+from runtimes.model.weights import (
     Cuda,
     DeviceBackend,
     DoesNotFit,
@@ -31,10 +31,10 @@ from runtimes.model.weights import (  # noqa: E402  # noqa: E402
     build_layout,
     fill,
 )
-from runtimes.model.worker import DeviceEngine, OnEnded  # noqa: E402
-from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain, plain_logprobs, plain_score, write  # noqa: E402
-from tests.runtimes.model.conftest import Write  # noqa: E402
-from tests.runtimes.model.fake_cuda import FakeCuda  # noqa: E402
+from runtimes.model.worker import DeviceEngine, OnEnded
+from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain, plain_logprobs, plain_score, write
+from tests.runtimes.model.conftest import Write
+from tests.runtimes.model.fake_cuda import FakeCuda
 
 
 class OneDevice:

@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from manager.errors import ActionFailed  # noqa: E402  # torch may be missing
-from runtimes.model.runtime import ModelRuntime  # noqa: E402
-from tests.runtimes.model.asking import execution  # noqa: E402
-from tests.runtimes.model.checkpoints import IDS, plain_table  # noqa: E402
-from tests.runtimes.model.conftest import Write  # noqa: E402
-from tests.runtimes.model.test_runtime import GIVEN, teacher, value  # noqa: E402
+from manager.errors import ActionFailed
+from runtimes.model.runtime import ModelRuntime
+from tests.runtimes.model.asking import execution
+from tests.runtimes.model.checkpoints import IDS, plain_table
+from tests.runtimes.model.conftest import Write
+from tests.runtimes.model.test_runtime import GIVEN, teacher, value
 
 
 @pytest.mark.parametrize("dop", [1, 2, 4])

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from manager.function import ModelAction  # noqa: E402  # torch may be missing
-from runtimes.model.runtime import ModelRuntime  # noqa: E402
-from tests.runtimes.model.asking import execution, function  # noqa: E402
+from manager.function import ModelAction
+from runtimes.model.runtime import ModelRuntime
+from tests.runtimes.model.asking import execution, function
 
 ROOT = Path(__file__).parents[3]
 

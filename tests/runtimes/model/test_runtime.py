@@ -21,23 +21,23 @@ import structlog
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from manager.action import Chunk  # noqa: E402
-from manager.config import ServiceSpec  # noqa: E402  # torch may be missing
-from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported  # noqa: E402
-from manager.function import FunctionSpec, ModelAction  # noqa: E402
-from runtimes.model.processes import ForkServer  # noqa: E402
-from runtimes.model.request import ModelSettings  # noqa: E402
+from manager.action import Chunk
+from manager.config import ServiceSpec
+from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported
+from manager.function import FunctionSpec, ModelAction
+from runtimes.model.processes import ForkServer
+from runtimes.model.request import ModelSettings
 from runtimes.model.runtime import (
     MODEL,
     ModelRuntime,
 )
-from runtimes.model.torch_backend import _make_rendezvous_dir  # noqa: E402
-from runtimes.runtime import Result  # noqa: E402
-from tests.runtimes.model.asking import execution, function  # noqa: E402
-from tests.runtimes.model.bounded import BOUND, BoundedForkServer  # noqa: E402
-from tests.runtimes.model.checkpoints import IDS, plain_logprobs, write  # noqa: E402
-from tests.runtimes.model.conftest import Write  # noqa: E402
-from tests.runtimes.recorder import assert_as_declared  # noqa: E402
+from runtimes.model.torch_backend import _make_rendezvous_dir
+from runtimes.runtime import Result
+from tests.runtimes.model.asking import execution, function
+from tests.runtimes.model.bounded import BOUND, BoundedForkServer
+from tests.runtimes.model.checkpoints import IDS, plain_logprobs, write
+from tests.runtimes.model.conftest import Write
+from tests.runtimes.recorder import assert_as_declared
 
 ROOT = Path(__file__).parents[3]
 
@@ -451,7 +451,7 @@ from pathlib import Path
 from manager.function import ModelAction
 from runtimes.model.runtime import ModelRuntime
 from runtimes.model.request import ModelSettings
-from tests.runtimes.model.bounded import BOUND, BoundedForkServer  # noqa: E402
+from tests.runtimes.model.bounded import BOUND, BoundedForkServer
 from tests.runtimes.model.asking import execution, function
 
 async def main():

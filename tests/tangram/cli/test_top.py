@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tangram import InvocationResult
 from tangram.cli.output import cells_of
 from tangram.cli.top import TopState, TopView, sections
-from tangram.types import ActivityInfo, QueueEntry, ResourcesInfo, TaskInfo
+from tangram.types import ActivityInfo, QueueEntry, ResourcesInfo, TaskInfo, WaitCause
 from tests.gateway.conftest import RunningGateway
 from tests.tangram.cli.conftest import Served
 
@@ -76,6 +76,7 @@ def entry(number: int, why: str, age_s: float) -> QueueEntry:
         age_s=age_s,
         cost={"cpu": (2, 8)},
         waits_for=why,
+        cause=WaitCause(kind="units", text=why),
     )
 
 

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from scripts.make_sync_client import CLIENT, TWINS, generated, synchronous
+from scripts.make_sync_client import generated, synchronous
 from tangram import AsyncClient, AsyncTrajectory, Client, Trajectory
 from tangram.adapters import AsyncSandboxProvider, SandboxProvider
 
@@ -14,11 +14,6 @@ from tangram.adapters import AsyncSandboxProvider, SandboxProvider
 def test_the_committed_synchronous_client_is_current() -> None:
     stale = [path.name for path, text in generated() if path.read_text(encoding="utf-8") != text]
     assert stale == [], "run: python -m scripts.make_sync_client"
-
-
-def test_nothing_else_lies_beside_it() -> None:
-    made = {path.name for path, _ in generated() if path.is_relative_to(CLIENT)} | TWINS
-    assert {path.name for path in (CLIENT / "sync").glob("*.py")} == made
 
 
 @pytest.mark.parametrize(

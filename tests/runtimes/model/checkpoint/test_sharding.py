@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from runtimes.model.checkpoint import Cut  # noqa: E402  # torch may be missing
-from runtimes.model.weights import Head, ShardingPlan, build_skeleton, plan_of  # noqa: E402  # noqa: E402
-from tests.runtimes.model.checkpoints import FAMILIES, SHAPE  # noqa: E402
+from runtimes.model.checkpoint import Cut
+from runtimes.model.weights import Head, ShardingPlan, build_skeleton, plan_of
+from tests.runtimes.model.checkpoints import FAMILIES, SHAPE
 
 
 def plan(family: str, shape: Mapping[str, object], head: Head = Head.SCORE) -> ShardingPlan:

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from runtimes.model.weights import Head, build_skeleton  # noqa: E402  # torch may be absent
+from runtimes.model.weights import Head, build_skeleton  # torch may be absent
 
 SHAPE = {
     "model_type": "llama",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from runtimes.model.weights import DoesNotFit, SlotKey, Slots  # noqa: E402  # torch may be missing
+from runtimes.model.weights import DoesNotFit, SlotKey, Slots
 
 PAGE = 4096
 

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-import torch  # noqa: E402  # torch may be missing
+import torch
 
-from runtimes.model.checkpoint import CopyRange  # noqa: E402
-from runtimes.model.weights import GENTLE_PARTS, Cuda, DeviceBackend, Dropped, Host, Transfer  # noqa: E402
-from tests.runtimes.model.fake_cuda import FakeCuda  # noqa: E402
+from runtimes.model.checkpoint import CopyRange
+from runtimes.model.weights import GENTLE_PARTS, Cuda, DeviceBackend, Dropped, Host, Transfer
+from tests.runtimes.model.fake_cuda import FakeCuda
 
 PART = 1024
 SIZE = 64 * PART

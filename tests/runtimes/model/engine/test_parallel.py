@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from manager.function import ModelAction  # noqa: E402  # torch may be missing
-from runtimes.model.runtime import ModelRuntime  # noqa: E402
-from tests.runtimes.model.asking import execution, function  # noqa: E402
-from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain_logprobs, plain_score, write  # noqa: E402
-from tests.runtimes.model.conftest import Write  # noqa: E402
+from manager.function import ModelAction
+from runtimes.model.runtime import ModelRuntime
+from tests.runtimes.model.asking import execution, function
+from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain_logprobs, plain_score, write
+from tests.runtimes.model.conftest import Write
 
 
 async def ask(runtime: ModelRuntime, asked: object, chunk: tuple[int, int]) -> dict[str, object]:

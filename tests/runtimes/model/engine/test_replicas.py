@@ -13,25 +13,25 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
 from manager.action import (
-    Action,  # torch may be missing
+    Action,
     Chunk,
     Lease,
     Outcome,
 )
-from manager.assembly import build_core  # noqa: E402
-from manager.config import ManagerSpec, NodeSpec, SchedulerSpec  # noqa: E402
-from manager.engine import Engine, Submission  # noqa: E402
-from manager.executor import Call  # noqa: E402
-from manager.formulation import formulate  # noqa: E402
-from manager.function import FunctionSpec, ModelAction  # noqa: E402
-from manager.learning import History  # noqa: E402
-from manager.scheduler.policy import PolicySpec  # noqa: E402
-from runtimes.executor import LocalExecutor  # noqa: E402
-from runtimes.model.processes import ForkServer  # noqa: E402
-from runtimes.model.request import ModelSettings  # noqa: E402
-from runtimes.model.runtime import ModelRuntime  # noqa: E402
-from tests.runtimes.model.asking import NoLog, function  # noqa: E402
-from tests.runtimes.model.conftest import Write  # noqa: E402
+from manager.assembly import build_core
+from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
+from manager.engine import Engine, Submission
+from manager.executor import Call
+from manager.formulation import formulate
+from manager.function import FunctionSpec, ModelAction
+from manager.learning import History
+from manager.scheduler.policy import PolicySpec
+from runtimes.executor import LocalExecutor
+from runtimes.model.processes import ForkServer
+from runtimes.model.request import ModelSettings
+from runtimes.model.runtime import ModelRuntime
+from tests.runtimes.model.asking import NoLog, function
+from tests.runtimes.model.conftest import Write
 
 DEADLINE_S = 120.0
 
