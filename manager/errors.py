@@ -159,9 +159,9 @@ def exhaustion(error: BaseException, component: str) -> CapacityExceeded | None:
     """Return what is told of an error that says no more than that this machine ran short; None for another."""
     if not isinstance(error, MemoryError) and not (isinstance(error, OSError) and error.errno in EXHAUSTED):
         return None
-    told = "out of memory" if isinstance(error, MemoryError) else str(error)
+    reason = "out of memory" if isinstance(error, MemoryError) else str(error)
     return CapacityExceeded(
-        f"the gateway's machine ran short: {told}", component=component, retry_after_s=EXHAUSTED_RETRY_S
+        f"the gateway's machine ran short: {reason}", component=component, retry_after_s=EXHAUSTED_RETRY_S
     )
 
 

@@ -53,10 +53,10 @@ def settings_of(noun: type) -> tuple[tuple[str, Any, Setting], ...]:
     """
     hints = get_type_hints(noun, include_extras=True)
     return tuple(
-        (field.name, hints[field.name], said)
+        (field.name, hints[field.name], setting)
         for field in fields(noun)
-        for said in getattr(hints[field.name], "__metadata__", ())[-1:]
-        if isinstance(said, Setting)
+        for setting in getattr(hints[field.name], "__metadata__", ())[-1:]
+        if isinstance(setting, Setting)
     )
 
 

@@ -80,8 +80,8 @@ class Fit:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Fit:
         """What an earlier run knew; nothing where it was made with another grid."""
-        made = cls(**data)
-        return made if len(made.sums) == len(made.squares) == len(_SERIALS) else cls()
+        fit = cls(**data)
+        return fit if len(fit.sums) == len(fit.squares) == len(_SERIALS) else cls()
 
     def _expected(self, group: float) -> float | None:
         """The mean of all values, each weighted by its prior and by how well the runs agree on T_ori under it.
@@ -192,13 +192,13 @@ class BatchFit:
         return _GRID[min(range(len(_GRID)), key=lambda index: (scatter[index], index))]
 
     def _width(self, units: int) -> _Width:
-        found = next((width for width in self.widths if width.units == units), None)
-        if found is None:
+        match = next((width for width in self.widths if width.units == units), None)
+        if match is None:
             if len(self.widths) == _WIDTHS_MAX:
                 self.widths.remove(min(self.widths, key=lambda width: width.weight))
-            found = _Width(units)
-            self.widths.append(found)
-        return found
+            match = _Width(units)
+            self.widths.append(match)
+        return match
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> BatchFit:
@@ -276,11 +276,11 @@ class Lifetimes:
     def _tail_s(self, ages: np.ndarray, needed: int) -> float | None:
         """Return after how many seconds ``needed`` of what has these ages are expected to have ended."""
         now = self.survival(ages)
-        told = now > 0.0
+        alive = now > 0.0
         spare = ages.size - needed + 0.5
 
         def going_on(seconds: float) -> float:
-            share = np.divide(self.survival(ages + seconds), now, out=np.ones_like(now), where=told)
+            share = np.divide(self.survival(ages + seconds), now, out=np.ones_like(now), where=alive)
             return float(np.sum(share))
 
         low, high = 0.0, float(self._times[-1])
@@ -359,9 +359,9 @@ class SizeFit:
         """What an earlier run knew; None where it knew nothing of sizes or of means, or had another grid."""
         if data is None:
             return None
-        made = cls(**data)
-        whole = len(made.means) == len(made.variances) == len(made.excesses) == len(_RATIOS)
-        return made if whole and "excesses" in data else None
+        fit = cls(**data)
+        whole = len(fit.means) == len(fit.variances) == len(fit.excesses) == len(_RATIOS)
+        return fit if whole and "excesses" in data else None
 
     def observe(self, size: float, log_s: float, share: float) -> None:
         """Learn from a run, alone and with one unit, of which ``share`` counts; ``log_s`` is log(seconds)."""
@@ -391,9 +391,9 @@ class SizeFit:
     def _likeliest(self) -> int | None:
         if self.runs < _RUNS_MIN:
             return None
-        found = min(range(len(_RATIOS)), key=self._scatter)
-        clearly = min(self.runs, _RUNS_MAX) * math.log(self._scatter(0) / self._scatter(found)) > _EVIDENCE
-        return found if clearly else None
+        likeliest = min(range(len(_RATIOS)), key=self._scatter)
+        clearly = min(self.runs, _RUNS_MAX) * math.log(self._scatter(0) / self._scatter(likeliest)) > _EVIDENCE
+        return likeliest if clearly else None
 
     def _scatter(self, index: int) -> float:
         """Return how far the mean of the implied scales is above their geometric mean, as a variance of logarithms."""

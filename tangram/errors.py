@@ -213,7 +213,7 @@ class MapFailed(TangramError):
 
 
 def _subclasses(kind: type[TangramError]) -> list[type[TangramError]]:
-    return [found for each in kind.__subclasses__() for found in (each, *_subclasses(each))]
+    return [subclass for each in kind.__subclasses__() for subclass in (each, *_subclasses(each))]
 
 
 #: Which class a code of the gateway is raised as; what is missing is raised as TangramError.

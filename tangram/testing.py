@@ -382,10 +382,10 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         # Of the path as it was sent: names may hold escaped slashes.
         path = request.url.raw_path.decode("ascii").partition("?")[0]
         for method, pattern, endpoint in self._routes():
-            found = re.fullmatch(pattern, path)
-            if found is not None and method == request.method:
+            match = re.fullmatch(pattern, path)
+            if match is not None and method == request.method:
                 try:
-                    return endpoint(request, *map(unquote, found.groups()))
+                    return endpoint(request, *map(unquote, match.groups()))
                 except ScriptedRefusal as refused:
                     return refused.answer
         return problem_answer(404, "not_found", f"no such path: {path}")
@@ -423,13 +423,13 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
     # Steps
 
     def _tell_step(self, request: httpx.Request, task: str, step: str) -> _Reply:
-        told = msgspec.json.decode(request.content, type=StepExpectation)
-        self.steps[task, int(step)] = told.expected
-        return json_answer(step_info(task, int(step), told.expected))
+        expectation = msgspec.json.decode(request.content, type=StepExpectation)
+        self.steps[task, int(step)] = expectation.expected
+        return json_answer(step_info(task, int(step), expectation.expected))
 
     def _list_steps(self, request: httpx.Request, task: str) -> _Reply:
-        found = [step_info(each, step, expected) for (each, step), expected in self.steps.items() if each == task]
-        return json_answer(StepList(steps=tuple(reversed(found))))
+        infos = [step_info(each, step, expected) for (each, step), expected in self.steps.items() if each == task]
+        return json_answer(StepList(steps=tuple(reversed(infos))))
 
     # Invocations
 
@@ -507,20 +507,20 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         return json_answer(BatchAnswer(results=tuple(verdicts)))
 
     def _list(self, request: httpx.Request) -> httpx.Response:
-        asked = request.url.params
-        found = [
+        query = request.url.params
+        records = [
             listed(call.record)
             for call in reversed(self.calls)
-            if asked.get("dead") != "true"
+            if query.get("dead") != "true"
             and all(
-                asked[name] == getattr(call.record, name)
+                query[name] == getattr(call.record, name)
                 for name in ("function", "task", "trajectory", "state")
-                if name in asked
+                if name in query
             )
         ]
-        begin, limit = int(asked.get("cursor", "0")), int(asked.get("limit", "100"))
-        rest = str(begin + limit) if begin + limit < len(found) else None
-        return json_answer(InvocationPage(invocations=tuple(found[begin : begin + limit]), next_cursor=rest))
+        begin, limit = int(query.get("cursor", "0")), int(query.get("limit", "100"))
+        rest = str(begin + limit) if begin + limit < len(records) else None
+        return json_answer(InvocationPage(invocations=tuple(records[begin : begin + limit]), next_cursor=rest))
 
     def _get(self, request: httpx.Request, id: str) -> _Reply:
         call = self._known(id)
@@ -578,9 +578,9 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         return json_answer(trajectory_info(name, trajectory.task))
 
     def _renew(self, request: httpx.Request) -> httpx.Response:
-        asked = msgspec.json.decode(request.content, type=LeaseRequest).trajectories
-        self.heartbeats.update(name for name in asked if name in self.trajectories)
-        return json_answer(LeaseAnswer(gone=tuple([name for name in asked if name not in self.trajectories])))
+        names = msgspec.json.decode(request.content, type=LeaseRequest).trajectories
+        self.heartbeats.update(name for name in names if name in self.trajectories)
+        return json_answer(LeaseAnswer(gone=tuple([name for name in names if name not in self.trajectories])))
 
     def _list_trajectories(self, request: httpx.Request) -> httpx.Response:
         living = tuple(trajectory_info(name, each.task) for name, each in sorted(self.trajectories.items()))
@@ -623,12 +623,12 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
     def _get_archive(self, request: httpx.Request, name: str) -> httpx.Response:
         files, prefix = self._found(name, request.headers).files, _path(request).rstrip("/") + "/"
-        found = {path.removeprefix(prefix): held for path, held in files.items() if path.startswith(prefix)}
-        if not found:
+        inside = {path.removeprefix(prefix): held for path, held in files.items() if path.startswith(prefix)}
+        if not inside:
             raise ScriptedRefusal(404, "not_found", f"no directory {prefix}")
         written = io.BytesIO()
         with tarfile.open(fileobj=written, mode="w") as archive:
-            for path, (data, mode) in sorted(found.items()):
+            for path, (data, mode) in sorted(inside.items()):
                 entry = tarfile.TarInfo(path)
                 entry.size, entry.mode = len(data), int(mode, 8)
                 archive.addfile(entry, io.BytesIO(data))

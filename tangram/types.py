@@ -303,9 +303,9 @@ def worded(pattern: str, words: str, *, examples: Sequence[str] = (), descriptio
 
 def explained(error: ValidationError) -> tuple[str, str]:
     """Return what an error says, a pattern in its words, and the path of what it is about (``.a[0]``)."""
-    said, _, place = str(error).partition(" - at `")
-    found = _MISMATCH.fullmatch(said)
-    return said if found is None else mismatch(ast.literal_eval(found["pattern"])), place.removesuffix(
+    message, _, place = str(error).partition(" - at `")
+    match = _MISMATCH.fullmatch(message)
+    return message if match is None else mismatch(ast.literal_eval(match["pattern"])), place.removesuffix(
         "`"
     ).removeprefix("$")
 

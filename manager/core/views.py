@@ -68,15 +68,15 @@ def _started(running: Running) -> float:
 
 
 def _pool(core: Core, pool: Pool) -> dict[str, object]:
-    found: dict[str, object] = {"kind": pool.kind, "node": pool.node, "total": pool.total, "free": pool.free}
+    view: dict[str, object] = {"kind": pool.kind, "node": pool.node, "total": pool.total, "free": pool.free}
     if isinstance(pool, TimedPool):
         next_s = pool.next_return_s()
-        found["next_return_s"] = None if next_s is None else max(0.0, next_s - core.state.now_s)
-        found["timed"] = True
-        found["period_s"] = pool.describe().get("period_s")
+        view["next_return_s"] = None if next_s is None else max(0.0, next_s - core.state.now_s)
+        view["timed"] = True
+        view["period_s"] = pool.describe().get("period_s")
     holders = core.state.executing.holders(pool.name)
     if pool.total <= CELLS_MAX and not isinstance(pool, TimedPool):
-        found["cells"] = [
+        view["cells"] = [
             [first, count, holder, one.action.function]
             for holder, one in holders.items()
             for first, count in _runs(pool, holder, one)
@@ -85,16 +85,16 @@ def _pool(core: Core, pool: Pool) -> dict[str, object]:
         by_function = Counter[str]()
         for holder, one in holders.items():
             by_function[one.action.function] += pool.held.get(holder, 0)
-        found["by_function"] = by_function.most_common(ROWS_MAX)
+        view["by_function"] = by_function.most_common(ROWS_MAX)
     if isinstance(pool, PlacedPool):
-        told = pool.describe()
-        found |= {name: told[name] for name in ("devices", "hits", "restores") if name in told}
-        regions = cast(Mapping[str, Mapping[str, int]], told["regions"])
-        found["regions"] = {
+        description = pool.describe()
+        view |= {name: description[name] for name in ("devices", "hits", "restores") if name in description}
+        regions = cast(Mapping[str, Mapping[str, int]], description["regions"])
+        view["regions"] = {
             name: [one["start"], one["devices"], core.state.nodes[name].spec.device_kind]
             for name, one in regions.items()
         }
-    return found
+    return view
 
 
 def _runs(pool: Pool, holder: str, running: Running) -> Iterable[tuple[int, int]]:
@@ -125,12 +125,12 @@ def _tasks(core: Core, running: Iterable[Running]) -> dict[str, object]:
     at_work = Counter(one.action.task for one in running)
     busy = {name: state.queue.by_task(name) + at_work[name] for name in {*state.tasks, *core.accounts}}
     chosen = heapq.nlargest(ROWS_MAX, busy, key=lambda name: (busy[name], name))
-    found: dict[str, object] = {}
+    tasks: dict[str, object] = {}
     for name in sorted(chosen):
         account = core.accounts.get(name)
         settled = {} if account is None else dict(account.settled)
-        found[name] = [state.queue.by_task(name), at_work[name], settled, state.tasks.get(name, TaskSpec()).weight]
-    return found
+        tasks[name] = [state.queue.by_task(name), at_work[name], settled, state.tasks.get(name, TaskSpec()).weight]
+    return tasks
 
 
 def _running(core: Core, one: Running) -> dict[str, object]:
@@ -319,7 +319,7 @@ def tasks_view(core: Core, more: Iterable[str] = ()) -> list[dict[str, object]]:
 
 def _measured(core: Core, used: Mapping[str, float]) -> dict[str, object]:
     """Return what was used, by its unit: core_s and gpu_s, and of declared resources quota_units and slot_s by name."""
-    found: dict[str, object] = {"core_s": 0.0, "gpu_s": 0.0}
+    totals: dict[str, object] = {"core_s": 0.0, "gpu_s": 0.0}
     by_name: dict[str, dict[str, float]] = {spec.measure: {} for spec in KINDS}
     for kind, amount in used.items():
         pools = core.state.resources.of_kind(kind)
@@ -327,8 +327,8 @@ def _measured(core: Core, used: Mapping[str, float]) -> dict[str, object]:
         if measure in by_name:
             by_name[measure][kind] = amount
         else:
-            found[measure] = amount
-    return found | by_name
+            totals[measure] = amount
+    return totals | by_name
 
 
 def _trajectory_state(core: Core, active: Waiting | None, ending: bool, waiting: bool) -> str:

@@ -111,18 +111,18 @@ class Cores:
     def allocate_each(self, count: int, sets: int) -> list[tuple[int, ...]]:
         """As many sets of ``count`` cores, each as `allocate` gives it after those before."""
         assert count * sets <= self.free, f"{sets} times {count} cores wanted, {self.free} free"
-        found: list[tuple[int, ...]] = []
-        while len(found) < sets:
+        allocated: list[tuple[int, ...]] = []
+        while len(allocated) < sets:
             ids = self._tightest(count)
             if ids is None:
-                found.append(self.allocate(count))
+                allocated.append(self.allocate(count))
                 continue
-            here = min(sets - len(found), len(ids) // count)  # for so long it stays the tightest
+            here = min(sets - len(allocated), len(ids) // count)  # for so long it stays the tightest
             most = len(ids)
-            found += [tuple(sorted(ids[most - count * (n + 1) : most - count * n])) for n in range(here)]
+            allocated += [tuple(sorted(ids[most - count * (n + 1) : most - count * n])) for n in range(here)]
             del ids[most - count * here :]
             self.free -= count * here
-        return found
+        return allocated
 
     def release(self, cores: Iterable[int]) -> None:
         for core in cores:

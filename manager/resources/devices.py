@@ -76,10 +76,10 @@ class Chunks:
 
     def allocate(self, chunk: Chunk) -> None:
         """Take a free aligned chunk, splitting the one that holds it."""
-        found = self.host(chunk)
-        assert found is not None, f"chunk {chunk} is not free: {self.free}"
-        self._free.remove(found)
-        self._free.update(found.without(chunk))
+        host = self.host(chunk)
+        assert host is not None, f"chunk {chunk} is not free: {self.free}"
+        self._free.remove(host)
+        self._free.update(host.without(chunk))
         self.free_units -= chunk.size
 
     def release(self, chunk: Chunk) -> None:
@@ -156,10 +156,10 @@ class Residency:
 
     def chunks_of(self) -> dict[str, tuple[Chunk, ...]]:
         """Chunks by service, ascending."""
-        found: dict[str, list[Chunk]] = {}
+        by_service: dict[str, list[Chunk]] = {}
         for copy in self._copies:
-            found.setdefault(copy.service, []).append(copy.chunk)
-        return {service: tuple(sorted(chunks)) for service, chunks in sorted(found.items())}
+            by_service.setdefault(copy.service, []).append(copy.chunk)
+        return {service: tuple(sorted(chunks)) for service, chunks in sorted(by_service.items())}
 
     def of_service(self, service: str) -> list[Chunk]:
         return sorted(copy.chunk for copy in self._copies if copy.service == service)
@@ -170,8 +170,8 @@ class Residency:
         Nodes tell what a service takes: one whose files are larger elsewhere is no reason to fail here.
         """
         spec = self._services.get(copy.service)
-        told = 0 if spec is None else spec.bytes_by_dop.get(copy.chunk.size, 0)
-        return min(told, *[self._capacity.get(device, told) for device in copy.devices])
+        needed = 0 if spec is None else spec.bytes_by_dop.get(copy.chunk.size, 0)
+        return min(needed, *[self._capacity.get(device, needed) for device in copy.devices])
 
     def restore_s(self, service: str, size: int) -> float:
         """Seconds to restore a service on a chunk of ``size`` devices; 0 where it is not described."""
@@ -482,9 +482,9 @@ class ChunkHeadroom(Headroom):
         What is in use of a reserved place only falls, so it comes free within the longest action that runs there.
         """
         size, names = power_at_least(units), self._names(node, among)
-        found = self._best_fit(size, names) or self._least_used(size, names)
-        if found is not None:
-            name, place = found
+        fit = self._best_fit(size, names) or self._least_used(size, names)
+        if fit is not None:
+            name, place = fit
             self._places.append(place)
             inside = (
                 [place] if self.fits(units, node, among) else [one for one in self._free[name] if place.contains(one)]
@@ -502,23 +502,23 @@ class ChunkHeadroom(Headroom):
         self.free = sum(chunk.size for chunks in self._free.values() for chunk in chunks)
 
     def _best_fit(self, size: int, names: Iterable[str]) -> tuple[str, Chunk] | None:
-        found = [(chunk.size, chunk.start, name) for name in names for chunk in self._free[name] if chunk.size >= size]
-        if not found:
+        fits = [(chunk.size, chunk.start, name) for name in names for chunk in self._free[name] if chunk.size >= size]
+        if not fits:
             return None
-        _, start, name = min(found)
+        _, start, name = min(fits)
         return name, Chunk(start, size)
 
     def _least_used(self, size: int, names: Iterable[str]) -> tuple[str, Chunk] | None:
-        found = []
+        regions = []
         for name in names:
             region = self._regions[name]
             for place in region.parts(size):
                 free = sum(chunk.size for chunk in self._free[name] if place.contains(chunk))
                 reserved = any(place.meets(other) for other in self._places)
-                found.append((reserved, size - free, place.start, name))
-        if not found:
+                regions.append((reserved, size - free, place.start, name))
+        if not regions:
             return None
-        _, _, start, name = min(found)
+        _, _, start, name = min(regions)
         return name, Chunk(start, size)
 
 
@@ -662,8 +662,8 @@ class GpuPool(PlacedPool):
         if region is None:
             return
         self._replicated = False
-        found = [(service, chunk) for service, chunks in resident.items() for chunk in chunks]
-        copies = [ResidentCopy(service, chunk.moved(region.start)) for service, chunk in found]
+        pairs = [(service, chunk) for service, chunks in resident.items() for chunk in chunks]
+        copies = [ResidentCopy(service, chunk.moved(region.start)) for service, chunk in pairs]
         self._told[node] = copies, set(region.devices)
         self._believe(node)
         self._note_change()
@@ -684,12 +684,12 @@ class GpuPool(PlacedPool):
         if self._replicated or not self.free:
             return ()
         self._replicated = True
-        found = []
+        replicas = []
         recent = partial(self._demand.recent, now_s=now_s)
         for copy in self._replicas.begin(recent, self._free, self._may_hold):
             node = self.node_of(copy.chunk)
-            found.append(Replica(copy.service, node, self._on_node(copy.chunk, node), copy.chunk))
-        return found
+            replicas.append(Replica(copy.service, node, self._on_node(copy.chunk, node), copy.chunk))
+        return replicas
 
     def replicated(self, replica: Replica, done: bool) -> None:
         copy = ResidentCopy(replica.service, replica.place)
@@ -782,14 +782,14 @@ class GpuPool(PlacedPool):
 
     def _believe(self, node: str) -> None:
         """Take in what a node said of devices on which nothing computes or arrives any more."""
-        found, news = self._told.get(node, ([], set()))
+        copies, news = self._told.get(node, ([], set()))
         if not news:
             return
         unsettled = self._replicas.reached().union(*(chunk.devices for chunk in self._by_holder.values()))
         settled = set(self._regions[node].devices) - unsettled
         touching = {copy for copy in self._residency.on(news & settled) if settled.issuperset(copy.devices)}
-        told = [copy for copy in found if settled.issuperset(copy.devices) and not news.isdisjoint(copy.devices)]
-        self._residency.believe(told, touching)
+        current = [copy for copy in copies if settled.issuperset(copy.devices) and not news.isdisjoint(copy.devices)]
+        self._residency.believe(current, touching)
         news -= settled
 
     def _make_resident(self, service: str | None, chunk: Chunk) -> tuple[bool, tuple[str, ...]]:

@@ -359,12 +359,12 @@ class Nodes:
     def describe(self, spec: NodeSpec) -> None:
         """Take up what a node is able to run by now, its labels and its devices; its cores and memory stay."""
         node = self._nodes[spec.name]
-        told = replace(spec, numa=node.spec.numa, memory_bytes=node.spec.memory_bytes)
+        described = replace(spec, numa=node.spec.numa, memory_bytes=node.spec.memory_bytes)
         if node.closed is not None:
-            node.spec = told
+            node.spec = described
             return
         self._set_apart(node)
-        node.spec = told
+        node.spec = described
         self._set_among_alike(node)
 
     def may_start(self, placement: NodeChoice, name: str) -> bool:
@@ -452,9 +452,9 @@ class Nodes:
 
     def _hosts(self, demand: Demand, placement: NodeChoice) -> list[AlikeNodes]:
         """The open nodes that could serve what a demand takes of nodes, were nothing held."""
-        asked = self._asked
-        if asked is not None and asked[0] == demand and asked[1] == placement:
-            return asked[2]
+        cached = self._asked
+        if cached is not None and cached[0] == demand and cached[1] == placement:
+            return cached[2]
         hosts = self._able.get((demand, placement))
         if hosts is None:
             if len(self._able) >= _DEMANDS_MAX:

@@ -67,10 +67,10 @@ def water_fill(members: Sequence[ShareMember], units: int, weights: Sequence[flo
     ends = np.cumsum(sizes)
     level = float(np.partition(gains, gains.size - spare)[gains.size - spare])
     level = max(level, 0.0)
-    given = _counts(gains > level, ends)
+    shares = _counts(gains > level, ends)
     if level > 0.0:
-        given += _remainder(_counts(gains == level, ends), spare - int(given.sum()))
-    return [one.least + int(more) for one, more in zip(members, given, strict=True)]
+        shares += _remainder(_counts(gains == level, ends), spare - int(shares.sum()))
+    return [one.least + int(more) for one, more in zip(members, shares, strict=True)]
 
 
 def _useful(one: ShareMember) -> int:
@@ -86,8 +86,8 @@ def _counts(mask: NDArray[np.bool_], ends: Counts) -> Counts:
 def _remainder(ties: Counts, left: int) -> Counts:
     """Units for gains exactly at the water level, in order, as far as they go."""
     before = np.cumsum(ties) - ties
-    given: Counts = np.minimum(np.maximum(left - before, 0), ties)
-    return given
+    share: Counts = np.minimum(np.maximum(left - before, 0), ties)
+    return share
 
 
 # Turns in a crowd: who starts, and how wide, while more waits than can run (docs/decisions/overload.md).
@@ -212,13 +212,13 @@ class CrowdPass:
 
     def _widest(self) -> list[tuple[str, int, UnitSet]]:
         """Return the running ones that can be shrunk with their units, those with most above the minimum first."""
-        found = []
+        widest = []
         for one in self._running.malleable:
             units, unit_set = self._shrunk.get(one.action.id, one.units), one.action.cost[self._kind]
             if units > unit_set.minimum:
-                found.append((one.action.id, units, unit_set))
-        found.sort(key=lambda each: each[2].minimum - each[1])
-        return found
+                widest.append((one.action.id, units, unit_set))
+        widest.sort(key=lambda each: each[2].minimum - each[1])
+        return widest
 
 
 # The policy ``adaptive``: every elastic action runs, and cores move between running ones (docs/SCHEDULING.md 1.4).

@@ -38,11 +38,11 @@ class FixedPolicy(PromptPolicy):
             if action.key is not None and wanted > free and busy and view.now_s < action.submitted_s + self.wait_s:
                 wake_s = action.submitted_s + self.wait_s
                 continue
-            given = units.at_most(min(wanted, candidate.limit, free))
-            if given is None:
+            granted = units.at_most(min(wanted, candidate.limit, free))
+            if granted is None:
                 break
-            starts.append(Start(action_id=action.id, units=given))
-            free -= given
+            starts.append(Start(action_id=action.id, units=granted))
+            free -= granted
         return Decision(starts=starts, wake_s=wake_s)
 
     def _wanted(self, action: Action) -> int:

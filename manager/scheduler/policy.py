@@ -235,10 +235,10 @@ class RunningSet(Sequence[RunningView]):
         """Return running actions as a set, which they may be already."""
         if isinstance(running, cls):
             return running
-        made = cls(kind)
+        running_set = cls(kind)
         for view in running:
-            made.add(view.action.id, view)
-        return made
+            running_set.add(view.action.id, view)
+        return running_set
 
     def enter(self, holder: str, action: Action) -> None:
         """Add a holder of which no view is made before somebody looks."""

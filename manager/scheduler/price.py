@@ -270,16 +270,16 @@ class _Worth:
         """Seconds of restores that having ``service`` on ``place`` will cost others, less those that it will save."""
         if not service:
             return 0.0
-        found = self._moves.get((service, place))
-        if found is None:
+        worth_s = self._moves.get((service, place))
+        if worth_s is None:
             resident = self._chunks.resident
             lost_s = sum(
                 self._saved_s(other, size, len(resident.get(other, ())) - 1)
                 for other, size in self._chunks.evicts(service, place)
             )
-            found = lost_s - self._saved_s(service, place.size, len(resident.get(service, ())))
-            self._moves[service, place] = found
-        return found
+            worth_s = lost_s - self._saved_s(service, place.size, len(resident.get(service, ())))
+            self._moves[service, place] = worth_s
+        return worth_s
 
     def _saved_s(self, service: str, size: int, others: int) -> float:
         likely = 1.0 - math.exp(-self._chunks.recent(service) * self._busy ** max(0, others))

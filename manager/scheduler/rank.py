@@ -120,9 +120,9 @@ class Drawn(Sequence[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         number = 0
-        while made := self._first(number + AHEAD)[number:]:
-            yield from made
-            number += len(made)
+        while batch := self._first(number + AHEAD)[number:]:
+            yield from batch
+            number += len(batch)
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -256,8 +256,8 @@ def shortest_first(
         return [*aged, *(next(shortest[task]) for task in order)]
     # Some turns are of actions that wait for something else, and some may be beyond what is shown.
     mine = chain(_while_several(turns(), {task: len(actions) for task, actions in by_task.items()}), order)
-    found = (next(shortest[task], None) for task in mine)
-    return [*aged, *islice((action for action in found if action is not None), len(young))]
+    nexts = (next(shortest[task], None) for task in mine)
+    return [*aged, *islice((action for action in nexts if action is not None), len(young))]
 
 
 def _while_several(turns: Iterator[str], left: dict[str, int]) -> Iterator[str]:

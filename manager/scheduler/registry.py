@@ -46,7 +46,7 @@ def make_policy(spec: PolicySpec) -> Policy:
 
 def _declared(noun: type) -> dict[str, tuple[type, Setting]]:
     """Return the type and the setting of each option that a dataclass declares."""
-    return {name: (get_args(hint)[0], said) for name, hint, said in settings_of(noun)}
+    return {name: (get_args(hint)[0], setting) for name, hint, setting in settings_of(noun)}
 
 
 def _checked(spec: PolicySpec, name: str, value: float, options: Mapping[str, tuple[type, Setting]]) -> float:
@@ -56,18 +56,18 @@ def _checked(spec: PolicySpec, name: str, value: float, options: Mapping[str, tu
         raise InvalidConfig(
             f"policy {spec.name} has no option {name!r}: it has {known}{_near(name, options)}", component="scheduler"
         )
-    wanted, said = options[name]
+    wanted, setting = options[name]
     rules = [
         ("a finite number", math.isfinite(value)),
         *([("a whole number", value % 1 == 0)] if wanted is int else []),
-        *([(f"at least {said.ge:g}", value >= said.ge)] if said.ge is not None else []),
-        *([(f"more than {said.gt:g}", value > said.gt)] if said.gt is not None else []),
-        *([(f"at most {said.le:g}", value <= said.le)] if said.le is not None else []),
+        *([(f"at least {setting.ge:g}", value >= setting.ge)] if setting.ge is not None else []),
+        *([(f"more than {setting.gt:g}", value > setting.gt)] if setting.gt is not None else []),
+        *([(f"at most {setting.le:g}", value <= setting.le)] if setting.le is not None else []),
     ]
     broken = next((rule for rule, holds in rules if not holds), None)
     if broken is not None:
         raise InvalidConfig(
-            f"policy {spec.name}: option {name} is {value:g} where {broken} is needed: {said.meaning}",
+            f"policy {spec.name}: option {name} is {value:g} where {broken} is needed: {setting.meaning}",
             component="scheduler",
         )
     return int(value) if wanted is int else float(value)

@@ -115,18 +115,18 @@ def _scarcest(
     worker_cost_s: float,
 ) -> tuple[str, float]:
     """The kind of which a trajectory takes the longest if it had all of it alone, and these seconds."""
-    found = [
+    demands = [
         (sum(least_s(step, kind, worker_cost_s) for step in trajectory.steps) / units, kind)
         for kind, units in capacity.items()
     ]
-    found += [
+    demands += [
         (
             sum(step.cost[kind].minimum for step in trajectory.steps if kind in step.cost) * each.period_s / each.limit,
             kind,
         )
         for kind, each in quotas.items()
     ]
-    share_s, kind = max(found, default=(0.0, ""))
+    share_s, kind = max(demands, default=(0.0, ""))
     return kind, share_s
 
 
@@ -360,13 +360,13 @@ class _Tables:
 
     def _least_price(self, kind: str, span: int) -> Floats:
         """The least price of each run of ``span`` cells."""
-        found = self._least.get((kind, span))
-        if found is None:
+        least = self._least.get((kind, span))
+        if least is None:
             prices = self._prices[kind]
             padded = np.concatenate([prices, np.zeros(span)])
-            found = np.lib.stride_tricks.sliding_window_view(padded, span).min(axis=1)[: prices.size]
-            self._least[kind, span] = found
-        return found
+            least = np.lib.stride_tricks.sliding_window_view(padded, span).min(axis=1)[: prices.size]
+            self._least[kind, span] = least
+        return least
 
     def _elastic_step(
         self, step: TraceStep, ready_s: float, fastest_s: float, ahead_s: Floats, last: bool, used: dict[str, Floats]
@@ -377,9 +377,9 @@ class _Tables:
         future_s = np.zeros(CELLS) if last else ahead_s - self._cell_s
         cost_s = np.empty(CELLS)
         for start, stop in zip(STARTS, (*STARTS[1:], CELLS), strict=True):
-            found = [table.value(t_ori_s, ready_s, fastest_s, start, future_s) for table, t_ori_s in ways]
-            best = min(range(len(ways)), key=lambda index: found[index][0])
-            value_s, worth = found[best]
+            options = [table.value(t_ori_s, ready_s, fastest_s, start, future_s) for table, t_ori_s in ways]
+            best = min(range(len(ways)), key=lambda index: options[index][0])
+            value_s, worth = options[best]
             cost_s[start:stop] = value_s - self._grid_s[: stop - start]
             if start == 0:
                 ways[best][0].use(ways[best][1], ready_s, worth, used[step.key])

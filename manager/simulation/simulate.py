@@ -215,15 +215,15 @@ class SimulationResult:
         Ours is the first row of all actions.
         """
         whole = next((row.policy for row in self.rows if row.actions >= self.actions), None)
-        found: list[tuple[str, str, int, float, float]] = []
+        rows: list[tuple[str, str, int, float, float]] = []
         for row in self.rows:
             if whole is None or row.actions >= self.actions:
                 continue
             part = self.runs[row.policy]
             same = {(record.trajectory, record.number) for record in part.records}
             ours_s = sum(one.act_s for one in self.runs[whole].records if (one.trajectory, one.number) in same)
-            found.append((row.policy, whole, row.actions, row.act_s, ours_s / max(1, part.trajectories)))
-        return found
+            rows.append((row.policy, whole, row.actions, row.act_s, ours_s / max(1, part.trajectories)))
+        return rows
 
 
 def _rank(ordered: Sequence[float], share: float) -> float:
@@ -490,8 +490,8 @@ def _check_sizes(workload: Workload, spec: ManagerSpec) -> None:
     """A service that is larger than a device at some DoP could not be restored there."""
     room = min((node.device_bytes for node in spec.nodes if node.devices), default=0)
     steps = (step for trajectory in workload.trajectories for step in trajectory.steps)
-    asked = {step.service: step.cost["gpu"] for step in steps if step.service is not None and "gpu" in step.cost}
-    for name, units in asked.items():
+    wanted = {step.service: step.cost["gpu"] for step in steps if step.service is not None and "gpu" in step.cost}
+    for name, units in wanted.items():
         sizes = spec.services[name].bytes_by_dop if name in spec.services else {}
         large = [dop for dop in units if sizes.get(dop, 0) > room]
         if large:

@@ -291,13 +291,13 @@ class Scenario:
 
 def read_fault(text: str) -> NodeFault:
     """Return the fault that a text describes; raises InvalidInput."""
-    found = _FAULT.fullmatch(text)
+    match = _FAULT.fullmatch(text)
     kinds = get_args(FaultKind)
-    if found is None or found["kind"] not in kinds:
+    if match is None or match["kind"] not in kinds:
         hint = f"KIND:NODES@START or KIND:NODES@START+FOR, in seconds; kinds are {', '.join(kinds)}"
         raise InvalidInput(f"fault {text!r}: written {hint}", component="simulate")
-    for_s = None if found["span"] is None else float(found["span"])
-    fault = NodeFault(kind=found["kind"], nodes=int(found["nodes"]), start_s=float(found["start"]), for_s=for_s)  # type: ignore[arg-type]
+    for_s = None if match["span"] is None else float(match["span"])
+    fault = NodeFault(kind=match["kind"], nodes=int(match["nodes"]), start_s=float(match["start"]), for_s=for_s)  # type: ignore[arg-type]
     if fault.nodes == 0:
         raise InvalidInput(f"fault {text!r}: names no node", component="simulate")
     if not fault.for_s and fault.kind != "lose":
@@ -314,8 +314,8 @@ def fault_events(faults: Sequence[NodeFault], nodes: Sequence[NodeSpec], seed: i
     events: list[FaultEvent] = []
     for fault in faults:
         if fault.nodes > len(nodes):
-            told = f"{fault.kind} of {fault.nodes} nodes: the cluster has {len(nodes)}"
-            raise InvalidInput(told, component="simulate")
+            problem = f"{fault.kind} of {fault.nodes} nodes: the cluster has {len(nodes)}"
+            raise InvalidInput(problem, component="simulate")
         drawn = chance.sample(list(nodes), len(nodes) if fault.kind == "upgrade" else fault.nodes)
         events += _events(fault, drawn, chance)
         if len(events) > EVENTS_MAX:
@@ -956,8 +956,8 @@ class Simulation:
             self._settle_lost(settlement)
             return
         if settlement.outcome.reason is Reason.QUEUE_TIMEOUT and self._tally.nodes_lost:
-            told = f"{action.id} waits for ever, with {len(self._gone)} nodes lost: {settlement.outcome.message}"
-            raise Unsatisfiable(told, component="simulate")
+            problem = f"{action.id} waits for ever, with {len(self._gone)} nodes lost: {settlement.outcome.message}"
+            raise Unsatisfiable(problem, component="simulate")
         assert settlement.outcome.state is State.SUCCEEDED, f"{action.id}: {settlement.outcome}"
         self._ledger.settle(action.id, self._now_s)
         running = self._running.pop(action.id)

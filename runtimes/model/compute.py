@@ -316,8 +316,8 @@ def stage(model: Any, items: Sequence[WorkItem], budget_tokens: int, device: str
     for action in dict.fromkeys(item.action for item in items):
         mine = [index for index, item in enumerate(items) if item.action is action]
         if action is ModelAction.GENERATE:
-            asked = [(index, items[index]) for index in mine]
-            batches.append(Generation(asked, budget_tokens=budget_tokens, device=device, filler=_filler(model)))
+            chosen = [(index, items[index]) for index in mine]
+            batches.append(Generation(chosen, budget_tokens=budget_tokens, device=device, filler=_filler(model)))
             continue
         for batch in _packed([items[index] for index in mine], budget_tokens):
             positions = tuple(mine[position] for position in batch)
@@ -412,8 +412,8 @@ def _logprobs(bound: BoundModel, batch: PackedBatch) -> list[object]:
     states, targets = hidden[:, :-1][real], batch.tokens[:, 1:][real]
     bound.arrived()
     weight = bound.model.get_output_embeddings().weight
-    asked = [member.top for member in batch.members if member.top is not None]
-    top = max(asked) if asked else None
+    tops = [member.top for member in batch.members if member.top is not None]
+    top = max(tops) if tops else None
     blocks = [
         _block_logprobs(bound.group, states[i : i + HEAD_TOKENS], targets[i : i + HEAD_TOKENS], weight, top)
         for i in range(0, len(targets), HEAD_TOKENS)

@@ -115,11 +115,11 @@ class Restores:
     def estimate(self, service: str, bytes_by_dop: Mapping[int, int]) -> dict[int, float]:
         """Seconds to restore the service at each DoP."""
         rate = middle(self._rates) if self._rates else self._assumed
-        found = {}
+        estimates = {}
         for dop, size in bytes_by_dop.items():
             measured = self._seconds.get((service, dop, size))
-            found[dop] = middle(measured) if measured else size / rate
-        return found
+            estimates[dop] = middle(measured) if measured else size / rate
+        return estimates
 
 
 def middle(values: Iterable[float]) -> float:
@@ -129,9 +129,11 @@ def middle(values: Iterable[float]) -> float:
     return fmean(ordered[cut : len(ordered) - cut])
 
 
-def has_moved(told: Mapping[int, float], now: Mapping[int, float]) -> bool:
+def has_moved(before: Mapping[int, float], now: Mapping[int, float]) -> bool:
     """Return whether an estimate differs enough from the one last reported to report it again."""
-    return any(abs(seconds - told.get(dop, 0.0)) > WORTH_TELLING * told.get(dop, 0.0) for dop, seconds in now.items())
+    return any(
+        abs(seconds - before.get(dop, 0.0)) > WORTH_TELLING * before.get(dop, 0.0) for dop, seconds in now.items()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,19 +329,19 @@ def discover(settings: ModelSettings, driver: DeviceDriver | None = None, visibl
     """
     if settings.device == "none":
         return []
-    found = [] if settings.device == "cpu" else _cuda_devices(settings, driver or nvml(), visible)
-    if settings.device == "cuda" and not found:
+    devices = [] if settings.device == "cpu" else _cuda_devices(settings, driver or nvml(), visible)
+    if settings.device == "cuda" and not devices:
         raise InvalidConfig(
             "device: cuda, but NVML finds no NVIDIA device; install the driver (and nvidia-ml-py), "
             "look at CUDA_VISIBLE_DEVICES, or use device: cpu",
             component=_COMPONENT,
         )
-    if not found:
+    if not devices:
         size = settings.device_bytes or 2 * GIB
         count = settings.devices or 1
-        found = [Device(index=i, kind="cpu", name="cpu", arena_bytes=size) for i in range(count)]
-    wanted = min(settings.devices or len(found), len(found))
-    return found[: 1 << (wanted.bit_length() - 1)]
+        devices = [Device(index=i, kind="cpu", name="cpu", arena_bytes=size) for i in range(count)]
+    wanted = min(settings.devices or len(devices), len(devices))
+    return devices[: 1 << (wanted.bit_length() - 1)]
 
 
 def used_bytes(device: Device) -> int | None:

@@ -167,13 +167,13 @@ class ExternalBackend:
 
     def _learn(self, server: _Server, seconds: float) -> None:
         """Keep what a wake took, for any number of devices; report the estimate if it has moved."""
-        service, told = server.model.service, server.told
+        service, reported = server.model.service, server.told
         self._wakes.add(service, 1, 0, seconds)
-        if told is None:
+        if reported is None:
             return
-        now = dict.fromkeys(told.restore_s_by_dop, self._wake_s(service))
-        if has_moved(told.restore_s_by_dop, now):
-            server.told = replace(told, restore_s_by_dop=now)
+        now = dict.fromkeys(reported.restore_s_by_dop, self._wake_s(service))
+        if has_moved(reported.restore_s_by_dop, now):
+            server.told = replace(reported, restore_s_by_dop=now)
             self._on_footprint(server.told)
 
     def _wake_s(self, service: str) -> float:
@@ -204,20 +204,20 @@ class ExternalBackend:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ActionFailed(Reason.UPSTREAM, f"the engine's answer lacks {error!r}", component=_COMPONENT) from error
 
-    async def _score(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
-        answer = await self._post(model, "/classify", {"input": _inputs(given)})
+    async def _score(self, model: ModelSpec, inputs: ModelInput) -> Mapping[str, object]:
+        answer = await self._post(model, "/classify", {"input": _inputs(inputs)})
         rows = [list(map(float, row["probs"])) for row in _ordered(answer["data"])]
         return {"scores": [row[0] if len(row) == 1 else row for row in rows]}
 
-    async def _embed(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
-        answer = await self._post(model, "/v1/embeddings", {"input": _inputs(given)})
+    async def _embed(self, model: ModelSpec, inputs: ModelInput) -> Mapping[str, object]:
+        answer = await self._post(model, "/v1/embeddings", {"input": _inputs(inputs)})
         return {"embeddings": [list(map(float, row["embedding"])) for row in _ordered(answer["data"])]}
 
     async def _logprobs(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
         if given.top_logprobs is not None:
-            told = "$.top_logprobs: of an external engine only the tokens' own log-probabilities are told"
+            message = "$.top_logprobs: of an external engine only the tokens' own log-probabilities are told"
             detail = {"path": "$.top_logprobs"}
-            raise ActionFailed(Reason.INVALID_INPUT, told, component=_COMPONENT, detail=detail)
+            raise ActionFailed(Reason.INVALID_INPUT, message, component=_COMPONENT, detail=detail)
         body = {"prompt": _inputs(given), "max_tokens": 0, "echo": True, "logprobs": 0}
         answer = await self._post(model, "/v1/completions", body)
         # The first token has no condition, and so no log-probability.

@@ -105,9 +105,9 @@ class AsyncSandboxProvider:
         What is chosen is held against what the function allows (docs/SANDBOXES.md); without, it is the function's own.
         It counts as a rollout of the ``step`` of the task, if one is named.
         """
-        given = {"image": image, "env": dict(env) if env else None, "workdir": workdir, "user": user}
-        given |= {"memory": memory, "network": network, "idle_ttl": idle_ttl}
-        chosen = {key: value for key, value in given.items() if value is not None}
+        choices = {"image": image, "env": dict(env) if env else None, "workdir": workdir, "user": user}
+        choices |= {"memory": memory, "network": network, "idle_ttl": idle_ttl}
+        chosen = {key: value for key, value in choices.items() if value is not None}
         sandbox = name or f"sandbox-{secrets.token_hex(8)}"
         async with self._refusals(sandbox):
             handle = self._client.trajectory(

@@ -52,8 +52,8 @@ class GatewayReward:
         self, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **row: Any
     ) -> float:
         """Return the reward of a completion; raises InfrastructureFailed and CommandTimedOut."""
-        given = self._make_input(prompt, completions, row)
-        (score,) = await self._rewards.scores([given], key=f"areal-{uuid.uuid4().hex}")
+        item = self._make_input(prompt, completions, row)
+        (score,) = await self._rewards.scores([item], key=f"areal-{uuid.uuid4().hex}")
         return score
 
 
@@ -72,14 +72,14 @@ def reward(
         raise ValueError("name the function: TANGRAM_REWARD_FUNCTION")
     patience_s = float(os.environ.get("TANGRAM_REWARD_PATIENCE_S", PATIENCE_S))
     failed_as = json.loads(os.environ.get("TANGRAM_REWARD_FAILED_AS", "{}"))
-    given = _input(prompt, completions, row)
-    said = json.dumps([function, given, list(prompt_ids), list(completion_ids)], sort_keys=True, default=repr)
-    key = f"areal-{socket.gethostname()}-{os.getppid()}-{hashlib.sha256(said.encode()).hexdigest()[:32]}"
+    item = _input(prompt, completions, row)
+    text = json.dumps([function, item, list(prompt_ids), list(completion_ids)], sort_keys=True, default=repr)
+    key = f"areal-{socket.gethostname()}-{os.getppid()}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
     async def ask() -> list[float]:
         try:
             async with asyncio.timeout(patience_s):
-                return await GatewayRewards(function, failed_as=failed_as).scores([given], key=key)
+                return await GatewayRewards(function, failed_as=failed_as).scores([item], key=key)
         except TimeoutError:
             message = f"{function} has not ended after {patience_s:g} s; the next try waits on for it"
             raise InfrastructureFailed(message, "not_ended") from None

@@ -66,8 +66,8 @@ class DeepAgentsBackend(BaseSandbox):
         try:
             ended = self._provider.run(self._sandbox, ["/bin/bash", "-c", command], merge=True, timeout_s=bound_s)
         except CommandTimedOut as late:
-            said = late.stdout.decode("utf-8", "replace")
-            return ExecuteResponse(output=f"{said}\n{late}".lstrip(), exit_code=None, truncated=False)
+            output = late.stdout.decode("utf-8", "replace")
+            return ExecuteResponse(output=f"{output}\n{late}".lstrip(), exit_code=None, truncated=False)
         return ExecuteResponse(output=ended.output, exit_code=ended.exit_code, truncated=ended.truncated)
 
     def upload_files(self, files: list[tuple[str, bytes]]) -> list[FileUploadResponse]:

@@ -35,14 +35,14 @@ class HarborEnvironment(BaseEnvironment):
         image_template: str | None = None,
         idle_ttl: str | None = None,
         choose_image: bool | str = True,
-        **given: Any,
+        **options: Any,
     ) -> None:
         self._image_template = image_template
         self._choose_image = str(choose_image).lower() not in ("false", "0", "no")
         self._idle_ttl = idle_ttl
         self._provider = AsyncSandboxProvider(server, function=function, task=task)
         self._sandbox = ""
-        super().__init__(*arguments, **given)
+        super().__init__(*arguments, **options)
 
     @staticmethod
     def type() -> str:

@@ -148,13 +148,13 @@ class InspectSandbox(SandboxEnvironment):
             raise SandboxUnavailableError(str(error)) from error
 
 
-def _config(given: Any) -> InspectSandboxConfig:
+def _config(value: Any) -> InspectSandboxConfig:
     """Return the configuration of a task: a model, a YAML or JSON file, or nothing."""
-    if given is None:
+    if value is None:
         return InspectSandboxConfig()
-    if isinstance(given, InspectSandboxConfig):
-        return given
-    path = Path(str(given))
+    if isinstance(value, InspectSandboxConfig):
+        return value
+    path = Path(str(value))
     text = path.read_text(encoding="utf-8")
     return InspectSandboxConfig(**((json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)) or {}))
 

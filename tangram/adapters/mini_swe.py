@@ -57,9 +57,9 @@ class MiniSweEnvironment:
     that name, instead of a hundred steps against a dead box.
     """
 
-    def __init__(self, *, provider: SandboxProvider | None = None, **given: Any) -> None:
-        given["interpreter"] = tuple(given.get("interpreter", MiniSweConfig().interpreter))
-        self.config = MiniSweConfig(**given)
+    def __init__(self, *, provider: SandboxProvider | None = None, **options: Any) -> None:
+        options["interpreter"] = tuple(options.get("interpreter", MiniSweConfig().interpreter))
+        self.config = MiniSweConfig(**options)
         self._provider = provider or SandboxProvider(
             self.config.server, function=self.config.function, task=self.config.task, durable=self.config.durable
         )
@@ -97,14 +97,14 @@ class MiniSweEnvironment:
         _raise_submission(output)
         return output
 
-    def get_template_vars(self, **given: Any) -> dict[str, Any]:
+    def get_template_vars(self, **variables: Any) -> dict[str, Any]:
         """Return what prompts may name: the configuration, and what the sandbox's own ``uname`` says."""
         if not self._uname:
-            said = self._provider.run(self.sandbox, ["uname", "-snrvm"]).output.split()
+            uname = self._provider.run(self.sandbox, ["uname", "-snrvm"]).output.split()
             # The version has blanks in it: what is left between the three words before it and the one behind.
-            values = (*said[:3], " ".join(said[3:-1]), said[-1]) if len(said) > 4 else ("",) * len(_UNAME)
+            values = (*uname[:3], " ".join(uname[3:-1]), uname[-1]) if len(uname) > 4 else ("",) * len(_UNAME)
             self._uname = dict(zip(_UNAME, values, strict=True))
-        return {**asdict(self.config), **self._uname, **given}
+        return {**asdict(self.config), **self._uname, **variables}
 
     def serialize(self) -> dict[str, Any]:
         """Return what mini-swe-agent writes into its trajectory file."""

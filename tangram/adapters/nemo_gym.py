@@ -78,8 +78,8 @@ class NemoGymProvider:
                 timeout_s=timeout_s,
             )
         except CommandTimedOut as late:
-            said = [stream.decode("utf-8", "replace") for stream in (late.stdout, late.stderr)]
-            return SandboxExecResult(said[0], f"{said[1]}{late}", NO_STATUS, "timeout")
+            output = [stream.decode("utf-8", "replace") for stream in (late.stdout, late.stderr)]
+            return SandboxExecResult(output[0], f"{output[1]}{late}", NO_STATUS, "timeout")
         except InfrastructureFailed as error:
             return SandboxExecResult(None, str(error), NO_STATUS, "sandbox")
         return SandboxExecResult(ended.output, ended.errors, ended.exit_code)

@@ -110,10 +110,10 @@ class GradeReport:
 
 def told_to_model(end: CommandEnd | CommandTimedOut) -> str:
     """Return how a command with ``merge`` ended, as text for the model that asked for it."""
-    said = end.stdout.decode("utf-8", "replace").rstrip("\n")
+    output = end.stdout.decode("utf-8", "replace").rstrip("\n")
     if isinstance(end, CommandTimedOut):
-        return f"{said}\n[ended: it took too long]".lstrip("\n")
-    return said if end.exit_code == 0 else f"{said}\n[exit status {end.exit_code}]".lstrip("\n")
+        return f"{output}\n[ended: it took too long]".lstrip("\n")
+    return output if end.exit_code == 0 else f"{output}\n[exit status {end.exit_code}]".lstrip("\n")
 
 
 def command_end(ended: InvocationResult, sandbox: str) -> CommandEnd:
@@ -121,13 +121,13 @@ def command_end(ended: InvocationResult, sandbox: str) -> CommandEnd:
     memory = ended.reason == "out_of_memory" and isinstance(ended.result, dict)
     if not ended.ok and not memory:
         raise failure_of(ended, sandbox)
-    told = ended.result
-    code, signal = told["exit_code"], told["signal"]
+    result = ended.result
+    code, signal = result["exit_code"], result["signal"]
     return CommandEnd(
         exit_code=128 + signal if code is None else code,
-        stdout=_stream(told, "stdout"),
-        stderr=_stream(told, "stderr"),
-        truncated=told["stdout_truncated"] or told["stderr_truncated"],
+        stdout=_stream(result, "stdout"),
+        stderr=_stream(result, "stderr"),
+        truncated=result["stdout_truncated"] or result["stderr_truncated"],
         out_of_memory=memory,
         invocation=ended.id,
     )
@@ -135,15 +135,15 @@ def command_end(ended: InvocationResult, sandbox: str) -> CommandEnd:
 
 def grade_report(ended: InvocationResult, sandbox: str) -> GradeReport:
     """Return the verdict of a pytest function; raises CommandTimedOut and InfrastructureFailed."""
-    told = result_of(ended, sandbox)
-    if not isinstance(told, dict) or "reward" not in told:
+    result = result_of(ended, sandbox)
+    if not isinstance(result, dict) or "reward" not in result:
         message = f"{ended.function} has no reward in its result: is its runtime pytest?"
         raise InfrastructureFailed(message, "invalid_grade", sandbox, ended.id)
     return GradeReport(
-        reward=told["reward"],
-        note=told.get("reason") or told.get("note") or "",
-        tests=told.get("tests") or {},
-        result=told,
+        reward=result["reward"],
+        note=result.get("reason") or result.get("note") or "",
+        tests=result.get("tests") or {},
+        result=result,
         invocation=ended.id,
     )
 
@@ -159,8 +159,8 @@ def failure_of(ended: InvocationResult, sandbox: str) -> Exception:
     """Return the error of an invocation that ended badly, or has not ended."""
     message = f"{ended.function} {ended.id} {ended.state} ({ended.reason}): {ended.message}"
     if ended.reason == "timeout":
-        told = ended.result if isinstance(ended.result, dict) else {}
-        return CommandTimedOut(message, _stream(told, "stdout"), _stream(told, "stderr"), ended.id)
+        result = ended.result if isinstance(ended.result, dict) else {}
+        return CommandTimedOut(message, _stream(result, "stdout"), _stream(result, "stderr"), ended.id)
     return InfrastructureFailed(message, ended.reason or ended.state, sandbox, ended.id)
 
 
@@ -173,9 +173,9 @@ def refusal_of(error: TangramError, sandbox: str, path: str = "") -> Exception:
     return InfrastructureFailed(where + error.message, error.code, sandbox, error.invocation_id or "")
 
 
-def _stream(told: Mapping[str, Any], name: str) -> bytes:
-    exact = told.get(f"{name}_base64")
-    return base64.b64decode(exact) if exact else str(told.get(name, "")).encode("utf-8", "surrogatepass")
+def _stream(result: Mapping[str, Any], name: str) -> bytes:
+    exact = result.get(f"{name}_base64")
+    return base64.b64decode(exact) if exact else str(result.get(name, "")).encode("utf-8", "surrogatepass")
 
 
 def packed(source: str | Path) -> bytes:

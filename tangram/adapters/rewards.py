@@ -82,11 +82,11 @@ class GatewayRewards:
         raise error
 
 
-def step_of(told: object) -> int | None:
+def step_of(value: object) -> int | None:
     """Return the number of a step that a trainer tells of, in whatever integer type; None for what is none."""
-    if isinstance(told, bool) or not isinstance(told, SupportsIndex):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
-    step = told.__index__()
+    step = value.__index__()
     return step if 0 <= step < 2**31 else None
 
 

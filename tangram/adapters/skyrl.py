@@ -72,10 +72,10 @@ class SandboxToolGroup(ToolGroup):
         if function not in self._functions:
             return f"There is no function {function!r}; there are: {', '.join(self._functions) or 'none'}."
         try:
-            given = json.loads(arguments)
+            item = json.loads(arguments)
         except ValueError as error:
             return f"The arguments are no JSON: {error}"
-        return json.dumps(self._provider.invoke(function, given, sandbox=self.sandbox, timeout_s=self._timeout_s))
+        return json.dumps(self._provider.invoke(function, item, sandbox=self.sandbox, timeout_s=self._timeout_s))
 
     def close(self) -> None:
         """End the sandbox; again does nothing, and the next call begins in a new one."""

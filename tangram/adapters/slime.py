@@ -58,10 +58,10 @@ def _input(sample: SlimeSample) -> dict[str, Any]:
 
 
 def _function(sample: SlimeSample) -> str:
-    found = (sample.metadata or {}).get("reward_function") or os.environ.get("TANGRAM_REWARD_FUNCTION")
-    if not found:
+    name = (sample.metadata or {}).get("reward_function") or os.environ.get("TANGRAM_REWARD_FUNCTION")
+    if not name:
         raise ValueError("name the function: TANGRAM_REWARD_FUNCTION, or reward_function in the sample's metadata")
-    return str(found)
+    return str(name)
 
 
 def _failed_as() -> dict[str, float]:

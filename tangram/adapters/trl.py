@@ -39,9 +39,9 @@ def reward(
             for index in range(len(prompts))
         ]
         inputs = [make(*each) for each in zip(prompts, completions, rows, strict=True)]
-        asked = [each for each in inputs if each is not None]
+        present = [each for each in inputs if each is not None]
         step = step_of(getattr(columns.get("trainer_state"), "global_step", None)) if counts else None
-        scores = iter(await rewards.scores(asked, key=f"trl-{uuid.uuid4().hex}", step=step))
+        scores = iter(await rewards.scores(present, key=f"trl-{uuid.uuid4().hex}", step=step))
         return [None if each is None else next(scores) for each in inputs]
 
     judge.__name__ = name or function

@@ -79,20 +79,20 @@ class RolloutShell(BaseTool):
         self._provider = provider_of(config.get("server"), config.get("function", "shell"), config.get("task"))
         self._chosen: dict[str, Mapping[str, Any]] = {}
 
-    async def create(self, instance_id: str | None = None, **given: Any) -> tuple[str, ToolResponse]:
+    async def create(self, instance_id: str | None = None, **options: Any) -> tuple[str, ToolResponse]:
         """Remember what the row chooses; verl calls this before every single call."""
         instance, answer = await super().create(instance_id)
-        self._chosen[instance] = dict(given.get("create_kwargs") or {})
+        self._chosen[instance] = dict(options.get("create_kwargs") or {})
         return instance, answer
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **given: Any
+        self, instance_id: str, parameters: dict[str, Any], **options: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Run the command; its end is text for the model. What is our fault raises InfrastructureFailed.
 
         verl shows that to the model as the tool's answer; `AgentRollout` ends the rollout with it instead.
         """
-        sandbox = f"verl-{given['agent_data'].request_id}"
+        sandbox = f"verl-{options['agent_data'].request_id}"
         rollout = _ROLLOUT.get()
         try:
             if sandbox not in self._provider.sandboxes:
@@ -106,7 +106,7 @@ class RolloutShell(BaseTool):
                 rollout.failed = error
             raise
 
-    async def release(self, instance_id: str, **given: Any) -> None:
+    async def release(self, instance_id: str, **options: Any) -> None:
         """Forget the call; the rollout's sandbox lives on."""
         self._chosen.pop(instance_id, None)
 
@@ -121,15 +121,15 @@ class RolloutShell(BaseTool):
 class AgentRollout(ToolAgentLoop):
     """verl's tool agent loop, which ends its sandboxes with the rollout and fails with what is our fault."""
 
-    async def run(self, sampling_params: dict[str, Any], **given: Any) -> Any:
+    async def run(self, sampling_params: dict[str, Any], **options: Any) -> Any:
         """Run one rollout; raises InfrastructureFailed where a tool could not do its work: no reward of 0 for that.
 
         Its sandboxes count for the step ``global_steps``, which verl's trainer v1 gives to agent loops.
         """
-        rollout = RolloutState(step_of(given.get("global_steps")))
+        rollout = RolloutState(step_of(options.get("global_steps")))
         before = _ROLLOUT.set(rollout)
         try:
-            output = await super().run(sampling_params, **given)
+            output = await super().run(sampling_params, **options)
             if rollout.failed is not None:
                 raise rollout.failed
             return output
@@ -138,8 +138,8 @@ class AgentRollout(ToolAgentLoop):
             for provider, sandbox in rollout.sandboxes:
                 await provider.end(sandbox)
 
-    async def _call_tool(self, *arguments: Any, **given: Any) -> Any:
-        answer = await super()._call_tool(*arguments, **given)
+    async def _call_tool(self, *arguments: Any, **options: Any) -> Any:
+        answer = await super()._call_tool(*arguments, **options)
         rollout = _ROLLOUT.get()
         if rollout is not None and rollout.failed is not None:
             raise rollout.failed

@@ -32,12 +32,12 @@ async def compute_score(
     """
     template = (extra_info or {}).get("input")
     if template is not None:
-        given = filled(template, solution_str)
+        item = filled(template, solution_str)
     else:
-        given = {"response": solution_str, "label": ground_truth, "data_source": data_source}
+        item = {"response": solution_str, "label": ground_truth, "data_source": data_source}
     rewards = GatewayRewards(function, **options)
     step = step_of((extra_info or {}).get("global_steps"))
-    (score,) = await rewards.scores([given], key=f"verl-{uuid.uuid4().hex}", step=step)
+    (score,) = await rewards.scores([item], key=f"verl-{uuid.uuid4().hex}", step=step)
     return score
 
 

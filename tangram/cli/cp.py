@@ -94,10 +94,10 @@ def walk(root: Path) -> tuple[list[LocalEntry], list[LeftOut]]:
     waiting = [(root, "")]
     while waiting:
         directory, prefix = waiting.pop()
-        found, odd = _entries(directory, prefix)
+        entries, odd = _entries(directory, prefix)
         left_out += odd
-        files += [each for each in found if not stat.S_ISDIR(each.mode)]
-        below = [each for each in found if stat.S_ISDIR(each.mode)]
+        files += [each for each in entries if not stat.S_ISDIR(each.mode)]
+        below = [each for each in entries if stat.S_ISDIR(each.mode)]
         directories += below
         waiting += [(each.here, f"{each.name}/") for each in below]
         if len(files) + len(directories) > ENTRIES_MAX:
@@ -109,7 +109,7 @@ def walk(root: Path) -> tuple[list[LocalEntry], list[LeftOut]]:
 
 def _entries(directory: Path, prefix: str) -> tuple[list[LocalEntry], list[LeftOut]]:
     """Return the entries of one directory, and what of it cannot be copied."""
-    found, left_out = [], []
+    entries, left_out = [], []
     try:
         places = sorted(directory.iterdir())
     except OSError as error:
@@ -121,10 +121,10 @@ def _entries(directory: Path, prefix: str) -> tuple[list[LocalEntry], list[LeftO
             left_out.append(LeftOut(text_of(place), error.strerror or "cannot be read"))
             continue
         if stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
-            found.append(LocalEntry(place, f"{prefix}{place.name}", info.st_mode, info.st_size))
+            entries.append(LocalEntry(place, f"{prefix}{place.name}", info.st_mode, info.st_size))
         else:
             left_out.append(LeftOut(text_of(place), "it is no file, directory or link"))
-    return found, left_out
+    return entries, left_out
 
 
 def _name_of(entry: LocalEntry) -> str:
@@ -228,8 +228,8 @@ class Unpacking:
         for entry in tar:
             parts = [part for part in entry.name.split("/") if part not in ("", ".")]
             if entry.name.startswith("/") or ".." in parts or "\0" in entry.name:
-                told = f"the sandbox's archive of {self._there!r} has an entry {text_of(entry.name)!r}"
-                raise click.ClickException(f"{told}: nothing was copied")
+                problem = f"the sandbox's archive of {self._there!r} has an entry {text_of(entry.name)!r}"
+                raise click.ClickException(f"{problem}: nothing was copied")
             if parts:
                 entries["/".join(parts)] = entry
             else:
@@ -491,8 +491,8 @@ def _files_out(there: SandboxPlace, root: Path) -> Copy:
             write_below(root, root, data, int(entry.mode, 8))
             return Copy([CopiedFile(root, there.path)], [])
     make_directory(root, root)
-    found = list(_downloads(partial(there.sandbox.list, user=there.user), there.path or ".", root))
-    for place, entry in _shown(found, [[file.size_bytes] for _, file in found]):
+    entries = list(_downloads(partial(there.sandbox.list, user=there.user), there.path or ".", root))
+    for place, entry in _shown(entries, [[file.size_bytes] for _, file in entries]):
         try:
             data = there.sandbox.download(place.there, user=there.user)
             write_below(root, place.here, data, int(entry.mode, 8))
@@ -515,16 +515,16 @@ def _downloads(entries_of: ListFiles, there: str, here: Path) -> Iterator[tuple[
         if not file.directory:
             yield place, file
             continue
-        found = []
+        downloads = []
         for entry in entries_of(place.there):
             name = entry.path.rpartition("/")[2]
             if name in ("", ".", "..") or "\0" in name:
                 raise click.ClickException(f"the sandbox lists {entry.path!r} in {place.there!r}: nothing was copied")
-            found.append((CopiedFile(place.here / name, f"{place.there}/{name}"), entry))
-        seen += len(found)
+            downloads.append((CopiedFile(place.here / name, f"{place.there}/{name}"), entry))
+        seen += len(downloads)
         if seen > ENTRIES_MAX:
             raise click.ClickException(f"{there!r} has more than {ENTRIES_MAX} entries: nothing was copied")
-        left += reversed(found)
+        left += reversed(downloads)
 
 
 def _tell(done: Copy, *, as_json: bool) -> None:
@@ -536,8 +536,8 @@ def _tell(done: Copy, *, as_json: bool) -> None:
         say(f"{each.path}: left out: {each.why}")
     if len(done.left_out) > TOLD_MAX:
         say(f"{len(done.left_out) - TOLD_MAX} more are left out: --json has them all")
-    told = f", {len(done.left_out)} left out" if done.left_out else ""
-    say(f"{len(done.copied)} copied{told}")
+    omitted = f", {len(done.left_out)} left out" if done.left_out else ""
+    say(f"{len(done.copied)} copied{omitted}")
 
 
 def _shown(pieces: Sequence[_Piece], sizes: Sequence[Sequence[int]]) -> Iterator[_Piece]:

@@ -125,7 +125,7 @@ def ps(
     as_json: bool,
 ) -> None:
     """List invocations, newest first; on a terminal as many columns as fit it, with ids without their end."""
-    found = list(
+    invocations = list(
         client.list(
             function=function,
             task=task,
@@ -137,9 +137,9 @@ def ps(
         )
     )
     if as_json:
-        print_json(found)
+        print_json(invocations)
         return
-    show(table(INVOCATIONS, invocation_rows(found, short=is_terminal())))
+    show(table(INVOCATIONS, invocation_rows(invocations, short=is_terminal())))
 
 
 @click.command("show")
@@ -268,7 +268,7 @@ INVOCATIONS = (
 )
 
 
-def invocation_rows(found: Iterable[InvocationResult], *, short: bool) -> list[tuple[object, ...]]:
+def invocation_rows(invocations: Iterable[InvocationResult], *, short: bool) -> list[tuple[object, ...]]:
     """Return the cells of `INVOCATIONS`, with ids that are ``short`` for who looks and whole for who reads on."""
     return [
         (
@@ -281,7 +281,7 @@ def invocation_rows(found: Iterable[InvocationResult], *, short: bool) -> list[t
             *map(show_seconds, (age_s(each.accepted_at), each.queue_s, each.overhead_s, each.execution_s)),
             dict(sorted(each.units.items())),
         )
-        for each in found
+        for each in invocations
     ]
 
 
@@ -297,9 +297,9 @@ def dlq() -> None:
 @connected
 def list_letters(client: Client, function: str | None, limit: int, as_json: bool) -> None:
     """List dead letters, newest first."""
-    found = list(client.list(function=function, dead=True, limit=limit))
+    letters = list(client.list(function=function, dead=True, limit=limit))
     if as_json:
-        print_json(found)
+        print_json(letters)
         return
     rows = [
         (
@@ -311,7 +311,7 @@ def list_letters(client: Client, function: str | None, limit: int, as_json: bool
             show_time(each.ended_at),
             each.message,
         )
-        for each in found
+        for each in letters
     ]
     show(table(("ID", "FUNCTION", "STATE", "REASON", "TRIES", "ENDED", "MESSAGE"), rows))
 

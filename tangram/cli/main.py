@@ -137,15 +137,15 @@ def command_line(more: Mapping[str, Verb] | None = None) -> Verbs:
 
 def main(arguments: Sequence[str] | None = None, more: Mapping[str, Verb] | None = None) -> None:
     """Run one verb and exit; an error is told on standard error, with ``--json`` as JSON on standard output."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     _json_asked.set(False)
     try:
-        status = command_line(more).main(args=given, prog_name="tangram", standalone_mode=False)
+        status = command_line(more).main(args=words, prog_name="tangram", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(exit_status.INTERRUPTED)
     except click.ClickException as error:
         # Of a command line that cannot be read no option has been handed on.
-        if _json_asked.get() or (isinstance(error, click.UsageError) and _takes_json(error.ctx) and "--json" in given):
+        if _json_asked.get() or (isinstance(error, click.UsageError) and _takes_json(error.ctx) and "--json" in words):
             _print_error("usage" if isinstance(error, click.UsageError) else "failed", "cli", error.format_message())
         else:
             error.show()
@@ -170,8 +170,8 @@ def _takes_json(ctx: click.Context | None) -> bool:
 def _print_error(code: str, component: str, message: str, detail: object = None) -> None:
     from tangram.cli.output import print_json
 
-    told = {"code": code, "component": component, "message": message}
-    print_json({"error": {**told, "detail": detail} if detail else told})
+    problem = {"code": code, "component": component, "message": message}
+    print_json({"error": {**problem, "detail": detail} if detail else problem})
 
 
 def _version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
@@ -192,12 +192,12 @@ _BEFORE = "tangram.cli.main"
 
 def global_options(command: _Command) -> _Command:
     """``--server``, ``--token`` and ``--json`` of the command as a whole; its verbs `inherit` them."""
-    for made in (
+    for option in (
         click.option("--json", "as_json", is_flag=True, expose_value=False, callback=_remember, help="Print JSON."),
         click.option("--token", expose_value=False, callback=_remember, help="Bearer token."),
         click.option("--server", expose_value=False, callback=_remember, help="The gateway."),
     ):
-        command = made(command)
+        command = option(command)
     return command
 
 
@@ -212,9 +212,9 @@ def inherit(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 
 def given_before(ctx: click.Context) -> dict[str, Any]:
     """Return what was given before the verb, by the parameter's name."""
-    found = ctx.find_root().meta.get(_BEFORE, {})
-    assert isinstance(found, dict)
-    return found
+    options = ctx.find_root().meta.get(_BEFORE, {})
+    assert isinstance(options, dict)
+    return options
 
 
 def check_taken(ctx: click.Context, verb: str, command: click.Command) -> None:

@@ -59,8 +59,8 @@ def connected(command: Callable[Concatenate[Client, _P], _R]) -> Callable[_P, _R
                 return command(client, *args, **kwargs)
             except ConnectionFailed as error:
                 if error.detail.get("refused") and retries.refused_s is not None:
-                    told = f"{error.message}; --retry-connrefused waits for one that starts"
-                    raise ConnectionFailed(told, detail=error.detail) from None
+                    message = f"{error.message}; --retry-connrefused waits for one that starts"
+                    raise ConnectionFailed(message, detail=error.detail) from None
                 raise
 
     return run
@@ -97,21 +97,21 @@ def whole_id(client: Client, text: str) -> str:
     invocation's own stands for it, also where others begin alike. What looks like no id is left to the gateway.
     Raises NotFoundError, and InvalidInputError with the candidates where there are several.
     """
-    given = text.lower()
-    if _WHOLE.fullmatch(given) or not _PART.fullmatch(given):
+    prefix = text.lower()
+    if _WHOLE.fullmatch(prefix) or not _PART.fullmatch(prefix):
         return text
-    number, dash, _ = given.partition("-")
+    number, dash, _ = prefix.partition("-")
     if dash or len(number) == DIGITS:
-        found = _in_range(client, int(number, 16), int(number, 16) + 1)
-        matching = [each for each in found if each.id.startswith(given)]
+        candidates = _in_range(client, int(number, 16), int(number, 16) + 1)
+        matching = [each for each in candidates if each.id.startswith(prefix)]
     else:
         matching = _beginning(client, number)
     if not matching:
         raise NotFoundError(f"no invocation's id begins with {text}", component="client")
     if len(matching) > 1:
-        told = ", ".join(f"{short_id(each.id)} ({each.function}, {each.state})" for each in matching[:CANDIDATES])
+        listing = ", ".join(f"{short_id(each.id)} ({each.function}, {each.state})" for each in matching[:CANDIDATES])
         more = ", ..." if len(matching) > CANDIDATES else ""
-        raise InvalidInputError(f"{text} begins several ids: {told}{more}; write more of it", component="client")
+        raise InvalidInputError(f"{text} begins several ids: {listing}{more}; write more of it", component="client")
     return matching[0].id
 
 
@@ -128,13 +128,13 @@ def _beginning(client: Client, digits: str) -> list[InvocationResult]:
         return _in_range(client, number << rest, (number + 1) << rest)
     if exact := _in_range(client, number, number + 1):
         return exact
-    found: list[InvocationResult] = []
+    candidates: list[InvocationResult] = []
     for more in range(1, DIGITS - len(digits) + 1):
         wider = number << (4 * more)
-        found += _in_range(client, wider, wider + (1 << (4 * more)))
-        if len(found) > CANDIDATES:
+        candidates += _in_range(client, wider, wider + (1 << (4 * more)))
+        if len(candidates) > CANDIDATES:
             break
-    return found
+    return candidates
 
 
 def _in_range(client: Client, low: int, high: int) -> list[InvocationResult]:
@@ -212,5 +212,5 @@ def _offered(
         suppress(TangramError),
         Client(ctx.params.get("server"), token=ctx.params.get("token"), retries=Retries(max_attempts=1)) as client,
     ):
-        return [CompletionItem(value, help=told) for value, told in ask(client) if value.startswith(incomplete)]
+        return [CompletionItem(value, help=about) for value, about in ask(client) if value.startswith(incomplete)]
     return []

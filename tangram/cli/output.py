@@ -97,8 +97,8 @@ def age_s(at: datetime) -> float:
 
 def short_id(id: str) -> str:
     """Return what tells an invocation of all others of its gateway: its number, without zeros before it."""
-    found = _INVOCATION_ID.match(id)
-    return id if found is None else found[1]
+    match = _INVOCATION_ID.match(id)
+    return id if match is None else match[1]
 
 
 # --- tables and records

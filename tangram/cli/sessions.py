@@ -149,9 +149,9 @@ def _rollout(client: Client, name: str, function: str, task: str | None, *, new:
     return client.trajectory(name, function=function, task=task)
 
 
-def _variables(given: tuple[str, ...]) -> Mapping[str, str]:
+def _variables(words: tuple[str, ...]) -> Mapping[str, str]:
     """Return the variables of the command: what was asked for, and what our terminal can do."""
-    pairs = [each.partition("=") for each in given]
+    pairs = [each.partition("=") for each in words]
     odd = next((name for name, equals, _ in pairs if not equals or not name), None)
     if odd is not None:
         raise click.BadParameter(f"{odd!r} is not NAME=VALUE", param_hint="--env")

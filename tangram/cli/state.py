@@ -80,14 +80,14 @@ def list_functions(client: Client, as_json: bool) -> None:
 @connected
 def show_function(client: Client, name: str, as_json: bool) -> None:
     """Show one function as it is now, with what was learned of it."""
-    found = client.function(name)
+    function = client.function(name)
     if as_json:
-        print_json(found)
+        print_json(function)
         return
-    fields = msgspec.to_builtins(found)
+    fields = msgspec.to_builtins(function)
     fields.pop("learned", None)
     show(record(fields))
-    if found.learned:
+    if function.learned:
         rows = [
             (
                 key or "(all)",
@@ -98,7 +98,7 @@ def show_function(client: Client, name: str, as_json: bool) -> None:
                 "" if each.size is None else f"{each.size.fixed_s:.3g} + {each.size.per_unit_s:.3g} x size",
                 each.observations,
             )
-            for key, each in found.learned.items()
+            for key, each in function.learned.items()
         ]
         show(
             "",
@@ -180,10 +180,10 @@ def open_trajectory(
     **chosen: str | None,
 ) -> None:
     """Make a trajectory's sandbox before its first action, with what it chooses."""
-    given: dict[str, object] = {name: value for name, value in chosen.items() if value is not None}
+    choices: dict[str, object] = {name: value for name, value in chosen.items() if value is not None}
     if env:
-        given["env"] = dict(_variable(each) for each in env)
-    chosen_sandbox = given or None
+        choices["env"] = dict(_variable(each) for each in env)
+    chosen_sandbox = choices or None
     client.trajectory(id, function=function, task=task, step=step, sandbox=chosen_sandbox, snapshot=snapshot).open()
     if as_json:
         print_json({"opened": id})
@@ -289,8 +289,8 @@ def end_trajectories(client: Client, ids: tuple[str, ...]) -> None:
 @connected
 def tasks(client: Client, as_json: bool) -> None:
     """RL tasks: their weights, bounds, and use in core-seconds, gpu-seconds, units of quotas and seconds of slots."""
-    found = client.tasks()
-    print_json(found) if as_json else show(table(TASKS, task_rows(found)))
+    infos = client.tasks()
+    print_json(infos) if as_json else show(table(TASKS, task_rows(infos)))
 
 
 TASKS = (
@@ -311,10 +311,10 @@ TASKS = (
 )
 
 
-def task_rows(found: Iterable[TaskInfo]) -> list[tuple[object, ...]]:
+def task_rows(infos: Iterable[TaskInfo]) -> list[tuple[object, ...]]:
     """Return the cells of `TASKS`; STEP tells the one that opened last, with its ended and expected rollouts."""
     rows: list[tuple[object, ...]] = []
-    for each in found:
+    for each in infos:
         settled = {} if each.settled is UNSET else each.settled
         ended, completed = sum(settled.values()), each.completed or 0
         step = each.steps[0] if each.steps else None
@@ -378,9 +378,9 @@ def _named(image: str, names: Sequence[str]) -> bool:
     return image in names or image.removesuffix(":latest") in names
 
 
-def _show_images(found: Sequence[ImageInfo], as_json: bool) -> None:
+def _show_images(images: Sequence[ImageInfo], as_json: bool) -> None:
     if as_json:
-        print_json(found)
+        print_json(images)
         return
     rows = [
         (
@@ -391,7 +391,7 @@ def _show_images(found: Sequence[ImageInfo], as_json: bool) -> None:
             "yes" if each.kept else "",
             each.problem,
         )
-        for each in found
+        for each in images
     ]
     show(table(("IMAGE", "STATE", "SIZE", "PULLED", "KEPT", "PROBLEM"), rows))
 
@@ -410,11 +410,11 @@ def steps(client: Client, task: str, step: int | None, expected: int | None, as_
     if expected is not None:
         if step is None:
             raise click.UsageError("--expected tells of a step: name it, tangram steps TASK STEP --expected N")
-        found = [client.tell_step(task, step, expected=expected)]
+        infos = [client.tell_step(task, step, expected=expected)]
     else:
-        found = [each for each in client.steps(task) if step in (None, each.step)]
+        infos = [each for each in client.steps(task) if step in (None, each.step)]
     if as_json:
-        print_json(found)
+        print_json(infos)
         return
     rows = [
         (
@@ -426,7 +426,7 @@ def steps(client: Client, task: str, step: int | None, expected: int | None, as_
             show_seconds(None if each.ended_at is None else (each.ended_at - each.opened_at).total_seconds()),
             show_seconds(each.ends_in_s),
         )
-        for each in found
+        for each in infos
     ]
     show(table(("STEP", "EXPECTED", "LIVING", "ENDED", "OPENED", "TOOK", "ENDS IN"), rows))
 
@@ -492,10 +492,10 @@ def _texts(paths: Sequence[Path], own: bool, server: str) -> dict[str, str] | No
     texts: dict[Path, tuple[str, str]] = {}
     problems = []
     for path in paths or (Path(),):
-        found = files_of(path)
-        if not found:
+        files = files_of(path)
+        if not files:
             problems.append(f"{path}: {nothing_there(path)}")
-        for file in found:
+        for file in files:
             try:
                 path = file.absolute() if here else Path(os.path.relpath(file))
                 texts.setdefault(file.resolve(), (str(path), file.read_text(encoding="utf-8")))
@@ -528,8 +528,8 @@ def _show_diff(diff: ConfigDiff, as_json: bool) -> None:
 def token(admin: bool, server: str | None, as_json: bool) -> None:
     """Print a token of the gateway that you serve on this machine: curl -H "Authorization: Bearer $(tangram token)"."""
     address = server_of(server)
-    found = find_token_of(httpx.URL(address), (ADMIN,) if admin else (INVOKE,))
-    if found is None:
+    value = find_token_of(httpx.URL(address), (ADMIN,) if admin else (INVOKE,))
+    if value is None:
         if why := why_without(httpx.URL(address)):
             raise UnauthorizedError(why, component="client")
         raise UnauthorizedError(
@@ -537,4 +537,4 @@ def token(admin: bool, server: str | None, as_json: bool) -> None:
             "ask whoever started it, and set TANGRAM_TOKEN",
             component="client",
         )
-    click.echo(json.dumps({"token": found}) if as_json else found)
+    click.echo(json.dumps({"token": value}) if as_json else value)

@@ -118,7 +118,7 @@ def look(client: Client) -> TopState:
     )
 
 
-def queue_rows(found: Iterable[QueueEntry], *, short: bool) -> list[tuple[object, ...]]:
+def queue_rows(entries: Iterable[QueueEntry], *, short: bool) -> list[tuple[object, ...]]:
     """Return the cells of `QUEUE`, with short or whole ids."""
     return [
         (
@@ -130,14 +130,14 @@ def queue_rows(found: Iterable[QueueEntry], *, short: bool) -> list[tuple[object
             each.cost,
             _why(each),
         )
-        for each in found
+        for each in entries
     ]
 
 
-def cause_rows(found: Iterable[QueueEntry]) -> list[tuple[object, ...]]:
+def cause_rows(entries: Iterable[QueueEntry]) -> list[tuple[object, ...]]:
     """Return the cells of `CAUSES`, what most wait for first."""
     by_cause: dict[str, list[QueueEntry]] = {}
-    for each in found:
+    for each in entries:
         by_cause.setdefault(_why(each), []).append(each)
     return [
         (len(those), show_seconds(max(each.age_s for each in those)), sorted({each.task for each in those}), why)
@@ -162,11 +162,11 @@ def pool_rows(resources: ResourcesInfo) -> list[tuple[object, ...]]:
         by_function: dict[str, int] = {}
         for id, holder in (pool.holders or {}).items():
             by_function[holder.function] = by_function.get(holder.function, 0) + pool.held.get(id, 0)
-        told = [f"{function} {units}" for function, units in sorted(by_function.items(), key=lambda each: -each[1])]
+        holders = [f"{function} {units}" for function, units in sorted(by_function.items(), key=lambda each: -each[1])]
         if pool.next_return_s:
-            told.append(f"more in {show_seconds(pool.next_return_s)}")
+            holders.append(f"more in {show_seconds(pool.next_return_s)}")
         full = round(BAR * used / pool.total) if pool.total else 0
-        rows.append((name, f"[{'#' * full}{'.' * (BAR - full)}]", f"{used}/{pool.total}", ", ".join(told) or None))
+        rows.append((name, f"[{'#' * full}{'.' * (BAR - full)}]", f"{used}/{pool.total}", ", ".join(holders) or None))
     return rows
 
 
@@ -263,17 +263,17 @@ def queue(client: Client, limit: int, as_json: bool) -> None:
     tangram queue --json     # for programs
     """
     waiting = sum(task.queued for task in client.tasks())
-    found = client.queue(QUEUE_MAX)
-    causes = cause_rows(found)
+    entries = client.queue(QUEUE_MAX)
+    causes = cause_rows(entries)
     if as_json:
-        told = [{"count": count, "waits_for": why, "tasks": tasks} for count, _, tasks, why in causes]
-        print_json({"waiting": waiting, "causes": told, "queue": found[:limit]})
-    elif not found:
+        listed = [{"count": count, "waits_for": why, "tasks": tasks} for count, _, tasks, why in causes]
+        print_json({"waiting": waiting, "causes": listed, "queue": entries[:limit]})
+    elif not entries:
         say("nothing waits")
     else:
-        show(table(CAUSES, causes), "", table(QUEUE, queue_rows(found[:limit], short=is_terminal())))
-        if max(waiting, len(found)) > limit:
-            say(f"{max(waiting, len(found)) - limit} more wait")
+        show(table(CAUSES, causes), "", table(QUEUE, queue_rows(entries[:limit], short=is_terminal())))
+        if max(waiting, len(entries)) > limit:
+            say(f"{max(waiting, len(entries)) - limit} more wait")
 
 
 @click.command()
@@ -298,8 +298,10 @@ def top(client: Client, interval_s: float | None, once: bool, as_json: bool) -> 
         state = look(client)
         if as_json:
             steps = [step for task in state.tasks for step in task.steps]
-            told = {"resources": state.resources, "activity": state.activity, "tasks": state.tasks, "steps": steps}
-            print_json({**told, "waiting": state.waiting, "queue": state.queue[:LISTED_MAX], "running": state.running})
+            snapshot = {"resources": state.resources, "activity": state.activity, "tasks": state.tasks, "steps": steps}
+            print_json(
+                {**snapshot, "waiting": state.waiting, "queue": state.queue[:LISTED_MAX], "running": state.running}
+            )
         else:
             show(sections(state, shutil.get_terminal_size().columns))
         if interval_s is None or once:
@@ -406,9 +408,9 @@ class TopView:
 
     def rows(self, state: TopState) -> list[tuple[str, tuple[object, ...]]]:
         """Return the rows that pass the filter, each with what the cursor knows it by."""
-        columns, found = self._list(state)
+        columns, rows = self._list(state)
         titles = [each if isinstance(each, str) else each.title for each in columns]
-        return [(key, cells) for key, cells in found if self._passes(dict(zip(titles, cells, strict=True)))]
+        return [(key, cells) for key, cells in rows if self._passes(dict(zip(titles, cells, strict=True)))]
 
     def _list(self, state: TopState) -> tuple[Sequence[str | TableColumn], list[tuple[str, tuple[object, ...]]]]:
         columns: Sequence[str | TableColumn]
@@ -520,9 +522,9 @@ class TopScreen:
             return True
         typed = os.read(stdin, 1024).decode(errors="replace")
         went_on = bool(typed)
-        for found in _KEY.findall(typed):
+        for key in _KEY.findall(typed):
             log = self._view.log
-            went_on = went_on and self._view.press(_NAMES.get(found, found), self._state)
+            went_on = went_on and self._view.press(_NAMES.get(key, key), self._state)
             if self._view.log is not log:
                 self._errands.put(self._read_log)
         return went_on

@@ -515,8 +515,8 @@ class AsyncTrajectory:
         name that lives. Each handle is to be closed, or entered.
         """
         self._living()
-        asked = (self.id, self._function, to, self._task, step, self._client.heartbeats.lease_s)
-        answer = await self._client._send(requests.fork(*asked))
+        choices = (self.id, self._function, to, self._task, step, self._client.heartbeats.lease_s)
+        answer = await self._client._send(requests.fork(*choices))
         return [self._forked(each.trajectory, answer.snapshot.snapshot) for each in answer.trajectories]
 
     def _forked(self, id: str, snapshot: str) -> Self:
@@ -548,8 +548,8 @@ class AsyncTrajectory:
 
         With ``merge`` standard error goes to stdout, in the order in which both were written.
         """
-        given = requests.command(command, self._directory(cwd), env, stdin, user, merge)
-        return await self.invoke(self._function, given, timeout_s=timeout_s, key=key)
+        input = requests.command(command, self._directory(cwd), env, stdin, user, merge)
+        return await self.invoke(self._function, input, timeout_s=timeout_s, key=key)
 
     async def session(
         self,
@@ -990,14 +990,14 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
 
     async def trajectories(self) -> Sequence[TrajectoryInfo]:
         """Return the living trajectories."""
-        found: list[TrajectoryInfo] = []
+        infos: list[TrajectoryInfo] = []
         cursor = None
         while True:
             page = await self._send(requests.list_trajectories(cursor))
-            found += page.trajectories
+            infos += page.trajectories
             cursor = page.next_cursor
             if cursor is None:
-                return found
+                return infos
 
     async def end_trajectory(self, id: str) -> None:
         """End a trajectory with everything in it; raises NotFoundError."""

@@ -32,10 +32,10 @@ class AsyncOpened(Generic[_T]):
     def get(self) -> _T:
         """Return what is open here; make it if there is nothing yet."""
         here, loop = self._here(), asyncio.get_running_loop()
-        found = here.get(loop)
-        if found is None:
-            found = here[loop] = self._make()
-        return found
+        opened = here.get(loop)
+        if opened is None:
+            opened = here[loop] = self._make()
+        return opened
 
     def take(self) -> _T | None:
         """Return what is open here, which is then no longer known; None if there is nothing."""

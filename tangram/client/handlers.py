@@ -49,9 +49,9 @@ def handler(**definition: Any) -> Callable[[_Handler], _Handler]:
     return mark
 
 
-def definition_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def definition_of(function: Callable[..., Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the function's decorator, and those that are given in their place."""
-    return {**getattr(function, MARK, {}), **given}
+    return {**getattr(function, MARK, {}), **fields}
 
 
 def captured(function: Callable[..., Any]) -> CapturedHandler:
@@ -141,13 +141,13 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 def _used(text: str) -> set[str]:
     """Return the names of its module that a statement uses, inner functions included."""
     top = symtable.symtable(text, "module", "exec")
-    found = {each.get_name() for each in top.get_symbols() if each.is_referenced()}
+    names = {each.get_name() for each in top.get_symbols() if each.is_referenced()}
     tables = list(top.get_children())
     while tables:
         table = tables.pop()
-        found |= {each.get_name() for each in table.get_symbols() if each.is_global() and each.is_referenced()}
+        names |= {each.get_name() for each in table.get_symbols() if each.is_global() and each.is_referenced()}
         tables += table.get_children()
-    return {each for each in found if not each.startswith(".")}
+    return {each for each in names if not each.startswith(".")}
 
 
 def _check_import(name: str, statement: ast.stmt, file: Path) -> None:
@@ -174,12 +174,12 @@ def _is_own(module: str) -> bool:
     if module in sys.builtin_module_names or module in sys.stdlib_module_names:
         return False
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return False
-    if found is None or found.origin is None:
-        return found is not None and not _installed(next(iter(found.submodule_search_locations or ()), ""))
-    return not _installed(found.origin)
+    if spec is None or spec.origin is None:
+        return spec is not None and not _installed(next(iter(spec.submodule_search_locations or ()), ""))
+    return not _installed(spec.origin)
 
 
 def _installed(place: str) -> bool:

@@ -102,15 +102,15 @@ def json_body(value: object) -> bytes:
         body = msgspec.json.encode(value)
     except UnicodeEncodeError as error:
         place = error.object[max(0, error.start - 20) : error.end + 20]
-        told = f"the input has text that is no Unicode, a lone surrogate in {place!r}"
-        raise InvalidInputError(f"{told}; send bytes as stdin_base64 or in a file", component=COMPONENT) from None
+        problem = f"the input has text that is no Unicode, a lone surrogate in {place!r}"
+        raise InvalidInputError(f"{problem}; send bytes as stdin_base64 or in a file", component=COMPONENT) from None
     except TypeError as error:
-        told = f"the input is no JSON: {error}; of numpy and torch send .item() or .tolist()"
-        raise InvalidInputError(told, component=COMPONENT) from None
+        problem = f"the input is no JSON: {error}; of numpy and torch send .item() or .tolist()"
+        raise InvalidInputError(problem, component=COMPONENT) from None
     if b"null" in body:  # as which msgspec writes numbers that are none
         for path, number in _not_finite(value, "$"):
-            told = f"{path} is {number}, which JSON does not have: send null or a text, as the function expects it"
-            raise InvalidInputError(told, component=COMPONENT, detail={"path": path})
+            problem = f"{path} is {number}, which JSON does not have: send null or a text, as the function expects it"
+            raise InvalidInputError(problem, component=COMPONENT, detail={"path": path})
     return body
 
 
@@ -135,15 +135,15 @@ _CARRIED = re.compile(r"[ -~]*", re.ASCII)
 
 def given_headers(values: Mapping[str, str | None]) -> dict[str, str]:
     """Return the headers that have a value; raises InvalidInputError where one has more than visible ASCII."""
-    given = {name: value for name, value in values.items() if value is not None}
-    for name, value in given.items():
+    headers = {name: value for name, value in values.items() if value is not None}
+    for name, value in headers.items():
         if _CARRIED.fullmatch(value) is None:
             raise InvalidInputError(
                 f"{name}: {value[:64]!r} has characters that no header carries; write it in ASCII",
                 component="client",
                 detail={"path": name},
             )
-    return given
+    return headers
 
 
 class InvocationResult(Invocation, frozen=True, kw_only=True, omit_defaults=True):
@@ -224,8 +224,8 @@ class Bearer(httpx.Auth):
     then. An empty one that was given is none, and none is looked for.
     """
 
-    def __init__(self, given: str | None) -> None:
-        self._given = given
+    def __init__(self, token: str | None) -> None:
+        self._given = token
         self._found: str | None = None
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
@@ -277,24 +277,24 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]")
 
 
-def server_of(given: str | None) -> str:
+def server_of(address: str | None) -> str:
     """Return the base URL of the gateway: ``given``, or TANGRAM_SERVER, or `DEFAULT`.
 
     An address without a scheme is one of http. Raises InvalidConfigError, naming where the address came from.
     """
-    if given is not None:
-        return _checked(given, "server")
+    if address is not None:
+        return _checked(address, "server")
     return _checked(os.environ.get(SERVER) or DEFAULT, SERVER)
 
 
-def token_of(given: str | None) -> str | None:
+def token_of(value: str | None) -> str | None:
     """Return the bearer token: ``given`` (an empty one is none), or TANGRAM_TOKEN; None where neither is there.
 
     Raises InvalidConfigError.
     """
-    token = (os.environ.get(TOKEN) or None) if given is None else given
+    token = (os.environ.get(TOKEN) or None) if value is None else value
     if token is not None and not (token.isascii() and token.isprintable()):
-        where = TOKEN if given is None else "token"
+        where = TOKEN if value is None else "token"
         raise InvalidConfigError(f"{where}: a token is printable ASCII, without line breaks (a trailing newline?)")
     return token
 
@@ -380,8 +380,8 @@ def read_invocation(response: httpx.Response) -> InvocationResult:
     """Return the invocation of an answer, also that of a problem body which tells how it ended."""
     replayed = REPLAY in response.headers
     if response.is_success:
-        found = _decoded(_INVOCATION, response)
-        return msgspec.structs.replace(found, replayed=True) if replayed else found
+        invocation = _decoded(_INVOCATION, response)
+        return msgspec.structs.replace(invocation, replayed=True) if replayed else invocation
     problem = problem_of(response)
     assert problem is not None and problem.invocation, "read only what is_answered"
     return result_of(problem.invocation, replayed=replayed)
@@ -428,17 +428,17 @@ def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
         message = f"{what}: what answers there speaks no HTTP (a gateway's port of gRPC does not){_remedy()}"
         return ConnectionFailed(message, detail={"sent": False, "foreign": True})
     sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout | httpx.ProxyError)
-    told = {"sent": sent, "tls": True} if _is_distrust(error) else {"sent": sent}
+    detail = {"sent": sent, "tls": True} if _is_distrust(error) else {"sent": sent}
     if _is_refused(error):
-        told["refused"] = True
-    remedy = _remedy() if isinstance(error, httpx.ConnectError) and "tls" not in told else ""
-    return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}{remedy}", detail=told)
+        detail["refused"] = True
+    remedy = _remedy() if isinstance(error, httpx.ConnectError) and "tls" not in detail else ""
+    return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}{remedy}", detail=detail)
 
 
 def _remedy() -> str:
     """Return where gateways of this user are, or that none is seen."""
-    found = [f"http://{address}" for address in served_by_us()]
-    where = f"yours serves at {' and '.join(found)}" if found else "is `tangram serve` running?"
+    addresses = [f"http://{address}" for address in served_by_us()]
+    where = f"yours serves at {' and '.join(addresses)}" if addresses else "is `tangram serve` running?"
     return f"; {where} (--server or {SERVER} names the address)"
 
 
@@ -825,12 +825,12 @@ def command(
 ) -> dict[str, object]:
     """Return the input of an exec function: a string is shell text, a sequence an argument vector."""
     body: dict[str, object] = {"command": command} if isinstance(command, str) else {"argv": list(command)}
-    given = {"cwd": cwd, "env": None if env is None else dict(env), "user": user, "merge": merge or None}
+    options = {"cwd": cwd, "env": None if env is None else dict(env), "user": user, "merge": merge or None}
     if isinstance(stdin, bytes):
-        given["stdin_base64"] = base64.b64encode(stdin).decode("ascii")
+        options["stdin_base64"] = base64.b64encode(stdin).decode("ascii")
     else:
-        given["stdin"] = stdin
-    return body | {name: value for name, value in given.items() if value is not None}
+        options["stdin"] = stdin
+    return body | {name: value for name, value in options.items() if value is not None}
 
 
 def in_workdir(workdir: str, path: str) -> str:
@@ -869,15 +869,15 @@ def duration_text(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds:.3f}s"
 
 
-def sandbox_choice(given: Mapping[str, Any] | SandboxChoice | None) -> SandboxChoice | None:
+def sandbox_choice(choice: Mapping[str, Any] | SandboxChoice | None) -> SandboxChoice | None:
     """Return what a trajectory chooses, from its fields by name; raises InvalidInputError for what is none of them."""
-    if given is None or isinstance(given, SandboxChoice):
-        return given
+    if choice is None or isinstance(choice, SandboxChoice):
+        return choice
     try:
-        return msgspec.convert(given, SandboxChoice)
+        return msgspec.convert(choice, SandboxChoice)
     except msgspec.ValidationError as error:
-        said, place = explained(error)
-        raise InvalidInputError(f"sandbox{place}: {said}") from None
+        problem, place = explained(error)
+        raise InvalidInputError(f"sandbox{place}: {problem}") from None
 
 
 def _said(value: msgspec.Struct) -> object:
@@ -926,7 +926,7 @@ def open_session(
 ) -> ApiRequest[InvocationResult]:
     """Return the request that begins a session; it carries a key, so that it can be sent again."""
     argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-    given = {name: value for name, value in more.items() if value is not None}
+    options = {name: value for name, value in more.items() if value is not None}
     size = None if terminal is None else {"rows": terminal[0], "columns": terminal[1]}
     key = secrets.token_urlsafe(16)
     headers = {"X-Task": task, "X-Timeout": duration_text(timeout_s), "Idempotency-Key": key}
@@ -935,7 +935,7 @@ def open_session(
         path=f"{trajectory_path(trajectory)}/sessions",
         read=read_invocation,
         headers=JSON_BODY | given_headers(headers) | (LIVING if living else {}),
-        content=json_body({**given, "argv": argv, "function": function, "terminal": size}),
+        content=json_body({**options, "argv": argv, "function": function, "terminal": size}),
     )
 
 
