@@ -139,10 +139,10 @@ class _Body(httpx.AsyncByteStream):
 def _proxy_of(url: httpx.URL) -> httpx.Proxy | None:
     """Return the proxy that the environment names for an address, as httpx's own client would."""
     proxies = getproxies()
-    found = proxies.get(url.scheme) or proxies.get("all")
-    if found is None or proxy_bypass(url.host):
+    entry = proxies.get(url.scheme) or proxies.get("all")
+    if entry is None or proxy_bypass(url.host):
         return None
-    return httpx.Proxy(found if "://" in found else f"http://{found}")
+    return httpx.Proxy(entry if "://" in entry else f"http://{entry}")
 
 
 async def _close(connection: httpx.AsyncHTTPTransport) -> None:

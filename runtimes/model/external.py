@@ -213,31 +213,33 @@ class ExternalBackend:
         answer = await self._post(model, "/v1/embeddings", {"input": _inputs(inputs)})
         return {"embeddings": [list(map(float, row["embedding"])) for row in _ordered(answer["data"])]}
 
-    async def _logprobs(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
-        if given.top_logprobs is not None:
+    async def _logprobs(self, model: ModelSpec, inputs: ModelInput) -> Mapping[str, object]:
+        if inputs.top_logprobs is not None:
             message = "$.top_logprobs: of an external engine only the tokens' own log-probabilities are told"
             detail = {"path": "$.top_logprobs"}
             raise ActionFailed(Reason.INVALID_INPUT, message, component=_COMPONENT, detail=detail)
-        body = {"prompt": _inputs(given), "max_tokens": 0, "echo": True, "logprobs": 0}
+        body = {"prompt": _inputs(inputs), "max_tokens": 0, "echo": True, "logprobs": 0}
         answer = await self._post(model, "/v1/completions", body)
         # The first token has no condition, and so no log-probability.
         rows = [list(map(float, one["logprobs"]["token_logprobs"][1:])) for one in _ordered(answer["choices"])]
         return {"logprobs": rows, "sums": [sum(row) for row in rows]}
 
-    async def _generate(self, model: ModelSpec, given: ModelInput) -> Mapping[str, object]:
-        sampling = given.sampling
+    async def _generate(self, model: ModelSpec, inputs: ModelInput) -> Mapping[str, object]:
+        sampling = inputs.sampling
         options = {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": sampling.seed,
         }
-        if given.conversations:
-            chats = [self._post(model, "/v1/chat/completions", {"messages": c, **options}) for c in given.conversations]
+        if inputs.conversations:
+            chats = [
+                self._post(model, "/v1/chat/completions", {"messages": c, **options}) for c in inputs.conversations
+            ]
             choices = [answer["choices"][0] for answer in await asyncio.gather(*chats)]
             texts = [choice["message"]["content"] for choice in choices]
         else:
-            answer = await self._post(model, "/v1/completions", {"prompt": _inputs(given), **options})
+            answer = await self._post(model, "/v1/completions", {"prompt": _inputs(inputs), **options})
             choices = _ordered(answer["choices"])
             texts = [choice["text"] for choice in choices]
         reasons = [choice["finish_reason"] for choice in choices]
@@ -267,8 +269,8 @@ class ExternalBackend:
         )
 
 
-def _inputs(given: ModelInput) -> list[object]:
-    return [*given.texts, *(list(ids) for ids in given.token_ids)]
+def _inputs(inputs: ModelInput) -> list[object]:
+    return [*inputs.texts, *(list(ids) for ids in inputs.token_ids)]
 
 
 def _ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

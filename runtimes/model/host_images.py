@@ -98,17 +98,17 @@ class HostImages:
         path, head, dtype = key
         if known is not None:
             _LOG.warning("a checkpoint was replaced on disk: its new weights are served from now on", path=str(path))
-        found = (await ask_tokenizer(self._tokenizer_process, Inspect(path=path, head=head, dtype=dtype))).value
-        assert isinstance(found, Inspection)
-        if found.layout.size_bytes > self.bound_bytes:
+        entry = (await ask_tokenizer(self._tokenizer_process, Inspect(path=path, head=head, dtype=dtype))).value
+        assert isinstance(entry, Inspection)
+        if entry.layout.size_bytes > self.bound_bytes:
             raise InvalidConfig(
-                f"{path}: the model takes {found.layout.size_bytes} bytes of host memory, more than the bound of "
+                f"{path}: the model takes {entry.layout.size_bytes} bytes of host memory, more than the bound of "
                 f"{self.bound_bytes}; raise models.host_memory",
                 component=_COMPONENT,
             )
-        made = KnownImage(key, found.fingerprint, found.layout, found.stop_ids, time.monotonic())
-        self._known[key] = made
-        return made
+        created = KnownImage(key, entry.fingerprint, entry.layout, entry.stop_ids, time.monotonic())
+        self._known[key] = created
+        return created
 
     @asynccontextmanager
     async def hold(self, known: KnownImage) -> AsyncIterator[ImageRef]:
@@ -276,11 +276,11 @@ def stop_ids(path: Path, tokenizer_end: int | None = None) -> tuple[int, ...]:
     """The tokens that end a generation: generation_config.json, else config.json, else the tokenizer's."""
     for name in ("generation_config.json", "config.json"):
         try:
-            found = json.loads((path / name).read_bytes()).get("eos_token_id")
+            entry = json.loads((path / name).read_bytes()).get("eos_token_id")
         except (OSError, ValueError):
             continue
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (int(found),)
+        if entry is not None:
+            return tuple(entry) if isinstance(entry, list) else (int(entry),)
     return () if tokenizer_end is None else (tokenizer_end,)
 
 

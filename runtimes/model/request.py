@@ -80,30 +80,30 @@ def parse_input(function: FunctionSpec, given: Mapping[str, object], sequences_m
     return replace(options, conversations=tuple(_chat(row, i) for i, row in enumerate(rows)))
 
 
-def _options(given: Mapping[str, object], model: ModelSpec) -> ModelInput:
+def _options(inputs: Mapping[str, object], model: ModelSpec) -> ModelInput:
     """Return an input without its sequences."""
     if model.action is ModelAction.GENERATE:
-        return ModelInput(sampling=_sampling(given, model))
-    if "top_logprobs" not in given:
+        return ModelInput(sampling=_sampling(inputs, model))
+    if "top_logprobs" not in inputs:
         return ModelInput()
-    count = _number(given, "top_logprobs", 0, 0, TOP_LOGPROBS_MAX)
+    count = _number(inputs, "top_logprobs", 0, 0, TOP_LOGPROBS_MAX)
     if count != int(count):
         raise _invalid("$.top_logprobs", "must be a whole number")
     return ModelInput(top_logprobs=int(count))
 
 
-def _sampling(given: Mapping[str, object], model: ModelSpec) -> Sampling:
+def _sampling(inputs: Mapping[str, object], model: ModelSpec) -> Sampling:
     """Return the sampling options. An unseeded draw gets a seed here, so that every rank (and a retry) draws alike."""
     return Sampling(
-        max_new_tokens=int(_number(given, "max_new_tokens", model.max_new_tokens, 1, model.max_new_tokens)),
-        temperature=_number(given, "temperature", 0.0, 0.0, 100.0),
-        top_p=_number(given, "top_p", 1.0, 1e-6, 1.0),
-        seed=int(_number(given, "seed", secrets.randbits(32), 0, 2**63 - 1)),
+        max_new_tokens=int(_number(inputs, "max_new_tokens", model.max_new_tokens, 1, model.max_new_tokens)),
+        temperature=_number(inputs, "temperature", 0.0, 0.0, 100.0),
+        top_p=_number(inputs, "top_p", 1.0, 1e-6, 1.0),
+        seed=int(_number(inputs, "seed", secrets.randbits(32), 0, 2**63 - 1)),
     )
 
 
-def _number(given: Mapping[str, object], name: str, default: float, low: float, high: float) -> float:
-    value = given.get(name, default)
+def _number(inputs: Mapping[str, object], name: str, default: float, low: float, high: float) -> float:
+    value = inputs.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise _invalid(f"$.{name}", f"must be a number between {low} and {high}")
     return value

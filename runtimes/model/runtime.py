@@ -125,8 +125,8 @@ class ModelRuntime:
         if model_of(function).engine_url:
             return self._external
         if self.settings.device == "none":
-            told = "this machine serves no models: its devices are switched off (node.devices.kind, --devices)"
-            raise Unsupported(told, component=_COMPONENT)
+            message = "this machine serves no models: its devices are switched off (node.devices.kind, --devices)"
+            raise Unsupported(message, component=_COMPONENT)
         if self._torch is None:
             require_torch()
             self._torch = TorchBackend(self.settings, self._fork_server, self._report, self._learn)

@@ -48,9 +48,9 @@ def serve(connection: socket.socket) -> None:
         os._exit(0)  # a checkpoint may still be being read: nobody waits for it any more
 
 
-def _answer(pipe: MessagePipe, number: int, asked: object) -> None:
+def _answer(pipe: MessagePipe, number: int, request: object) -> None:
     try:
-        value = perform(asked)
+        value = perform(request)
     except CodedError as error:
         reason = Reason.INVALID_INPUT if isinstance(error, InvalidInput) else Reason.MODEL_ERROR
         pipe.send(Failed(request=number, kind=type(error).__name__, message=error.message, reason=reason))
@@ -75,17 +75,17 @@ def perform(asked: object) -> object:
     raise TypeError(f"the tokenizer process does not know {asked!r}")
 
 
-def _inspect(asked: Inspect) -> Inspection:
-    checkpoint = open_checkpoint(asked.path)
-    layout = build_layout(checkpoint, Head(asked.head), asked.dtype)
-    return Inspection(layout=layout, fingerprint=checkpoint.fingerprint, stop_ids=stop_ids(asked.path))
+def _inspect(request: Inspect) -> Inspection:
+    checkpoint = open_checkpoint(request.path)
+    layout = build_layout(checkpoint, Head(request.head), request.dtype)
+    return Inspection(layout=layout, fingerprint=checkpoint.fingerprint, stop_ids=stop_ids(request.path))
 
 
-def _encode(asked: Encode) -> EncodedText:
-    tokens = _tokens(asked.path, asked.fingerprint)
-    if asked.conversations:
-        return tokens.encode_chats(asked.conversations, asked.limit, asked.cut, asked.continued)
-    return tokens.encode(asked.texts, asked.limit, asked.cut)
+def _encode(request: Encode) -> EncodedText:
+    tokens = _tokens(request.path, request.fingerprint)
+    if request.conversations:
+        return tokens.encode_chats(request.conversations, request.limit, request.cut, request.continued)
+    return tokens.encode(request.texts, request.limit, request.cut)
 
 
 @lru_cache(maxsize=TOKENIZERS_MAX)

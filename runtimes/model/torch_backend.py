@@ -149,11 +149,11 @@ class Fleet:
         """
         self._check(chunk)
         await self._attach(chunk, image)
-        asked = (
+        requests = (
             self._ask(index, Restore(place=_placed(place, rank, chunk)), None, patient=True)
             for rank, index in enumerate(chunk.devices)
         )
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
         placed = [isinstance(answer, Done) and answer.value is True for answer in answers]
         if any(placed) and not all(placed):
             await self.evict(chunk, (place.service,))  # part of a model is of no use
@@ -162,8 +162,8 @@ class Fleet:
     async def evict(self, chunk: Chunk, services: tuple[str, ...]) -> None:
         """Release the services' slots on the chunk's live devices."""
         alive = [index for index in chunk.devices if self.workers[index].alive]
-        asked = (self._ask(index, Evict(services=services), None) for index in alive)
-        await asyncio.gather(*asked, return_exceptions=True)
+        requests = (self._ask(index, Evict(services=services), None) for index in alive)
+        await asyncio.gather(*requests, return_exceptions=True)
 
     async def abort(self, chunk: Chunk) -> None:
         """Replace the chunk's processes: kill them now, start them when they are needed."""
@@ -195,11 +195,11 @@ class Fleet:
         held = {
             (slot.service, slot.dop, slot.start, index) for index, slots in enumerate(self._resident) for slot in slots
         }
-        found: dict[str, list[Chunk]] = {}
+        matches: dict[str, list[Chunk]] = {}
         for service, dop, start, index in sorted(held):
             if index == start and all((service, dop, start, peer) in held for peer in range(start, start + dop)):
-                found.setdefault(service, []).append(Chunk(start, dop))
-        return {service: tuple(chunks) for service, chunks in found.items()}
+                matches.setdefault(service, []).append(Chunk(start, dop))
+        return {service: tuple(chunks) for service, chunks in matches.items()}
 
     def slots(self, index: int) -> tuple[Resident, ...]:
         """What device ``index`` last reported."""
@@ -507,19 +507,19 @@ class TorchBackend:
                     ) from broken
         raise AssertionError("the last attempt returns or raises")
 
-    async def _encode(self, function: FunctionSpec, given: ModelInput, known: KnownImage) -> EncodedText:
+    async def _encode(self, function: FunctionSpec, inputs: ModelInput, known: KnownImage) -> EncodedText:
         model = model_of(function)
-        limit = _limit(model, given, known.layout)
-        if given.token_ids:
-            _check_vocabulary(given, known.layout)
-            encoded = check_ids(given.token_ids, limit, model.cut)
+        limit = _limit(model, inputs, known.layout)
+        if inputs.token_ids:
+            _check_vocabulary(inputs, known.layout)
+            encoded = check_ids(inputs.token_ids, limit, model.cut)
             stops = known.stop_ids if model.action is ModelAction.GENERATE else ()
             return EncodedText(ids=encoded.ids, truncated=encoded.truncated, stop_ids=stops)
         order = Encode(
             path=model.path,
             fingerprint=known.fingerprint,
-            texts=given.texts,
-            conversations=given.conversations,
+            texts=inputs.texts,
+            conversations=inputs.conversations,
             limit=limit,
             cut=model.cut,
             continued=model.action is ModelAction.GENERATE,
@@ -565,10 +565,10 @@ class TorchBackend:
 
     def _service(self, function: FunctionSpec, layout: Layout) -> ServiceSpec:
         """Return bytes on each device and restore seconds, for every DoP that functions of this service may ask for."""
-        name, told = model_of(function).service, self._told.get(model_of(function).service)
+        name, description = model_of(function).service, self._told.get(model_of(function).service)
         sizes = {dop: shard(layout, 0, dop).size_bytes for dop in function.cost["gpu"]}
-        if told is not None:
-            sizes = {**told.bytes_by_dop, **sizes}
+        if description is not None:
+            sizes = {**description.bytes_by_dop, **sizes}
         return ServiceSpec(
             name=name,
             bytes_by_dop=sizes,
@@ -593,11 +593,11 @@ class TorchBackend:
         if mine is None or dop not in mine.bytes_by_dop or seconds <= 0:
             return
         self._restores.add(job.service, dop, mine.bytes_by_dop[dop], seconds)
-        for told in list(self._told.values()):
-            now = self._restores.estimate(told.name, told.bytes_by_dop)
-            if has_moved(told.restore_s_by_dop, now):
-                self._told[told.name] = replace(told, restore_s_by_dop=now)
-                self._on_footprint(self._told[told.name])
+        for description in list(self._told.values()):
+            now = self._restores.estimate(description.name, description.bytes_by_dop)
+            if has_moved(description.restore_s_by_dop, now):
+                self._told[description.name] = replace(description, restore_s_by_dop=now)
+                self._on_footprint(self._told[description.name])
 
 
 @contextmanager
@@ -631,22 +631,22 @@ def _torch_backend_placed(service: str, image: ImageRef) -> Placed:
     return Placed(service=service, image_id=image.id, dop=1, rank=0, start=0)
 
 
-def _limit(model: ModelSpec, given: ModelInput, layout: Layout) -> int:
+def _limit(model: ModelSpec, inputs: ModelInput, layout: Layout) -> int:
     """Most tokens of one input: the function's bound, and the model's positions less what is to be generated."""
     positions = layout.positions_max or model.max_tokens
-    limit = min(model.max_tokens, positions - given.sampling.max_new_tokens)
+    limit = min(model.max_tokens, positions - inputs.sampling.max_new_tokens)
     if limit < 1:
         raise InvalidInput(
-            f"max_new_tokens {given.sampling.max_new_tokens} leaves no room among {positions} positions",
+            f"max_new_tokens {inputs.sampling.max_new_tokens} leaves no room among {positions} positions",
             component=_TORCH_BACKEND_COMPONENT,
             detail={"path": "$.max_new_tokens"},
         )
     return limit
 
 
-def _check_vocabulary(given: ModelInput, layout: Layout) -> None:
+def _check_vocabulary(inputs: ModelInput, layout: Layout) -> None:
     """An id beyond the vocabulary would be a wild read on the device."""
-    for index, row in enumerate(given.token_ids):
+    for index, row in enumerate(inputs.token_ids):
         if max(row) >= layout.vocab_size:
             raise InvalidInput(
                 f"token id {max(row)} is beyond the vocabulary of {layout.vocab_size}",
@@ -661,9 +661,9 @@ def _items(request: ModelRequest) -> list[WorkItem]:
     action = model_of(request.function).action
     if action is not ModelAction.GENERATE:
         return [WorkItem(ids=ids, action=action, top=request.input.top_logprobs) for ids in encoded.ids]
-    asked = replace(request.input.sampling, stop_ids=encoded.stop_ids)
+    wanted = replace(request.input.sampling, stop_ids=encoded.stop_ids)
     return [
-        WorkItem(ids=ids, action=action, sampling=replace(asked, seed=asked.seed + index))
+        WorkItem(ids=ids, action=action, sampling=replace(wanted, seed=wanted.seed + index))
         for index, ids in enumerate(encoded.ids)
     ]
 
@@ -677,9 +677,9 @@ def _value(request: ModelRequest, results: Sequence[object], texts: Sequence[str
         common["truncated"] = list(encoded.truncated)
     action = model_of(request.function).action
     if action is ModelAction.GENERATE:
-        made = [one for one in results if isinstance(one, Generated)]
+        created = [one for one in results if isinstance(one, Generated)]
         written = {"texts": list(texts)} if texts else {}
-        ids, reasons = [list(one.ids) for one in made], [one.reason for one in made]
+        ids, reasons = [list(one.ids) for one in created], [one.reason for one in created]
         return {**written, "token_ids": ids, "finish_reasons": reasons, "seed": request.input.sampling.seed, **common}
     detailed = [one for one in results if isinstance(one, TokenLogprobs)]
     if detailed:

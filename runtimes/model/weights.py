@@ -467,8 +467,8 @@ class Slots:
 
     def idle(self) -> list[SlotKey]:
         """Slots that may be evicted, least recently used first."""
-        found = [(slot.last_used, key) for key, slot in self._slots.items() if not slot.pinned]
-        return [key for _, key in sorted(found)]
+        matches = [(slot.last_used, key) for key, slot in self._slots.items() if not slot.pinned]
+        return [key for _, key in sorted(matches)]
 
     def _hole(self, size_bytes: int) -> int | None:
         start = 0
@@ -623,8 +623,8 @@ def weight_dtype(checkpoint: Checkpoint, dtype: str) -> str:
         stored = (TORCH_DTYPES[tensor.dtype] for tensor in checkpoint.tensors.values())
         declared = next((name for name in stored if "float" in name), "float32")
     name = declared.removeprefix("torch.")
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+    entry = getattr(torch, name, None)
+    if not isinstance(entry, torch.dtype) or not entry.is_floating_point or entry.itemsize < 2:
         raise InvalidConfig(
             f"model.dtype: {declared!r} is no floating dtype that weights can have", component=_COMPONENT
         )
@@ -871,16 +871,16 @@ def _piece(
             "is this the checkpoint for this action?",
             component=_IMAGE_COMPONENT,
         )
-    found, kind = checkpoint.tensors[source].shape, checkpoint.tensors[source].dtype
+    entry, kind = checkpoint.tensors[source].shape, checkpoint.tensors[source].dtype
     if value.is_floating_point() != ("float" in TORCH_DTYPES[kind]):
         raise Unsupported(
             f"{checkpoint.path}: {source} is {kind} where the model computes with {value.dtype}: a quantised weight, "
             "which means nothing without its scales; use the unquantised checkpoint",
             component=_IMAGE_COMPONENT,
         )
-    if found != tuple(value.shape):
+    if entry != tuple(value.shape):
         raise InvalidConfig(
-            f"{checkpoint.path}: {source} has the shape {found} where config.json asks for {tuple(value.shape)}",
+            f"{checkpoint.path}: {source} has the shape {entry} where config.json asks for {tuple(value.shape)}",
             component=_IMAGE_COMPONENT,
         )
     placement = plan.placement(name)
@@ -888,7 +888,7 @@ def _piece(
         name=name,
         source=source,
         offset=offset,
-        shape=found[::-1] if placement.transposed else found,
+        shape=entry[::-1] if placement.transposed else entry,
         dtype=str(value.dtype).removeprefix("torch."),
         transposed=placement.transposed,
         cut=placement.cut,
@@ -900,7 +900,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     if config.get("model_type") not in FAMILIES:
         return
-    held = 1 + max((int(found[1]) for name in checkpoint.tensors if (found := _LAYER.search(name))), default=-1)
+    held = 1 + max((int(match[1]) for name in checkpoint.tensors if (match := _LAYER.search(name))), default=-1)
     if held > int(str(config.get("num_hidden_layers", held))):
         raise InvalidConfig(
             f"{checkpoint.path}: there are weights of {held} layers where config.json asks for "

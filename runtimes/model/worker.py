@@ -114,13 +114,13 @@ class DeviceEngine:
         """Map (and on CUDA pin) an image; a failure is kept for the run that needs it. Idempotent."""
         if isinstance(self._images.get(reference.id), Image):
             return
-        made: Image | Exception
+        created: Image | Exception
         try:
-            made = Image(reference.path, reference.layout, self.backend)
+            created = Image(reference.path, reference.layout, self.backend)
         except (OSError, RuntimeError) as error:
-            made = error
+            created = error
         with self._changed:
-            self._images[reference.id] = made
+            self._images[reference.id] = created
             self._changed.notify_all()
 
     def detach(self, image_id: str) -> None:
@@ -187,18 +187,18 @@ class DeviceEngine:
             self._computing = False
 
     def _run(
-        self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None], ended: OnEnded
+        self, request: RunBatch, restored: Callable[[], None], progress: Callable[[], None], ended: OnEnded
     ) -> tuple[list[object], Usage]:
         began = time.perf_counter()
-        evicted = self.evict(asked.evict) if asked.evict else ()
+        evicted = self.evict(request.evict) if request.evict else ()
         evict_s = time.perf_counter() - began
-        key = (asked.place.service, asked.place.dop, asked.place.start)
-        self._await_image(asked.place.image_id, progress)
-        skeleton = self.skeleton(asked.place)
+        key = (request.place.service, request.place.dop, request.place.start)
+        self._await_image(request.place.image_id, progress)
+        skeleton = self.skeleton(request.place)
         # What is small goes to the device first: behind the weights it would wait for the last of them.
-        batches = stage(skeleton.model, asked.items, asked.budget_tokens, self.backend.name)
+        batches = stage(skeleton.model, request.items, request.budget_tokens, self.backend.name)
         self._unpark(skeleton)
-        loaded, cold, displaced = self._pin(asked.place, key)
+        loaded, cold, displaced = self._pin(request.place, key)
         notice = _ArrivalNotice(loaded, restored, self.backend.enter_thread)
 
         def used() -> Usage:
@@ -209,14 +209,14 @@ class DeviceEngine:
                 restore_bytes=loaded.shard.size_bytes if cold else 0,
                 compute_s=time.perf_counter() - (arrived_s if cold else began),
                 evict_s=evict_s,
-                tokens=sum(len(item.ids) for item in asked.items),
+                tokens=sum(len(item.ids) for item in request.items),
                 evicted=(*evicted, *displaced),
             )
 
         try:
-            skeleton.team.group = self._group(asked)
+            skeleton.team.group = self._group(request)
             self.bind(skeleton, loaded)
-            self._use_cores(asked.cores)
+            self._use_cores(request.cores)
             skeleton.fences.beat = pulse = _Pulse(progress)
             bound = self._bound(skeleton, loaded)
             results = compute(bound, batches, pulse, lambda position, result: ended(position, result, used()))
@@ -246,9 +246,9 @@ class DeviceEngine:
 
     def _pin(self, place: Placed, key: SlotKey) -> tuple[LoadedService, bool, tuple[str, ...]]:
         with self._changed:
-            found = self.restore(place)
+            result = self.restore(place)
             self._arena.slots.pin(key)
-            return found
+            return result
 
     def _drop(self, key: SlotKey) -> None:
         """Forget a loaded service and park the model that is bound to it."""
@@ -300,11 +300,11 @@ class DeviceEngine:
         install(model, layout, team, place.rank, place.dop)
         part = shard(layout, place.rank, place.dop)
         buffers = {name: buffer for name, buffer in model.named_buffers() if name not in part.views}
-        found = Skeleton(model, Fences(model, part, layout.tied), team, buffers)
+        result = Skeleton(model, Fences(model, part, layout.tied), team, buffers)
         with self._changed:
             kept = {k: v for k, v in self._skeletons.items() if k[0] in self._images}
-            self._skeletons = {**kept, key: found}
-        return found
+            self._skeletons = {**kept, key: result}
+        return result
 
     def bind(self, skeleton: Skeleton, loaded: LoadedService) -> None:
         """Point the model's parameters at the loaded service; a no-op if they do already."""
@@ -325,16 +325,16 @@ class DeviceEngine:
                 place_buffers(skeleton.model, skeleton.buffers, self.backend.name)
                 skeleton.parked = False
 
-    def _group(self, asked: RunBatch) -> RankGroup:
+    def _group(self, request: RunBatch) -> RankGroup:
         """The chunk's group, kept across swaps and met anew when any of its processes is new."""
-        place = asked.place
+        place = request.place
         if place.dop == 1:
             return RankGroup(0, 1)
         chunk = (place.start, place.dop)
         name, group = self._groups.get(chunk, ("", None))
-        if group is None or name != asked.group:
-            group = RankGroup.join(Path(asked.group), place.rank, place.dop, self.backend, self._collective_s)
-            self._groups[chunk] = (asked.group, group)
+        if group is None or name != request.group:
+            group = RankGroup.join(Path(request.group), place.rank, place.dop, self.backend, self._collective_s)
+            self._groups[chunk] = (request.group, group)
         return group
 
     def _use_cores(self, cores: tuple[int, ...]) -> None:
@@ -406,9 +406,9 @@ def serve(
     threading.Thread(target=_run_controls, args=(pipe, engine, controls), name="controls", daemon=True).start()
     pipe.send(Hello(pid=os.getpid()))
     while True:
-        number, asked = runs.get()
-        assert isinstance(asked, RunBatch)
-        _answer(pipe, engine, number, lambda n=number, a=asked: _run(pipe, engine, n, a))  # type: ignore[misc]
+        number, request = runs.get()
+        assert isinstance(request, RunBatch)
+        _answer(pipe, engine, number, lambda n=number, a=request: _run(pipe, engine, n, a))  # type: ignore[misc]
 
 
 def _read(pipe: MessagePipe, runs: queue.Queue[Request], controls: queue.Queue[Request]) -> None:
@@ -424,47 +424,47 @@ def _read(pipe: MessagePipe, runs: queue.Queue[Request], controls: queue.Queue[R
 def _run_controls(pipe: MessagePipe, engine: DeviceEngine, controls: queue.Queue[Request]) -> None:
     engine.backend.enter_thread()
     while True:
-        number, asked = controls.get()
-        _answer(pipe, engine, number, lambda a=asked: (_control(engine, a), Usage()))  # type: ignore[misc]
+        number, request = controls.get()
+        _answer(pipe, engine, number, lambda a=request: (_control(engine, a), Usage()))  # type: ignore[misc]
 
 
-def _control(engine: DeviceEngine, asked: object) -> object:
-    match asked:
+def _control(engine: DeviceEngine, request: object) -> object:
+    match request:
         case Attach():
-            engine.attach(asked.image)
+            engine.attach(request.image)
         case Detach():
-            engine.detach(asked.image_id)
+            engine.detach(request.image_id)
         case Evict():
-            engine.evict(asked.services)
+            engine.evict(request.services)
         case Restore():
-            return _restore(engine, asked)
+            return _restore(engine, request)
         case _:
-            raise TypeError(f"a worker does not know {asked!r}")
+            raise TypeError(f"a worker does not know {request!r}")
     return None
 
 
-def _restore(engine: DeviceEngine, asked: Restore) -> bool:
+def _restore(engine: DeviceEngine, request: Restore) -> bool:
     """Return whether the service is in place. One that does not fit evicts nothing."""
     try:
-        loaded, _, _ = engine.restore(asked.place, gentle=True)
+        loaded, _, _ = engine.restore(request.place, gentle=True)
         loaded.transfer.finish()
-        engine.make_ready(asked.place)
+        engine.make_ready(request.place)
     except (DoesNotFit, Dropped):
         return False
     return True
 
 
-def _run(pipe: MessagePipe, engine: DeviceEngine, number: int, asked: RunBatch) -> tuple[object, Usage]:
+def _run(pipe: MessagePipe, engine: DeviceEngine, number: int, request: RunBatch) -> tuple[object, Usage]:
     def ended(position: int, result: object, usage: Usage) -> None:
         pipe.send(Ended(request=number, position=position, value=result, usage=usage))
 
     results, usage = engine.run(
-        asked,
+        request,
         restored=lambda: pipe.send(Progress(request=number, what="restored")),
         progress=lambda: pipe.send(Progress(request=number, what="batch")),
-        ended=ended if asked.place.rank == 0 and len(asked.items) > 1 else None,
+        ended=ended if request.place.rank == 0 and len(request.items) > 1 else None,
     )
-    return (results if asked.place.rank == 0 else None), usage
+    return (results if request.place.rank == 0 else None), usage
 
 
 def _answer(pipe: MessagePipe, engine: DeviceEngine, number: int, act: Callable[[], tuple[object, Usage]]) -> None:

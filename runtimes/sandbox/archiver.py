@@ -64,8 +64,8 @@ class Extraction:
             self.entries += 1
             self.left -= entry.size if entry.isreg() else 0
             if self.left < 0 or self.entries > ENTRIES_MAX:
-                told = f"the archive holds more than {self.limit} bytes (server.file_limit) or {ENTRIES_MAX} entries"
-                raise Refused("too_large", "", told)
+                message = f"the archive holds more than {self.limit} bytes (server.file_limit) or {ENTRIES_MAX} entries"
+                raise Refused("too_large", "", message)
             self.one(tar, entry)
         for place, mode in reversed(self.directories):
             set_mode(place, mode)
@@ -207,16 +207,16 @@ def main(words: list[str]) -> int:
             get(words[1], int(words[2]), words[3] == "base", words[4] == "follow")
         return 0
     except Refused as error:
-        told = {"code": error.code, "message": str(error), "file_error": error.file_error}
+        values = {"code": error.code, "message": str(error), "file_error": error.file_error}
     except tarfile.TarError as error:
-        told = {"code": "invalid_input", "message": f"this is no tar: {error}", "file_error": ""}
+        values = {"code": "invalid_input", "message": f"this is no tar: {error}", "file_error": ""}
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         code = "too_large" if full else "not_found" if error.errno == errno.ENOENT else "invalid_input"
         message = f"{error.filename or 'archive'}: {os.strerror(error.errno or 0)}"
         message += " (sandbox.disk)" if full else ""
-        told = {"code": code, "message": message, "file_error": ERRORS.get(error.errno or 0, "")}
-    sys.stderr.write(json.dumps(told))
+        values = {"code": code, "message": message, "file_error": ERRORS.get(error.errno or 0, "")}
+    sys.stderr.write(json.dumps(values))
     return REFUSED
 
 

@@ -196,15 +196,15 @@ def _make_file_system(fd: int, files: int) -> None:
 
 def _written(fd: int) -> list[tuple[int, bytes]]:
     """Return what a sparse file holds, by its place."""
-    found: list[tuple[int, bytes]] = []
+    result: list[tuple[int, bytes]] = []
     at = 0
     while True:
         try:
             start = os.lseek(fd, at, os.SEEK_DATA)
         except OSError:  # nothing but a hole is left
-            return found
+            return result
         at = os.lseek(fd, start, os.SEEK_HOLE)
-        found.append((start, os.pread(fd, at - start, start)))
+        result.append((start, os.pread(fd, at - start, start)))
 
 
 def _loop(file: int) -> tuple[str, int]:

@@ -169,10 +169,10 @@ class EgressGuard:
         if _ours(pid):
             return False
         try:
-            said = [await _inside(pid, TOOLS[version], "-S", "OUTPUT") for version in self._versions]
+            output = [await _inside(pid, TOOLS[version], "-S", "OUTPUT") for version in self._versions]
         except CodedError:
             return False
-        return all(one.startswith("-P OUTPUT DROP") for one in said)
+        return all(one.startswith("-P OUTPUT DROP") for one in output)
 
     def name_servers(self) -> tuple[str, ...]:
         """Return the addresses of the name servers: as set, else the machine's, of which a loopback serves nobody."""
@@ -181,8 +181,8 @@ class EgressGuard:
         for path in RESOLV_CONF:
             with suppress(OSError):
                 lines = [line.split() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
-                found = [words[1] for words in lines if len(words) > 1 and words[0] == "nameserver"]
-                if usable := tuple(server for server in found if _usable(server)):
+                matches = [words[1] for words in lines if len(words) > 1 and words[0] == "nameserver"]
+                if usable := tuple(server for server in matches if _usable(server)):
                     return usable
         return ()
 
@@ -204,8 +204,8 @@ class EgressGuard:
                     timeout=RULES_S,
                 )
             except (OSError, subprocess.SubprocessError) as error:
-                said = getattr(error, "stderr", b"") or str(error).encode()
-                return f"the kernel takes none ({' '.join(command)}: {said.decode('utf-8', 'replace').strip()})"
+                output = getattr(error, "stderr", b"") or str(error).encode()
+                return f"the kernel takes none ({' '.join(command)}: {output.decode('utf-8', 'replace').strip()})"
         return ""
 
 
@@ -225,19 +225,19 @@ def parsed(entry: str) -> tuple[IpNetwork | str, int]:
         if ":" in place or "/" in place or place[-1:].isdecimal():
             raise InvalidConfig(f"sandbox.allow: {entry!r} is no address", component=COMPONENT) from None
         if place.lower().rstrip(".").split(".")[-1] == "localhost":
-            told = f"sandbox.allow: {entry!r} is this machine, which no name may allow: give one of its addresses"
-            raise InvalidConfig(told, component=COMPONENT) from None
+            message = f"sandbox.allow: {entry!r} is this machine, which no name may allow: give one of its addresses"
+            raise InvalidConfig(message, component=COMPONENT) from None
         return place, int(port or 0)
 
 
 def attached(*pids: int) -> list[tuple[IpNetwork, bool]]:
     """Return the addresses of the network namespaces of some processes (True), and the networks on their links."""
-    found: dict[tuple[IpNetwork, bool], None] = {}
+    matches: dict[tuple[IpNetwork, bool], None] = {}
     for pid in pids:
         with suppress(OSError):
-            found |= dict.fromkeys(_attached_v4(Path(f"/proc/{pid}/net/fib_trie").read_text(encoding="ascii")))
-            found |= dict.fromkeys(_attached_v6(Path(f"/proc/{pid}/net/ipv6_route").read_text(encoding="ascii")))
-    return [(network, own) for network, own in found if own or network.prefixlen >= LINK_PREFIX_MIN[network.version]]
+            matches |= dict.fromkeys(_attached_v4(Path(f"/proc/{pid}/net/fib_trie").read_text(encoding="ascii")))
+            matches |= dict.fromkeys(_attached_v6(Path(f"/proc/{pid}/net/ipv6_route").read_text(encoding="ascii")))
+    return [(network, own) for network, own in matches if own or network.prefixlen >= LINK_PREFIX_MIN[network.version]]
 
 
 def _attached_v4(trie: str) -> Iterator[tuple[IpNetwork, bool]]:
@@ -261,10 +261,10 @@ def _attached_v6(routes: str) -> Iterator[tuple[IpNetwork, bool]]:
 async def _addresses(name: str) -> list[str]:
     """Return the addresses of a host; its owner may not lead to this machine, nor to what only addresses may name."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entry = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InvalidConfig(f"sandbox.allow: {name!r} does not resolve: {error}", component=COMPONENT) from None
-    addresses = list(dict.fromkeys(str(item[4][0]).partition("%")[0] for item in found))
+    addresses = list(dict.fromkeys(str(item[4][0]).partition("%")[0] for item in entry))
     private = [ipaddress.ip_network(block) for block in PRIVATE]
     own = [network for network, is_own in attached(1, os.getpid()) if is_own]
     for target in (Target(ipaddress.ip_network(address)) for address in addresses):
@@ -311,7 +311,7 @@ async def _inside(pid: int, *command: str, text: str = "") -> str:
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        said, complaint = await asyncio.wait_for(process.communicate(text.encode()), RULES_S)
+        output, complaint = await asyncio.wait_for(process.communicate(text.encode()), RULES_S)
     except TimeoutError:
         raise CodedError(f"{' '.join(command)} takes more than {RULES_S:g} s", component=COMPONENT) from None
     finally:
@@ -320,4 +320,4 @@ async def _inside(pid: int, *command: str, text: str = "") -> str:
             await process.wait()
     if process.returncode != 0:
         raise CodedError(f"{' '.join(command)}: {complaint.decode('utf-8', 'replace').strip()}", component=COMPONENT)
-    return said.decode("utf-8", "replace")
+    return output.decode("utf-8", "replace")

@@ -187,8 +187,8 @@ class ExecRuntime:
     async def _attended(self, execution: Execution, command: Command) -> Result:
         """Run a command that somebody types to; it ends if nobody is there any more."""
         if execution.action.attempt > 1:
-            told = "the session ended with its first try; a session is not begun again"
-            raise ActionFailed(Reason.ENVIRONMENT_LOST, told, component=COMPONENT)
+            message = "the session ended with its first try; a session is not begun again"
+            raise ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT)
         id, table = execution.call.context.get("invocation_id", execution.action.id), self._environments.sessions
         session = table.living(id, terminal_of(execution.call.input))
         try:
@@ -197,8 +197,8 @@ class ExecRuntime:
         finally:
             table.close(id)
         if session.abandoned:
-            told = f"nobody was attached to the session for {session.settings.unattended_s:g} s, so it was ended"
-            raise ActionFailed(Reason.CANCELLED, told, component=COMPONENT)
+            message = f"nobody was attached to the session for {session.settings.unattended_s:g} s, so it was ended"
+            raise ActionFailed(Reason.CANCELLED, message, component=COMPONENT)
         return conclude(result, command)
 
     async def resize(self, action: Action, lease: Lease) -> None:
@@ -280,8 +280,8 @@ def checked(
     try:
         return msgspec.convert(value, wanted)
     except msgspec.ValidationError as error:
-        said, place = explained(error)
-        raise invalid(f"${place}".partition("[")[0], f"is not as declared: {said}", component) from None
+        output, place = explained(error)
+        raise invalid(f"${place}".partition("[")[0], f"is not as declared: {output}", component) from None
 
 
 def invalid(path: str, message: str, component: str = COMPONENT) -> ActionFailed:
@@ -290,28 +290,28 @@ def invalid(path: str, message: str, component: str = COMPONENT) -> ActionFailed
 
 def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s: float) -> Command:
     """Return the caller's input as a command; raises ActionFailed(invalid_input) with the path at fault."""
-    given = checked(value, ExecInput)
-    if ("command" in given) == ("argv" in given):
+    values = checked(value, ExecInput)
+    if ("command" in values) == ("argv" in values):
         raise invalid("$", "needs exactly one of command and argv")
-    if given.get("command") == "":
+    if values.get("command") == "":
         raise invalid("$.command", "must be a string that is not empty")
-    texts = {"command": given.get("command", ""), "cwd": given.get("cwd", ""), "user": given.get("user", "")}
+    texts = {"command": values.get("command", ""), "cwd": values.get("cwd", ""), "user": values.get("user", "")}
     for name, text in texts.items():
         if "\0" in text:
             raise invalid(f"$.{name}", "must not contain NUL")
     if texts["user"] and function.sandbox is not None and (refused := function.sandbox.refuses(texts["user"])):
         raise invalid("$.user", refused)
-    if "session" in given and ("stdin" in given or "stdin_base64" in given or "merge" in given):
+    if "session" in values and ("stdin" in values or "stdin_base64" in values or "merge" in values):
         raise invalid("$.session", "takes its input from whoever is attached: leave out stdin, stdin_base64 and merge")
-    _check_sizes(given)
+    _check_sizes(values)
     return Command(
-        argv=tuple(given.get("argv", ())),
+        argv=tuple(values.get("argv", ())),
         shell=texts["command"],
         cwd=texts["cwd"],
-        env=given.get("env", {}),
+        env=values.get("env", {}),
         user="" if texts["user"] == AUTO else texts["user"],
-        stdin=_stdin(given),
-        merge=given.get("merge", False),
+        stdin=_stdin(values),
+        merge=values.get("merge", False),
         timeout_s=timeout_s,
         output_limit_bytes=function.output_limit_bytes,
         shown_limit_bytes=function.log_limit_bytes,
@@ -328,15 +328,15 @@ def traced(call: Call, env: Mapping[str, str]) -> Mapping[str, str]:
 
 def terminal_of(value: Mapping[str, object]) -> TerminalSize | None:
     """Return the terminal that a session's input asks for; None for pipes."""
-    asked = checked(value, ExecInput).get("session", {})
-    return TerminalSize(asked.get("rows", 24), asked.get("columns", 80)) if asked.get("terminal") else None
+    request = checked(value, ExecInput).get("session", {})
+    return TerminalSize(request.get("rows", 24), request.get("columns", 80)) if request.get("terminal") else None
 
 
-def _stdin(given: ExecInput) -> bytes:
-    encoded = given.get("stdin_base64")
+def _stdin(inputs: ExecInput) -> bytes:
+    encoded = inputs.get("stdin_base64")
     if encoded is None:
-        return given.get("stdin", "").encode("utf-8", "surrogatepass")
-    if "stdin" in given:
+        return inputs.get("stdin", "").encode("utf-8", "surrogatepass")
+    if "stdin" in inputs:
         raise invalid("$.stdin_base64", "stands in place of stdin: give one of the two")
     try:
         return base64.b64decode(encoded, validate=True)
@@ -344,13 +344,13 @@ def _stdin(given: ExecInput) -> bytes:
         raise invalid("$.stdin_base64", f"is not base64: {error}") from None
 
 
-def _check_sizes(given: ExecInput) -> None:
+def _check_sizes(inputs: ExecInput) -> None:
     """Raise ActionFailed(invalid_input) for what the kernel would not take; a long ``command`` it takes in pieces."""
-    argv = {f"$.argv[{index}]": text for index, text in enumerate(given.get("argv", ()))}
-    for path, text in {**argv, **{f"$.env.{name}": text for name, text in given.get("env", {}).items()}}.items():
+    argv = {f"$.argv[{index}]": text for index, text in enumerate(inputs.get("argv", ()))}
+    for path, text in {**argv, **{f"$.env.{name}": text for name, text in inputs.get("env", {}).items()}}.items():
         if len(text.encode("utf-8", "surrogatepass")) >= ARGUMENT_MAX_BYTES - 256:
             raise invalid(path, "is longer than the kernel lets one be, 128 KiB; give it as stdin, or upload a file")
-    sizes = [len(text.encode("utf-8", "surrogatepass")) for text in (*argv.values(), given.get("command", ""))]
+    sizes = [len(text.encode("utf-8", "surrogatepass")) for text in (*argv.values(), inputs.get("command", ""))]
     if sum(sizes) > COMMAND_MAX_BYTES:
         name = "argv" if argv else "command"
         raise invalid(f"$.{name}", f"has {sum(sizes)} bytes, more than {COMMAND_MAX_BYTES}; upload a file and run that")

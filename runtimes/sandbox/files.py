@@ -48,11 +48,11 @@ async def put_archive(
 
 async def gathered(process: SandboxProcess, stream: str, limit_bytes: int) -> bytes:
     """Return the beginning of what a process says on one stream, when it has said all."""
-    said = b""
+    output = b""
     async for name, data in process.chunks():
-        if name == stream and len(said) < limit_bytes:
-            said += data
-    return said[:limit_bytes]
+        if name == stream and len(output) < limit_bytes:
+            output += data
+    return output[:limit_bytes]
 
 
 @asynccontextmanager
@@ -68,14 +68,14 @@ async def open_archive(
     async with _archiver(sandbox, path, words, user) as process:
         await process.close_stdin()
         pieces = process.chunks()
-        first, said = b"", b""
+        first, output = b"", b""
         async for stream, data in pieces:
             if stream == "stdout":
                 first = data
                 break
-            said = (said + data)[:SAID_BYTES]
+            output = (output + data)[:SAID_BYTES]
         if not first:
-            await _require_success(process, said)
+            await _require_success(process, output)
 
         async def chunks() -> AsyncIterator[bytes]:
             yield first
@@ -101,14 +101,14 @@ async def _archiver(sandbox: Sandbox, path: str, words: tuple[str, ...], user: s
             await process.kill()
 
 
-async def _require_success(process: SandboxProcess, said: bytes) -> None:
+async def _require_success(process: SandboxProcess, output: bytes) -> None:
     """Raise what the archiver said unless it has come to its end."""
     result = await process.wait()
     if result.exit_code == 0:
         return
     if result.exit_code == REFUSED:
         try:
-            raise decode(said[:SAID_BYTES], RunnerRefusal).error()
+            raise decode(output[:SAID_BYTES], RunnerRefusal).error()
         except ProtocolError:
             pass
     how = f"status {result.exit_code}" if result.signal is None else f"signal {result.signal}"

@@ -64,8 +64,8 @@ def keep_files(pid: int, directory: Path, spec: SandboxSpec, place: Path, limit_
     """
 
     def too_large(size_bytes: int) -> TooLarge:
-        told = f"the sandbox's files take {size_bytes} bytes or more; at most {limit_bytes} may be kept"
-        return TooLarge(f"{told} (sandbox.snapshots.total_max)", component=COMPONENT)
+        message = f"the sandbox's files take {size_bytes} bytes or more; at most {limit_bytes} may be kept"
+        return TooLarge(f"{message} (sandbox.snapshots.total_max)", component=COMPONENT)
 
     root = Path(f"/proc/{pid}/root")
     own = _is_another(root)
@@ -233,21 +233,21 @@ def end_left(root: Path) -> int:
 
 def _tree(pid: int) -> list[int]:
     """Return every descendant of a process."""
-    found: list[int] = []
+    result: list[int] = []
     fresh = [pid] if pid else []
     while fresh:
         children = [child for parent in fresh for child in _children(parent)]
-        found += children
+        result += children
         fresh = children
-    return found
+    return result
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    result: list[int] = []
     for thread in _threads(pid):
         with suppress(OSError):
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii").split())
-    return found
+            result += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii").split())
+    return result
 
 
 def _threads(pid: int) -> list[int]:
@@ -449,21 +449,21 @@ class NotInstalled(Unsupported):
 
 def _working_bubblewrap() -> str:
     """Return bwrap; raises NotInstalled, or Unsupported if it is there but cannot make namespaces now."""
-    found = shutil.which("bwrap")
-    if found is None:
+    result = shutil.which("bwrap")
+    if result is None:
         raise NotInstalled("bubblewrap is not installed", component=COMPONENT)
     options = ["--unshare-all", "--ro-bind", "/usr", "/usr"] + ([] if os.geteuid() == 0 else ["--unshare-user"])
     for name in ("lib", "lib64"):
         options += ["--ro-bind-try", f"/{name}", f"/{name}"]
     try:
         done = subprocess.run(
-            [found, *options, "/usr/bin/true"], capture_output=True, timeout=PROBE_S, check=False, text=True
+            [result, *options, "/usr/bin/true"], capture_output=True, timeout=PROBE_S, check=False, text=True
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unsupported(f"bubblewrap does not work: {error}", component=COMPONENT) from None
     if done.returncode:
         raise Unsupported(f"bubblewrap does not work: {done.stderr.strip()[-500:]}", component=COMPONENT)
-    return found
+    return result
 
 
 def _why_no_namespaces(ids: IdBlocks) -> str:
@@ -538,8 +538,8 @@ def box_of(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str
 
 def _parents(places: Sequence[str]) -> list[str]:
     """Return the directories above, outermost first: bubblewrap would make them unreadable for all but root."""
-    found = {str(parent) for place in places for parent in Path(place).parents}
-    return sorted(found - {"/", "/usr", *(f"/usr/{name}" for name in ("local", "bin", "lib"))})
+    matches = {str(parent) for place in places for parent in Path(place).parents}
+    return sorted(matches - {"/", "/usr", *(f"/usr/{name}" for name in ("local", "bin", "lib"))})
 
 
 def _shown(path: str) -> list[str]:
@@ -547,13 +547,13 @@ def _shown(path: str) -> list[str]:
 
     Of a virtual environment that is itself and what its Python really is.
     """
-    found = [sys.base_prefix]
+    matches = [sys.base_prefix]
     for directory in path.split(":"):
         python = Path(directory, "python3")
         places = (python.parent, python.resolve().parent)
-        found += [str(place.parent if place.name == "bin" else place) for place in places]
+        matches += [str(place.parent if place.name == "bin" else place) for place in places]
     system = ("/usr", "/bin", "/sbin", "/lib")
-    return [each for each in dict.fromkeys(found) if each != "/" and not each.startswith(system)]
+    return [each for each in dict.fromkeys(matches) if each != "/" and not each.startswith(system)]
 
 
 # The way out of a process sandbox: slirp4netns, a network stack in user space, on a tap in the sandbox's namespace.
@@ -601,8 +601,8 @@ class Uplink:
             seen, _, _ = await asyncio.to_thread(select.select, [ready], [], [], START_S)
             if seen and os.read(ready, 1):
                 return
-            said = await asyncio.to_thread(log.read_bytes)
-            tail = said[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+            output = await asyncio.to_thread(log.read_bytes)
+            tail = output[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
             raise CodedError(f"{PROGRAM} does not start: {tail}", component=UPLINK_COMPONENT)
         finally:
             os.close(ready)
@@ -770,8 +770,8 @@ class ProcessProvider:
         await self._check_network(spec)
         require_workdir(spec)
         if self._means.bubblewrap is not None and spec.workdir.startswith("/usr/"):
-            told = f"sandbox.workdir: {spec.workdir} lies in /usr, read-only in process sandboxes; choose another"
-            raise Unsupported(told, component=COMPONENT)
+            message = f"sandbox.workdir: {spec.workdir} lies in /usr, read-only in process sandboxes; choose another"
+            raise Unsupported(message, component=COMPONENT)
 
     async def _check_network(self, spec: SandboxSpec) -> None:
         """Raise Unsupported where a network cannot be held to what it promises: egress is never the host's own."""
@@ -893,8 +893,8 @@ class ProcessProvider:
 
     async def reap(self, living: Collection[str]) -> int:
         with self._gate.watching() as young:
-            found = await asyncio.to_thread(process_records, self._root)
-            left = [item for item in found if item[0].name not in {*living, *young}]
+            entry = await asyncio.to_thread(process_records, self._root)
+            left = [item for item in entry if item[0].name not in {*living, *young}]
         for directory, record in left:
             await control_of(self._means.cgroup, directory, record, self._bound).remove()
         await self._snapshots.prune()

@@ -391,8 +391,8 @@ class Sandbox:
         async with self._copying:
             self._require()
             if self.in_transfer:
-                told = "files are on their way into the sandbox or out of it: try again when they have arrived"
-                raise Conflict(told, component=COMPONENT)
+                message = "files are on their way into the sandbox or out of it: try again when they have arrived"
+                raise Conflict(message, component=COMPONENT)
             running = not self._frozen
             await self.quiesce(Background.FREEZE)
             try:
@@ -587,16 +587,16 @@ class LocalRemains:
 
     def find(self) -> list[Remnant]:
         running = _runners()
-        found = [self._remnant("process sandbox", place) for place in running]
+        matches = [self._remnant("process sandbox", place) for place in running]
         for state_dir in sorted({*self._known, *(state_dir for state_dir, _ in running)}):
             for directory in sorted(Path(state_dir, SANDBOXES).glob("*/")):
                 place = (state_dir, directory.name)
                 if place not in running and directory.name not in self._others:
-                    found += [self._remnant("directory", place)]
+                    matches += [self._remnant("directory", place)]
             for directory in sorted(Path(state_dir, SNAPSHOTS).glob("*/")):
                 if directory.name not in self._others:
-                    found += [self._remnant("snapshot", (state_dir, directory.name))]
-        return [*found, *self._empty_groups()]
+                    matches += [self._remnant("snapshot", (state_dir, directory.name))]
+        return [*matches, *self._empty_groups()]
 
     def _remnant(self, kind: str, place: tuple[str, str]) -> Remnant:
         held, why = verdict(place[0])
@@ -643,7 +643,7 @@ class LocalRemains:
 
 def _runners() -> dict[tuple[str, str], list[int]]:
     """Return the processes of each process sandbox, by state directory and name: only our own where we are not root."""
-    found: dict[tuple[str, str], list[int]] = {}
+    result: dict[tuple[str, str], list[int]] = {}
     user = os.geteuid()
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -653,11 +653,11 @@ def _runners() -> dict[tuple[str, str], list[int]]:
             names = [match.groups() for word in words if (match := RUN_DIRECTORY.match(word))]
             if names and any(word.endswith(f"/{RUNNER_FILE}") for word in words):
                 state_dir, name = names[0]
-                found.setdefault((state_dir, name), []).append(int(place.name))
-    for (state_dir, name), pids in found.items():
+                result.setdefault((state_dir, name), []).append(int(place.name))
+    for (state_dir, name), pids in result.items():
         record = SandboxRecord.read(Path(state_dir, SANDBOXES, name))
         pids += [] if record is None or not record.runs() else [record.pid]
-    return found
+    return result
 
 
 def _end(pids: Callable[[], list[int]]) -> None:
@@ -673,7 +673,7 @@ def _end(pids: Callable[[], list[int]]) -> None:
 
 def descendants(pids: Iterable[int]) -> list[int]:
     """Return every process below these."""
-    found: list[int] = []
+    result: list[int] = []
     fresh = list(pids)
     while fresh:
         below: list[int] = []
@@ -681,9 +681,9 @@ def descendants(pids: Iterable[int]) -> list[int]:
             for thread in Path(f"/proc/{pid}/task").glob("*/children"):
                 with suppress(OSError):
                     below += map(int, thread.read_text(encoding="ascii").split())
-        found += below
+        result += below
         fresh = below
-    return found
+    return result
 
 
 def _any_process(group: Path) -> bool:

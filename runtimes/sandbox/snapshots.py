@@ -96,13 +96,13 @@ class SnapshotRecord:
 
 def read_snapshots(root: Path) -> list[SnapshotRecord]:
     """Return the records below ``root``; what has none that is whole is removed. Blocks."""
-    found: list[SnapshotRecord] = []
+    result: list[SnapshotRecord] = []
     for place in sorted(root.iterdir()) if root.is_dir() else ():
         try:
-            found.append(msgspec.json.decode((place / NAME).read_bytes(), type=SnapshotRecord))
+            result.append(msgspec.json.decode((place / NAME).read_bytes(), type=SnapshotRecord))
         except (OSError, msgspec.DecodeError):
             shutil.rmtree(place, ignore_errors=True)
-    return found
+    return result
 
 
 logger = structlog.get_logger("sandbox.snapshots")
@@ -168,8 +168,8 @@ class SnapshotStore:
         if record is None or not record.ready:
             raise NotFound(f"no snapshot {id!r}", component=COMPONENT)
         if record.provider != self._provider():
-            told = f"snapshot {id!r} is of sandboxes of kind {record.provider}, and these are {self._provider()}"
-            raise Unsupported(told, component=COMPONENT)
+            message = f"snapshot {id!r} is of sandboxes of kind {record.provider}, and these are {self._provider()}"
+            raise Unsupported(message, component=COMPONENT)
         return record
 
     async def take(
@@ -235,8 +235,10 @@ class SnapshotStore:
     def too_large(self, size_bytes: int) -> TooLarge:
         """Return what is told of a snapshot that is larger than all together may be."""
         bound = self.settings.total_max_bytes
-        told = f"the snapshot takes {size_bytes} bytes or more, and all may take {bound} (sandbox.snapshots.total_max)"
-        return TooLarge(told, component=COMPONENT)
+        message = (
+            f"the snapshot takes {size_bytes} bytes or more, and all may take {bound} (sandbox.snapshots.total_max)"
+        )
+        return TooLarge(message, component=COMPONENT)
 
     @asynccontextmanager
     async def held(self, id: str) -> AsyncIterator[SnapshotRecord]:
@@ -308,11 +310,11 @@ class SnapshotStore:
                 logger.info("snapshot removed, as it was used least recently", snapshot=id)
                 await self._forget(id)
         if not self._fits():
-            told = (
+            message = (
                 f"{len(self._records) - 1} snapshots are in use and leave no room for another: delete some, end "
                 "trajectories that began with them, or raise sandbox.snapshots.count_max and total_max"
             )
-            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=RETRY_S)
+            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=RETRY_S)
 
     def _fits(self) -> bool:
         used_bytes = sum(each.size_bytes for each in self._records.values())
@@ -468,11 +470,11 @@ class _Packer:
         return id - self._base if 0 <= id - self._base < IDS else NOBODY
 
     def _say(self, header: tarfile.TarInfo) -> None:
-        said = header.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-        self._written_bytes += len(said)
+        output = header.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        self._written_bytes += len(output)
         if self._written_bytes > self._limit_bytes:
             raise self._too_large(self._written_bytes)
-        self._file.write(said)
+        self._file.write(output)
 
 
 def unpack(source: Path, root: int, *, base: int, owners: bool) -> None:
@@ -552,18 +554,20 @@ def _opened(name: str, flags: int, directory: int, path: str) -> int:
 
 
 def _unkept(path: str, why: str) -> Conflict:
-    told = path.rstrip("/").encode("utf-8", "replace").decode()
-    return Conflict(f"no snapshot can be taken: {told!r} {why}", component=COMPONENT, detail={"path": told})
+    description = path.rstrip("/").encode("utf-8", "replace").decode()
+    return Conflict(
+        f"no snapshot can be taken: {description!r} {why}", component=COMPONENT, detail={"path": description}
+    )
 
 
 def _attributes(fd: int) -> dict[str, str]:
     """Return the extended attributes that a user can set, as fields of a header."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     with suppress(OSError):  # of a file system without them
         for name in os.listxattr(fd):
             if name.startswith("user.") and "=" not in name:
-                found[f"{XATTR}{name}"] = base64.b64encode(os.getxattr(fd, name)).decode("ascii")
-    return found
+                result[f"{XATTR}{name}"] = base64.b64encode(os.getxattr(fd, name)).decode("ascii")
+    return result
 
 
 def _extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -45,7 +45,7 @@ class OtherSandbox(Conflict):
 
 def chosen(spec: SandboxSpec, asked: SandboxChoice) -> SandboxSpec:
     """Return the function's sandbox with what a trajectory chooses; raises InvalidInput with field and remedy."""
-    given = {
+    values = {
         "image": _image(spec, asked.image),
         "env": _env(spec, asked),
         "workdir": _workdir(asked.workdir),
@@ -54,8 +54,8 @@ def chosen(spec: SandboxSpec, asked: SandboxChoice) -> SandboxSpec:
         "idle_ttl_s": _idle_ttl_s(spec, asked.idle_ttl),
         **_network(spec, asked.network),
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    return replace(spec, **given, chosen=True)  # type: ignore[arg-type]  # fields by name
+    values = {name: value for name, value in values.items() if value is not None}
+    return replace(spec, **values, chosen=True)  # type: ignore[arg-type]  # fields by name
 
 
 def forked(spec: SandboxSpec, snapshot: SnapshotRecord, *, images: bool) -> SandboxSpec:
@@ -69,7 +69,7 @@ def forked(spec: SandboxSpec, snapshot: SnapshotRecord, *, images: bool) -> Sand
     spec = spec if spec.image else replace(spec, image=kept.image)
     if why := contradiction(spec, replace(kept, env=spec.env), images=images):
         raise OtherSandbox(f"snapshot {snapshot.id!r} is of another sandbox: {why}")
-    asked = SandboxChoice(
+    request = SandboxChoice(
         env={name: value for name, value in kept.env.items() if spec.env.get(name) != value} or None,
         workdir=None if kept.workdir == spec.workdir else kept.workdir,
         user=kept.user,
@@ -77,7 +77,7 @@ def forked(spec: SandboxSpec, snapshot: SnapshotRecord, *, images: bool) -> Sand
         network=_network_named(kept.network),
         idle_ttl=kept.idle_ttl_s,
     )
-    return replace(chosen(spec, asked), image=kept.image, snapshot=snapshot.id)
+    return replace(chosen(spec, request), image=kept.image, snapshot=snapshot.id)
 
 
 def chosen_env(spec: SandboxSpec) -> dict[str, str]:
@@ -180,24 +180,24 @@ def _image(spec: SandboxSpec, image: str | None) -> str | None:
     if REPOSITORY in image or not _matches(image, spec.images):
         known = ", ".join(each for each in (spec.image, *spec.images) if each)
         remedy = "list it: sandbox.images" if known else "set sandbox.image, or list it: sandbox.images"
-        told = f"{image!r} is not among those that the function allows ({known or 'none'})"
-        raise _refused("image", f"{told}; {remedy}")
+        message = f"{image!r} is not among those that the function allows ({known or 'none'})"
+        raise _refused("image", f"{message}; {remedy}")
     return image
 
 
-def _env(spec: SandboxSpec, asked: SandboxChoice) -> dict[str, str] | None:
-    if not asked.env:
+def _env(spec: SandboxSpec, request: SandboxChoice) -> dict[str, str] | None:
+    if not request.env:
         return None
-    for name, value in asked.env.items():
+    for name, value in request.env.items():
         if not _matches(name, spec.trajectory.env):
             known = _listed(spec.trajectory.env)
             raise _refused(f"env.{name}", f"is not among those that the function allows ({known}); "
                            f"list it: sandbox.trajectory.env: [{name}]")  # fmt: skip
         if "\0" in value or SECRET in value:
             raise _refused(f"env.{name}", "must hold no NUL and name no secret: secrets belong in the function's env")
-    if sum(len(name) + len(value) for name, value in asked.env.items()) > ENV_MAX_CHARS:
+    if sum(len(name) + len(value) for name, value in request.env.items()) > ENV_MAX_CHARS:
         raise _refused("env", f"holds more than {ENV_MAX_CHARS} characters; upload a file")
-    return {**spec.env, **asked.env}
+    return {**spec.env, **request.env}
 
 
 def _workdir(workdir: str | None) -> str | None:
@@ -240,13 +240,13 @@ def _idle_ttl_s(spec: SandboxSpec, idle_ttl: str | float | None) -> float | None
     return None if wanted_s == spec.idle_ttl_s else wanted_s
 
 
-def _network(spec: SandboxSpec, asked: str | None) -> dict[str, object]:
-    if asked is None or asked == spec.network:
+def _network(spec: SandboxSpec, request: str | None) -> dict[str, object]:
+    if request is None or request == spec.network:
         return {}
-    network = Network(asked)
+    network = Network(request)
     if network is not Network.NONE and network not in spec.trajectory.networks:
-        raise _refused("network", f"{asked} is not what the function allows ({spec.network}); "
-                       f"list it: sandbox.trajectory.networks: [{asked}]")  # fmt: skip
+        raise _refused("network", f"{request} is not what the function allows ({spec.network}); "
+                       f"list it: sandbox.trajectory.networks: [{request}]")  # fmt: skip
     return {"network": network, "allow": spec.allow if network is Network.EGRESS else ()}
 
 
@@ -260,8 +260,8 @@ def _refused(field: str, message: str) -> InvalidInput:
 
 
 def _differs(field: str, own: object, living: object, remedy: str = "") -> str:
-    told = f"sandbox.{field} is {str(own)!r} here, and {str(living)!r} in the sandbox that lives"
-    return f"{told}; to serve there say {remedy}" if remedy else told
+    message = f"sandbox.{field} is {str(own)!r} here, and {str(living)!r} in the sandbox that lives"
+    return f"{message}; to serve there say {remedy}" if remedy else message
 
 
 def _listed(names: Sequence[str]) -> str:

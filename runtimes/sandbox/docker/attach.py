@@ -167,8 +167,8 @@ class AttachStream(asyncio.Protocol):
         if not separator and len(head) <= HEAD_MAX_BYTES:
             return b""
         if head.split(b" ", 2)[1:2] not in ([b"101"], [b"200"]):
-            said = (head.partition(b"\r\n")[0] + b" " + rest)[:COMPLAINT_MAX_BYTES].decode("utf-8", "replace")
-            self._fail(f"the engine does not attach: {said}")
+            output = (head.partition(b"\r\n")[0] + b" " + rest)[:COMPLAINT_MAX_BYTES].decode("utf-8", "replace")
+            self._fail(f"the engine does not attach: {output}")
             return b""
         self.answered.set_result(None)
         return rest
@@ -261,15 +261,15 @@ class AttachClient:
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         claim = command.claim or f"attached/{secrets.token_hex(8)}"
-        asked = replace(command, claim=claim, detached=command.detached and self._detachable)
+        request = replace(command, claim=claim, detached=command.detached and self._detachable)
         shown = Shown(on_output)
         client, number = await self._attached(), None
         while True:
             if claim not in client.resumable:
                 number = (client.number + 1) % NUMBERS  # it is given before anything else can happen
             try:
-                result = await client.run(asked, shown.again())
-                if not asked.detached:
+                result = await client.run(request, shown.again())
+                if not request.detached:
                     client.keep(claim, detached=False)
                 return result
             except ActionFailed as failure:
@@ -333,11 +333,11 @@ class AttachClient:
 
     async def _after(self, client: StreamClient, failure: ActionFailed, number: int | None, claim: str) -> StreamClient:
         """Return a new connection, over which a command goes on, or is run if the runner never saw it."""
-        made = await self._reattached(client, failure)
-        if claim not in made.resumable and not _is_ahead(number, made.greeted.taken):
+        created = await self._reattached(client, failure)
+        if claim not in created.resumable and not _is_ahead(number, created.greeted.taken):
             message = "the connection was cut while the command was given its input, or it was forgotten"
             raise cut_off(message, result=failure.result)
-        return made
+        return created
 
     async def _reattached(self, client: StreamClient, failure: ActionFailed) -> StreamClient:
         """Return the next connection if the ``failure`` was that this one was cut, else raise it."""
@@ -357,12 +357,12 @@ class AttachClient:
             if client is not None and not client.lost.is_set():
                 return client
             if client is None:
-                made = await self._attach(secrets.randbits(31))
+                created = await self._attach(secrets.randbits(31))
             else:
-                made = await self._attach_again(client)
-            self._client = made
-            self._watch = asyncio.create_task(self._tell(made))
-            return made
+                created = await self._attach_again(client)
+            self._client = created
+            self._watch = asyncio.create_task(self._tell(created))
+            return created
 
     async def _attach_again(self, client: StreamClient) -> StreamClient:
         """Open a connection in place of one that was cut, as soon as the engine is there again."""
@@ -372,14 +372,14 @@ class AttachClient:
                 raise lost("the sandbox's runner is gone")
             try:
                 await self._running()  # an engine that does not answer is not waited for any longer than need be
-                made = await self._attach(client.number)
+                created = await self._attach(client.number)
             except CodedError as error:
                 if time.monotonic() >= away_until_s:
                     raise self._given_up(error) from None
                 await asyncio.sleep(LOOK_S)
             else:
                 logger.info("attached again")
-                return made
+                return created
 
     def _given_up(self, error: CodedError) -> ActionFailed:
         """Return why it was given up: a runner that does not answer while its engine does is gone."""

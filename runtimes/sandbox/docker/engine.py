@@ -353,8 +353,8 @@ class SpooledContent(FileContent):
 @asynccontextmanager
 async def on_disk(content: FileContent) -> AsyncIterator[BinaryIO]:
     """Yield a file without a name that holds it, at its beginning."""
-    with tempfile.TemporaryFile() as made:
-        file = cast(BinaryIO, made)
+    with tempfile.TemporaryFile() as created:
+        file = cast(BinaryIO, created)
         async for piece in content.pieces():
             await asyncio.to_thread(file.write, piece)
         file.seek(0)
@@ -504,8 +504,10 @@ class DockerEngine:
         """Return why no container can be made now, and what mends that; empty if the engine answers."""
         if await self._watchdog.look():
             return ""
-        told = f"its Docker engine does not answer (unix://{self.socket}), so no sandbox can be made: start the engine"
-        return f"{told} again (systemctl restart docker); the sandboxes that live there go on"
+        message = (
+            f"its Docker engine does not answer (unix://{self.socket}), so no sandbox can be made: start the engine"
+        )
+        return f"{message} again (systemctl restart docker); the sandboxes that live there go on"
 
     async def close(self) -> None:
         await self._watchdog.close()
@@ -556,13 +558,13 @@ class DockerEngine:
 
     async def image_labels(self, name: str) -> Mapping[str, str]:
         """Return the labels of an image; raises NotFound."""
-        found = await self.call(self._api.inspect_image, name)
-        return (found.get("Config") or {}).get("Labels") or {}
+        entry = await self.call(self._api.inspect_image, name)
+        return (entry.get("Config") or {}).get("Labels") or {}
 
     async def labelled_images(self, *labels: str) -> list[Mapping[str, str]]:
         """Return the labels of every image that has these."""
-        found = await self.call(self._api.images, filters={"label": list(labels)})
-        return [image.get("Labels") or {} for image in found]
+        entry = await self.call(self._api.images, filters={"label": list(labels)})
+        return [image.get("Labels") or {} for image in entry]
 
     async def remove_image(self, name: str) -> None:
         try:
@@ -598,7 +600,7 @@ class DockerEngine:
                 docker.types.Ulimit(name="fsize", soft=blueprint.disk_bytes, hard=blueprint.disk_bytes),
             ],
         )
-        made: Mapping[str, Any] = self._api.create_container(
+        created: Mapping[str, Any] = self._api.create_container(
             image=blueprint.image,
             entrypoint=[blueprint.argv[0]],
             command=list(blueprint.argv[1:]),
@@ -614,15 +616,15 @@ class DockerEngine:
             stop_signal="SIGKILL",  # nothing is to be saved: the machine's end need not wait for it
             detach=True,  # else standard input would end with the first who attaches
         )
-        return made
+        return created
 
     async def start(self, container: str) -> Found:
         """Start it; raises NoRunner if its program is not in the image, which is looked for there."""
         try:
             await self.call(self._api.start, container)
         except CodedError as error:
-            said = error.message.lower()
-            missing = "not found" in said or "no such file" in said  # a mount, a device, the engine's own files ...
+            output = error.message.lower()
+            missing = "not found" in output or "no such file" in output  # a mount, a device, the engine's own files ...
             if missing and await self.call(self._lacks_program, container):
                 raise NoRunner(error.message, component=COMPONENT) from None
             raise
@@ -630,9 +632,9 @@ class DockerEngine:
 
     def _lacks_program(self, container: str) -> bool:
         """Return whether it is certain that a container has no file of its program's name on its path."""
-        made = self._api.inspect_container(container)["Config"]
-        program = str((made.get("Entrypoint") or made.get("Cmd"))[0])
-        path = next((each[5:] for each in made.get("Env") or () if each.startswith("PATH=")), DEFAULT_PATH)
+        created = self._api.inspect_container(container)["Config"]
+        program = str((created.get("Entrypoint") or created.get("Cmd"))[0])
+        path = next((each[5:] for each in created.get("Env") or () if each.startswith("PATH=")), DEFAULT_PATH)
         for directory in [""] if "/" in program else path.split(":"):
             try:
                 stream, _ = self._api.get_archive(container, posixpath.join(directory or "/", program))
@@ -670,8 +672,8 @@ class DockerEngine:
 
     async def layer_bytes(self, container: str) -> int:
         """Return the bytes that a container has written, 0 if it is gone. The engine may take its time."""
-        found = await self.call(self._api.containers, all=True, size=True, filters={"id": container})
-        return sum(int(item.get("SizeRw", 0)) for item in found)
+        entry = await self.call(self._api.containers, all=True, size=True, filters={"id": container})
+        return sum(int(item.get("SizeRw", 0)) for item in entry)
 
     async def list(self, label: str) -> list[Found]:
         """Return every container with this label, running or not, in one cheap call."""
@@ -728,16 +730,16 @@ class DockerEngine:
 
         ``output`` gets (``stdout`` | ``stderr``, bytes).
         """
-        made = self._api.exec_create(
+        created = self._api.exec_create(
             container, list(argv), stdin=bool(stdin), user=user, workdir=cwd or None, environment=dict(env)
         )["Id"]
-        wrapped = self._api.exec_start(made, socket=True)
+        wrapped = self._api.exec_start(created, socket=True)
         sock: Any = getattr(wrapped, "_sock", wrapped)  # what the HTTP library hands out differs by its version
         try:
             sock.settimeout(0.2)
             if stdin:
                 _feed(sock, stdin)
-            return self._follow(made, sock, output, abandoned)
+            return self._follow(created, sock, output, abandoned)
         finally:
             response = getattr(wrapped, "_response", None)  # held there by docker while the socket is used
             for part in (response, wrapped, sock):
@@ -892,11 +894,11 @@ class LeftoverCleaner:
         due = {one: seen for one, seen in list(self._removed.items()) if now_s - seen[0] >= self._grace_s}
         if not self._places or not due:
             return 0  # nobody has shown yet where to look, or nothing to look for
-        found, shims = 0, self._shims()
+        result, shims = 0, self._shims()
         for container, (since_s, looks) in due.items():
             left = list(self._groups(container))
             if left or container in shims:
-                found += 1
+                result += 1
                 logger.warning("the engine forgot a container; what is left of it goes", container=container[:12])
                 self._take_away(container, left, shims.get(container, []))
             if (left or container in shims) and looks + 1 < LOOKS_MAX:
@@ -904,7 +906,7 @@ class LeftoverCleaner:
             else:
                 del self._removed[container]
                 (self._directory / container).unlink(missing_ok=True)
-        return found
+        return result
 
     def _groups(self, container: str) -> Iterator[Path]:
         """Yield its control groups in every hierarchy."""
@@ -933,14 +935,14 @@ class LeftoverCleaner:
 
     def _shims(self) -> dict[str, list[int]]:
         """Return the shims of this machine by container; one may live on without any group."""
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for place in self._proc.glob("[0-9]*"):
             with suppress(OSError, ValueError, IndexError):
                 words = (place / "cmdline").read_bytes().split(b"\0")
                 if SHIM in words[0].rpartition(b"/")[2]:
                     container = words[words.index(b"-id") + 1].decode("ascii", "replace")
-                    found.setdefault(container, []).append(int(place.name))
-        return found
+                    result.setdefault(container, []).append(int(place.name))
+        return result
 
 
 #: Labels of all that is ours: the gateway, its sandbox, its state directory, and whose file system that is on.
@@ -974,9 +976,9 @@ class EngineRemains:
         containers: Sequence[Mapping[str, Any]] = self._api.containers(all=True, filters=wanted)
         networks: Sequence[Mapping[str, Any]] = self._api.networks(filters=wanted)
         images: Sequence[Mapping[str, Any]] = self._api.images(filters={"label": [GATEWAY, LABEL]})
-        found = [self._remnant("container", item["Names"][0].lstrip("/"), item) for item in containers]
-        found += [self._remnant("network", item["Name"], item) for item in networks]
-        return found + [self._remnant("snapshot", item["Labels"][LABEL], item) for item in images]
+        matches = [self._remnant("container", item["Names"][0].lstrip("/"), item) for item in containers]
+        matches += [self._remnant("network", item["Name"], item) for item in networks]
+        return matches + [self._remnant("snapshot", item["Labels"][LABEL], item) for item in images]
 
     def _remnant(self, kind: str, name: str, item: Mapping[str, Any]) -> Remnant:
         labels = item.get("Labels") or {}

@@ -63,8 +63,8 @@ class BaseImageBuilder:
         try:
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=BUILD_S, check=True)
         except (subprocess.SubprocessError, OSError) as error:
-            told = f"debootstrap could not make it ({error}): set TANGRAM_DEBIAN_MIRROR, or build with --from IMAGE"
-            raise Unsupported(told, component=COMPONENT) from None
+            message = f"debootstrap could not make it ({error}): set TANGRAM_DEBIAN_MIRROR, or build with --from IMAGE"
+            raise Unsupported(message, component=COMPONENT) from None
         tarball, *changes = done.stdout.splitlines()
         self.say(f"{name}: importing {tarball}")
         try:
@@ -93,7 +93,7 @@ class BaseImageBuilder:
     def _follow(self, name: str, source: str, events: Iterable[Mapping[str, Any]]) -> None:
         """Tell each step and each tenth of a pull, and raise what the engine ends with."""
         deadline_s, layers, tenth = time.monotonic() + BUILD_S, dict[str, tuple[int, int]](), 0
-        failed = said = ""
+        failed = output = ""
         for event in events:
             if "error" in event:
                 failed = str(event["error"]).strip()  # the last event; read to the end, the connection is given back
@@ -103,7 +103,7 @@ class BaseImageBuilder:
             if line.startswith("Step "):
                 self.say(f"{name}: {line.splitlines()[0][:100]}")
             elif line and not line.startswith("--->"):
-                said = line[-500:]
+                output = line[-500:]
             detail = event.get("progressDetail") or {}
             if event.get("status") == "Downloading" and "total" in detail:
                 layers[str(event.get("id"))] = (int(detail.get("current", 0)), int(detail["total"]))
@@ -112,8 +112,8 @@ class BaseImageBuilder:
                     tenth = 10 * done // total
                     self.say(f"{name}: {tenth * 10} % of {source}, {total} bytes")
         if failed:
-            told = f"{name} could not be built from {source} ({failed})"
-            raise InvalidConfig(f"{told}{': ' if said else ''}{said}", component=COMPONENT)
+            message = f"{name} could not be built from {source} ({failed})"
+            raise InvalidConfig(f"{message}{': ' if output else ''}{output}", component=COMPONENT)
 
 
 def build(name: str, *, source: str, host: str, again: bool, say: Callable[[str], None]) -> bool:
@@ -252,18 +252,18 @@ class ImageStore:
             await asyncio.wait(under_way, timeout=within_s)
 
     async def states(self) -> list[ImageState]:
-        found = dict(self._states)
+        entry = dict(self._states)
         for each in await self._engine.call(self._engine.api.images):
             by_digest = [name for name in each.get("RepoDigests") or () if name in self._pulled]
             for name in (*(each.get("RepoTags") or ()), *by_digest):
-                if found.get(name) is None or found[name].state != "pulling":
-                    found[name] = ImageState(image=name, state="present", size_bytes=int(each.get("Size", 0)))
-        for name, state in found.items():
+                if entry.get(name) is None or entry[name].state != "pulling":
+                    entry[name] = ImageState(image=name, state="present", size_bytes=int(each.get("Size", 0)))
+        for name, state in entry.items():
             known = {name, name.removesuffix(":latest")}  # as it was asked for, and as the engine calls it
-            asked = next((each for each in known if each in self._pulled), name)
-            state.pulled, state.used_s = asked in self._pulled, self._pulled.get(asked, (0, 0.0))[1]
+            request = next((each for each in known if each in self._pulled), name)
+            state.pulled, state.used_s = request in self._pulled, self._pulled.get(request, (0, 0.0))[1]
             state.kept = any(each in self._functions or self._needed[each] > 0 for each in known)
-        return [found[name] for name in sorted(found)]
+        return [entry[name] for name in sorted(entry)]
 
     async def close(self) -> None:
         """Give up what is under way, and remember what was used."""
@@ -359,8 +359,10 @@ def told_of_pull(image: str, error: CodedError) -> CodedError:
         f"run `docker pull {image}`, or `{remedy(image)}` for a base image; a registry that asks who "
         "pulls is named in sandbox.docker.registries"
     )
-    said = error.message.replace(image, "").replace(_images_parted(image)[0], "")  # whose own name may have such words
-    if isinstance(error, CapacityExceeded) or TEMPORARY.search(said):
+    output = error.message.replace(image, "").replace(
+        _images_parted(image)[0], ""
+    )  # whose own name may have such words
+    if isinstance(error, CapacityExceeded) or TEMPORARY.search(output):
         return CapacityExceeded(message, component=IMAGES_COMPONENT, retry_after_s=RETRY_S)
     return InvalidConfig(message, component=IMAGES_COMPONENT)
 
@@ -428,7 +430,7 @@ class ContainerSnapshots(SnapshotStore):
         # What becomes ready only after the engine was asked may not be in its answer yet.
         known, ready = self.ids, {each.id for each in self.all()}
         labels = await self._engine.labelled_images(LABEL, f"{GATEWAY}={self._label}")
-        found = {each[LABEL] for each in labels}
-        for id in found - known - self.ids:
+        matches = {each[LABEL] for each in labels}
+        for id in matches - known - self.ids:
             await self._engine.remove_image(f"{REPOSITORY}:{id}")
-        await self.lose(found, ready)
+        await self.lose(matches, ready)

@@ -164,14 +164,14 @@ class ContainerControl:
 
     async def cause_of_death(self) -> str:
         try:
-            found = await self._engine.inspect(self._container)
+            entry = await self._engine.inspect(self._container)
         except NotFound:
             return "the container was removed"
         except CodedError as error:
             return error.message
-        if found.out_of_memory:
+        if entry.out_of_memory:
             return "out_of_memory"
-        return "its runner fell silent" if found.running else f"its first process ended with status {found.exit_code}"
+        return "its runner fell silent" if entry.running else f"its first process ended with status {entry.exit_code}"
 
     async def snapshot(self, spec: SandboxSpec, id: str, place: Path, limit_bytes: int) -> int:
         bounded = await asyncio.to_thread(noted_bounded, self._directory)
@@ -407,8 +407,8 @@ class InternalNetworks:
         await make_isolated(self._engine, name, {**self._labels, TASK: task})
 
     async def _there(self) -> tuple[str, ...]:
-        found = await self._engine.call(self._engine.api.networks, filters={"label": [self._own]})
-        return tuple(str(item["Name"]) for item in found)
+        entry = await self._engine.call(self._engine.api.networks, filters={"label": [self._own]})
+        return tuple(str(item["Name"]) for item in entry)
 
     async def _removed_unused(self, there: Iterable[str]) -> tuple[str, ...]:
         """Remove what nobody uses; return what is left."""
@@ -447,7 +447,7 @@ async def make_isolated(engine: DockerEngine, name: str, labels: Mapping[str, st
         networks = await engine.call(engine.api.networks, names=[name])
         return [network for network in networks if network["Name"] == name]
 
-    if not (existing := await found()):
+    if not (existing := await entry()):
         try:
             await engine.call(
                 engine.api.create_network,
@@ -460,7 +460,7 @@ async def make_isolated(engine: DockerEngine, name: str, labels: Mapping[str, st
             )
             return
         except CodedError:
-            if not (existing := await found()):  # else somebody was faster
+            if not (existing := await entry()):  # else somebody was faster
                 raise
     if not existing[0].get("Internal") or not NO_HOST.items() <= (existing[0].get("Options") or {}).items():
         raise InvalidConfig(
@@ -638,8 +638,8 @@ class ExecClient:
         if bool(command.argv) == bool(command.shell):
             raise InvalidInput(COMMAND_FORM, component=EXEC_CLIENT_COMPONENT)
         if command.session is not None:
-            told = f"the image {self._spec.image!r} has no python3: there are no sessions in it"
-            raise Unsupported(told, component=EXEC_CLIENT_COMPONENT)
+            message = f"the image {self._spec.image!r} has no python3: there are no sessions in it"
+            raise Unsupported(message, component=EXEC_CLIENT_COMPONENT)
         marker = secrets.token_hex(8)
         user = command.user or self._user
         loop, abandoned = asyncio.get_running_loop(), threading.Event()
@@ -704,8 +704,8 @@ class ExecClient:
         """Nothing is locked by it; on its way it lies on this machine's disk."""
         place, user = self._place(path), user or self._user
         directory, name = posixpath.split(place)
-        _, told = await self._script(WRITE_SCRIPT, directory, place, user=user)
-        words = told.decode("ascii", "replace").split()
+        _, description = await self._script(WRITE_SCRIPT, directory, place, user=user)
+        words = description.decode("ascii", "replace").split()
         if words[:1] != ["ok"]:
             kind = words[0] if words else "permission_denied"
             message = f"{place!r} cannot be written by user {user}: {kind}"
@@ -730,13 +730,13 @@ class ExecClient:
         code, output = await self._script(LIST_SCRIPT, self._place(path), user=user or self._user)
         if code != 0:
             kind = {67: "not_a_directory", 68: "permission_denied"}.get(code, "not_found")
-            told = f"{path!r} is no directory in the sandbox ({kind})"
-            raise NotFound(told, component=EXEC_CLIENT_COMPONENT, detail={FILE_ERROR: kind})
-        found = []
+            message = f"{path!r} is no directory in the sandbox ({kind})"
+            raise NotFound(message, component=EXEC_CLIENT_COMPONENT, detail={FILE_ERROR: kind})
+        matches = []
         for line in output.decode("utf-8", "replace").splitlines():
             size, mode, name = line.split(" ", 2)
             bits = int(mode, 16)
-            found.append(
+            matches.append(
                 FileStat(
                     path=posixpath.join(path, name),
                     size_bytes=int(size),
@@ -744,7 +744,7 @@ class ExecClient:
                     mode=bits & 0o7777,
                 )
             )
-        return sorted(found, key=lambda entry: entry.path)
+        return sorted(matches, key=lambda entry: entry.path)
 
     def keep(self, claims: str, *, detached: bool) -> None:
         """Do nothing: a ``docker exec`` ends with its gateway."""
@@ -969,23 +969,23 @@ class ContainerProvider:
         """Return the containers whose runner still answers; remove the others."""
         records = {path.name: record for path, record in await asyncio.to_thread(read_records, self._root)}
         adopted: list[tuple[Sandbox, Mapping[str, str]]] = []
-        for found in await self._engine.list(f"{GATEWAY}={self._label}"):
-            record = records.get(found.labels.get(NAME, ""))
+        for entry in await self._engine.list(f"{GATEWAY}={self._label}"):
+            record = records.get(entry.labels.get(NAME, ""))
             try:
                 if record is None:
                     raise lost("there is no record of it")
-                sandbox = await self._adopt(await self._engine.inspect(found.id), record)
+                sandbox = await self._adopt(await self._engine.inspect(entry.id), record)
                 adopted.append((sandbox, record.labels))
             except CodedError as failure:
-                logger.warning("not adopted", container=found.id[:12], why=failure.message)
-                await self._discard(found)
+                logger.warning("not adopted", container=entry.id[:12], why=failure.message)
+                await self._discard(entry)
         return adopted
 
     async def reap(self, living: Collection[str]) -> int:
         with self._gate.watching() as young:
             listed = await self._engine.list(f"{GATEWAY}={self._label}")
-            found = await asyncio.to_thread(read_records, self._root)
-            directories = [directory for directory, record in found if record is None or record.in_container]
+            entry = await asyncio.to_thread(read_records, self._root)
+            directories = [directory for directory, record in entry if record is None or record.in_container]
             kept = {*living, *young}
         removed = sum([await self._discard(found) for found in listed if found.labels.get(NAME) not in kept])
         await self._networks.sweep()
@@ -1052,7 +1052,7 @@ class ContainerProvider:
             container = await self._made(blueprint, record, mounts, directory)
             await asyncio.to_thread(note_container, directory, container)
             try:
-                found = await self._engine.start(container)
+                entry = await self._engine.start(container)
             except NoRunner as error:
                 await self._engine.remove(container)
                 bare = self._without_runner(blueprint, record, error)
@@ -1060,9 +1060,9 @@ class ContainerProvider:
                 await asyncio.to_thread(note_container, directory, container)
                 record = replace(record, runner=False)
                 await asyncio.to_thread(record.write, directory)
-                found = await self._engine.start(container)
-            await self._networks.enforce(egress, found.pid)
-            return await self._assemble(found, record, directory)
+                entry = await self._engine.start(container)
+            await self._networks.enforce(egress, entry.pid)
+            return await self._assemble(entry, record, directory)
         except BaseException as error:
             if container:
                 with suppress(CodedError):
@@ -1145,26 +1145,26 @@ class ContainerProvider:
         return replace(blueprint, argv=IDLE, attached=False)
 
     async def _assemble(
-        self, found: Found, record: SandboxRecord, directory: Path, *, adopted: bool = False
+        self, entry: Found, record: SandboxRecord, directory: Path, *, adopted: bool = False
     ) -> Sandbox:
         """Return a started container as a sandbox."""
         spec = record.spec
-        if found.pid:
-            self._cleaner.learn(found.id, found.pid)
+        if entry.pid:
+            self._cleaner.learn(entry.id, entry.pid)
         client: RunnerClient
         if not record.runner:
-            client = ExecClient(self._engine, found.id, record)
+            client = ExecClient(self._engine, entry.id, record)
             await (client.end_left() if adopted else client.prepare_workdir())
         else:
             try:
-                client = await self._installers[record.transport].connect(found, record, directory)
+                client = await self._installers[record.transport].connect(entry, record, directory)
             except ActionFailed as failure:
-                state = await self._engine.inspect(found.id)
+                state = await self._engine.inspect(entry.id)
                 if not state.running and state.exit_code != KILLED:
                     message = f"the runner does not start in {spec.image!r}: its python3 must be 3.8 or newer"
                     raise Unsupported(message, component=PROVIDER_COMPONENT) from failure
                 raise
-        control = self._control(found)
+        control = self._control(entry)
         sandbox = Sandbox(
             record=record,
             directory=directory,
@@ -1172,62 +1172,62 @@ class ContainerProvider:
             control=control,
             shared_cores=self._shared_cores,
         )
-        self._watch_disk(sandbox, found, control)
+        self._watch_disk(sandbox, entry, control)
         return sandbox
 
-    def _watch_disk(self, sandbox: Sandbox, found: Found, control: ContainerControl) -> None:
+    def _watch_disk(self, sandbox: Sandbox, entry: Found, control: ContainerControl) -> None:
         """Watch what no file system of its own bounds: its layer, or no more than a few files that it shares with us.
 
         From here, or else by asking the engine.
         """
         disk_bytes, processes = sandbox.spec.disk_bytes, control.processes
         directory = self._root / sandbox.id
-        shared = (directory / "run", directory / HOSTS, *map(Path, found.etc))
+        shared = (directory / "run", directory / HOSTS, *map(Path, entry.etc))
         imaged = not isinstance(self._bound, WalkBound)
-        if found.pid and imaged and is_bounded(Path(f"/proc/{found.pid}/root"), disk_bytes):
+        if entry.pid and imaged and is_bounded(Path(f"/proc/{entry.pid}/root"), disk_bytes):
             self._disk.add(sandbox, shared, RUN_BYTES, RUN_FILES, processes)
-        elif found.pid and found.layer and os.access(found.layer, os.R_OK):
-            self._disk.add(sandbox, (Path(found.layer), *shared), disk_bytes, files_max(disk_bytes), processes)
+        elif entry.pid and entry.layer and os.access(entry.layer, os.R_OK):
+            self._disk.add(sandbox, (Path(entry.layer), *shared), disk_bytes, files_max(disk_bytes), processes)
         else:
-            self._disk.add_unseen(sandbox, lambda: self._engine.layer_bytes(found.id), disk_bytes)
+            self._disk.add_unseen(sandbox, lambda: self._engine.layer_bytes(entry.id), disk_bytes)
 
-    async def _adopt(self, found: Found, record: SandboxRecord) -> Sandbox:
-        if not found.running:
+    async def _adopt(self, entry: Found, record: SandboxRecord) -> Sandbox:
+        if not entry.running:
             raise lost("it is not running")
-        await self._networks.require(found, record, here=self._is_here(record.spec.runtime))
-        if found.paused:  # by a gateway that saw no cgroup
-            await self._engine.unpause(found.id)
-        await self._control(found).thaw()
+        await self._networks.require(entry, record, here=self._is_here(record.spec.runtime))
+        if entry.paused:  # by a gateway that saw no cgroup
+            await self._engine.unpause(entry.id)
+        await self._control(entry).thaw()
         place = noted_bounded(self._root / record.name)
         if place is not None:
             self._bound.adopt(place)
-        return await self._assemble(found, record, self._root / record.name, adopted=True)
+        return await self._assemble(entry, record, self._root / record.name, adopted=True)
 
-    def _control(self, found: Found) -> ContainerControl:
-        cgroup = None if self._hierarchy is None or not found.pid else self._hierarchy.of_process(found.pid)
+    def _control(self, entry: Found) -> ContainerControl:
+        cgroup = None if self._hierarchy is None or not entry.pid else self._hierarchy.of_process(entry.pid)
         return ContainerControl(
             self._engine,
-            found.id,
-            self._root / found.labels.get(NAME, "unknown"),
+            entry.id,
+            self._root / entry.labels.get(NAME, "unknown"),
             cgroup,
             self._cleaner,
             self._bound,
-            found.pid,
-            removed=self._networks.after(found),
+            entry.pid,
+            removed=self._networks.after(entry),
         )
 
-    async def _discard(self, found: Found) -> bool:
+    async def _discard(self, entry: Found) -> bool:
         """Remove it, or leave it to the next search; return whether it is gone."""
         try:
-            known = await self._engine.inspect(found.id)
+            known = await self._engine.inspect(entry.id)
             if known.pid:
                 self._cleaner.learn(known.id, known.pid)
             await self._control(known).remove()
         except NotFound:
-            await asyncio.to_thread(self._cleaner.watch, found.id)
+            await asyncio.to_thread(self._cleaner.watch, entry.id)
             return False
         except CodedError as error:
-            logger.warning("not removed", container=found.id[:12], why=error.message)
+            logger.warning("not removed", container=entry.id[:12], why=error.message)
             return False
         return True
 

@@ -113,9 +113,9 @@ class LayerStore:
 
     def _digest(self, lines: Sequence[str], spec: SandboxSpec) -> str:
         chosen = self._settings
-        told: list[object] = [sorted(lines), self._provider.info.kind, spec.image, chosen.index_url]
-        told += [str(chosen.find_links or ""), chosen.only_binary, self._python]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+        values: list[object] = [sorted(lines), self._provider.info.kind, spec.image, chosen.index_url]
+        values += [str(chosen.find_links or ""), chosen.only_binary, self._python]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
 
     # Building
 
@@ -138,21 +138,21 @@ class LayerStore:
             mounts=mounts,
         )
         self._living.add(sandbox.id)
-        made = self._directory / f".{place.name}-{secrets.token_hex(4)}"
+        created = self._directory / f".{place.name}-{secrets.token_hex(4)}"
         _LOG.info("requirements are installed", requirements=list(lines), image=spec.image)
         try:
             await self._install(sandbox, str(pip), lines, on_line)
-            size_bytes = await self._fetch(sandbox, made)
+            size_bytes = await self._fetch(sandbox, created)
         except BaseException:
-            await asyncio.to_thread(shutil.rmtree, made, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, created, ignore_errors=True)
             raise
         finally:
             try:
                 await sandbox.close()
             finally:
                 self._living.discard(sandbox.id)
-        (made / _SIZE).write_text(str(size_bytes), encoding="ascii")
-        made.rename(place)
+        (created / _SIZE).write_text(str(size_bytes), encoding="ascii")
+        created.rename(place)
         _LOG.info("requirements are there", requirements=list(lines), size_bytes=size_bytes)
         await asyncio.to_thread(self._evict, place, set(self._in_use()))
 
@@ -195,18 +195,18 @@ class LayerStore:
             how = "out of memory (sandbox.requirements.memory)" if result.out_of_memory else _told(bare(result.stdout))
             raise InvalidConfig(f"its requirements cannot be installed: {how}", component=COMPONENT)
 
-    async def _fetch(self, sandbox: Sandbox, made: Path) -> int:
+    async def _fetch(self, sandbox: Sandbox, created: Path) -> int:
         """Bring what was installed out of the sandbox; return its bytes."""
         limit = self._settings.layer_max_bytes
-        await asyncio.to_thread(made.mkdir, parents=True)
-        packed = made / "layer.tar"
+        await asyncio.to_thread(created.mkdir, parents=True)
+        packed = created / "layer.tar"
         target = f"{sandbox.spec.workdir}/{_TARGET}"
         try:
             with packed.open("wb") as file:
                 async with open_archive(sandbox, target, limit_bytes=limit) as chunks:
                     async for chunk in chunks:
                         file.write(chunk)
-            return await asyncio.to_thread(unpack_tree, packed, made / _SITE, limit)
+            return await asyncio.to_thread(unpack_tree, packed, created / _SITE, limit)
         except (Refused, tarfile.TarError) as error:
             raise InvalidConfig(f"its requirements are no layer: {error}", component=COMPONENT) from None
         except OSError as error:
@@ -214,8 +214,8 @@ class LayerStore:
         except ActionFailed:
             raise
         except CodedError as error:
-            told = f"its requirements: {error.message} (sandbox.requirements.layer_max)"
-            raise InvalidConfig(told, component=COMPONENT) from error
+            message = f"its requirements: {error.message} (sandbox.requirements.layer_max)"
+            raise InvalidConfig(message, component=COMPONENT) from error
 
     # Room
 
@@ -241,17 +241,17 @@ class LayerStore:
 
 def _pip() -> Path:
     """Return the directory of the package pip that the gateway has; raises Unsupported."""
-    found = importlib.util.find_spec("pip")
-    if found is None or found.origin is None:
+    entry = importlib.util.find_spec("pip")
+    if entry is None or entry.origin is None:
         raise Unsupported(
             "requirements are installed by the pip of the gateway's own Python, which has none: python -m ensurepip",
             component=COMPONENT,
         )
-    return Path(found.origin).parent
+    return Path(entry.origin).parent
 
 
-def _told(said: str) -> str:
+def _told(message: str) -> str:
     """Return what pip says is wrong: its lines of errors, or the last ones."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
     return " ".join(errors or lines[-5:] or ["pip said nothing"])[:TOLD_CHARS]

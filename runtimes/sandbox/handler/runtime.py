@@ -318,8 +318,8 @@ class Instance:
         missing = f"[... {self._tail_missing} bytes are missing here ...]\n" if self._tail_missing else ""
         detail = {"output": missing + self._tail.decode("utf-8", "replace")}
         if ended.out_of_memory:
-            told = memory_ended("the handler's process", ended.peak_memory_bytes)
-            return ActionFailed(Reason.OUT_OF_MEMORY, told, component=COMPONENT, detail=detail)
+            description = memory_ended("the handler's process", ended.peak_memory_bytes)
+            return ActionFailed(Reason.OUT_OF_MEMORY, description, component=COMPONENT, detail=detail)
         if ended.signal == 9:
             return ActionFailed(
                 Reason.ENVIRONMENT_LOST, "the handler's process was killed", component=COMPONENT, detail=detail
@@ -333,8 +333,10 @@ def _shared(death: ActionFailed, calls: int) -> ActionFailed:
     """Return why one of several calls ended with their instance: nobody knows which of them has ended it."""
     if death.reason not in (Reason.HANDLER_ERROR, Reason.OUT_OF_MEMORY):
         return death
-    told = f"its instance ended under {calls} calls (handler.per_instance), whichever of them ended it: {death.message}"
-    return ActionFailed(Reason.ENVIRONMENT_LOST, told, component=COMPONENT, detail=death.detail)
+    message = (
+        f"its instance ended under {calls} calls (handler.per_instance), whichever of them ended it: {death.message}"
+    )
+    return ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT, detail=death.detail)
 
 
 def handler_of(function: FunctionSpec) -> HandlerSpec:
@@ -493,8 +495,8 @@ class HandlerRuntime:
     async def _start(self, function: FunctionSpec) -> Instance:
         directory = await self._settings.copies.of(function)
         if not await asyncio.to_thread(directory.is_dir):  # engines would mount an empty one
-            told = f"handler directory {directory} does not exist (any more)"
-            raise ActionFailed(Reason.ENVIRONMENT_LOST, told, component=COMPONENT)
+            message = f"handler directory {directory} does not exist (any more)"
+            raise ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT)
         layer = await self._layer(function)
         return await Instance.start(self._provider, function, self._settings, self.sandboxes, directory, layer)
 

@@ -119,14 +119,14 @@ def handler_files(directory: Path, excluded: frozenset[Path]) -> list[HandlerFil
     these itself. Raises InvalidConfig for more than a handler may have, OSError.
     """
     root = directory.resolve(strict=True)
-    found: list[HandlerFile] = []
+    matches: list[HandlerFile] = []
     size_bytes = 0
     for each in _walked(root, excluded):
         size_bytes += each.size_bytes
-        if len(found) >= SOURCES_MAX or size_bytes > SOURCES_LIMIT_BYTES:
+        if len(matches) >= SOURCES_MAX or size_bytes > SOURCES_LIMIT_BYTES:
             raise too_much(directory)
-        found.append(each)
-    return sorted(found)
+        matches.append(each)
+    return sorted(matches)
 
 
 def _walked(root: Path, excluded: frozenset[Path]) -> Iterator[HandlerFile]:
@@ -237,7 +237,7 @@ class HandlerCopies:
     def _copied(self, name: str, directory: Path) -> Path:
         assert self.root is not None
         try:
-            found = handler_files(directory, self.excluded)
+            entry = handler_files(directory, self.excluded)
         except InvalidConfig as error:
             _LOG.warning(
                 "a handler runs its directory as it is: what is edited there is taken by the instances that begin "
@@ -255,10 +255,10 @@ class HandlerCopies:
                     "too many versions of handlers since the start: this one runs its directory as it is", function=name
                 )
                 return directory
-            with tempfile.TemporaryDirectory(dir=self.root, prefix=".new-") as made:
-                files = Path(made, "files")
+            with tempfile.TemporaryDirectory(dir=self.root, prefix=".new-") as created:
+                files = Path(created, "files")
                 files.mkdir(mode=0o755)
-                place = self.root / _copy(found, files)
+                place = self.root / _copy(entry, files)
                 with suppress(OSError):  # the same files are there already
                     files.rename(place)
                 if place.is_dir():
@@ -268,10 +268,10 @@ class HandlerCopies:
         raise InvalidConfig(f"the files of {directory} cannot be kept in {self.root}", component=COMPONENT)
 
 
-def _copy(found: list[HandlerFile], target: Path) -> str:
+def _copy(matches: list[HandlerFile], target: Path) -> str:
     """Copy files into a directory; return the digest of their names, modes and bytes."""
     digest, left_bytes = hashlib.sha256(), SOURCES_LIMIT_BYTES
-    for each in found:
+    for each in matches:
         data = each.path.read_bytes()
         left_bytes -= len(data)
         if left_bytes < 0:
@@ -353,18 +353,18 @@ def requirement_lines(listed: Sequence[str], directory: Path, look: bool) -> tup
     With ``look`` files are read, from below the function's ``directory``; without they stay as they are named. Raises
     ValueError with what is wrong, and in which file and line.
     """
-    found: list[str] = []
+    matches: list[str] = []
     for text in listed:
         named = _FILE.fullmatch(text.strip())
         if named is None:
-            found.append(_checked(text, ""))
+            matches.append(_checked(text, ""))
         elif look:
-            found += _of_file(named[1].strip(), directory)
+            matches += _of_file(named[1].strip(), directory)
         else:
-            found.append(text.strip())
-    if len(found) > LINES_MAX:
-        raise ValueError(f"{len(found)} requirements, more than {LINES_MAX}")
-    return tuple(found)
+            matches.append(text.strip())
+    if len(matches) > LINES_MAX:
+        raise ValueError(f"{len(matches)} requirements, more than {LINES_MAX}")
+    return tuple(matches)
 
 
 def _of_file(name: str, directory: Path) -> Iterator[str]:

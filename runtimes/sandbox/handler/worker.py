@@ -189,10 +189,10 @@ class Calls:
 
     def current(self) -> HandlerCall | None:
         """Return the invocation whose code runs in this thread or task, or the only one there is."""
-        found = self._here.get()
-        if found is None and len(self._running) == 1:
-            found = next(iter(self._running.values()), None)
-        return found
+        result = self._here.get()
+        if result is None and len(self._running) == 1:
+            result = next(iter(self._running.values()), None)
+        return result
 
     def run(self, handler: Handler, message: dict[str, Any], loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Call the handler on this thread; an awaitable is awaited on ``loop``."""
