@@ -443,11 +443,11 @@ class InternalNetworks:
 async def make_isolated(engine: DockerEngine, name: str, labels: Mapping[str, str]) -> None:
     """Make a bridge without a way out and without the engine's machine on it, once; raises InvalidConfig."""
 
-    async def found() -> list[Mapping[str, Any]]:
+    async def existing_networks() -> list[Mapping[str, Any]]:
         networks = await engine.call(engine.api.networks, names=[name])
         return [network for network in networks if network["Name"] == name]
 
-    if not (existing := await entry()):
+    if not (existing := await existing_networks()):
         try:
             await engine.call(
                 engine.api.create_network,
@@ -460,7 +460,7 @@ async def make_isolated(engine: DockerEngine, name: str, labels: Mapping[str, st
             )
             return
         except CodedError:
-            if not (existing := await entry()):  # else somebody was faster
+            if not (existing := await existing_networks()):  # else somebody was faster
                 raise
     if not existing[0].get("Internal") or not NO_HOST.items() <= (existing[0].get("Options") or {}).items():
         raise InvalidConfig(
