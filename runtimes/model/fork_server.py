@@ -52,7 +52,7 @@ def main() -> None:
 def child(role: str, descriptor: int, options: dict[str, object]) -> None:
     """The whole life of a model process."""
     connection = socket.socket(fileno=descriptor)
-    module = importlib.import_module(f"runtimes.model.processes.{_MODULES[role]}")
+    module = importlib.import_module(f"runtimes.model.{_MODULES[role]}")
     module.serve(connection, **options)
 
 
