@@ -200,7 +200,7 @@ class App:
             task_max=lambda task: self.registry.task(task).max_queued,
         )
         self.held = HeldInputs(server.inputs_bytes)
-        self.steps = TaskSteps(self.store, server.steps, self.wall)
+        self.steps = TaskSteps(self.store, self.wall)
         self.invocations = Invocations(
             server=server,
             functions=self.registry,
@@ -336,7 +336,7 @@ class App:
             self.leases.end_lapsed_for_ever(),
             self.machines.watch_for_ever(self.runtimes.provider.trouble),
             self._state_dir.watch_for_ever(),
-            self._state_dir.check(self.config.server.check_time_s),
+            self._state_dir.check(),
         )
         for chore in chores:
             closers.push_async_callback(ended_chore, asyncio.create_task(chore))

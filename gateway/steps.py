@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway import serialization
-from gateway.config.schema import StepsSection
 from gateway.invocations.record import Record
 from gateway.store.store import Store
 from manager.action import State
@@ -98,6 +97,9 @@ class TaskStep:
             self.sample_s[place] = lifetime_s
 
 
+#: Most tasks whose steps are kept, the one told of least recently goes, and most steps of each, the one opened first
+#: goes: their lifetimes tell of the next step, and beyond a few nobody looks at them.
+TASKS_MAX, STEPS_MAX = 256, 32
 #: Steps of a task, the newest first, whose lifetimes tell of the next one's.
 LEARNED_STEPS = 4
 #: What a screen is shown: so many steps, none that ended or lay still longer ago (s): the page's longest timeline.
@@ -117,13 +119,12 @@ class TrajectoryLookup(Protocol):
 class TaskSteps:
     """The steps that were told of, an observer of the invocations. Use from one event loop.
 
-    Of each task the newest `StepsSection.kept` are kept, and of tasks the `StepsSection.tasks` that were told of last.
+    Of each task the newest `STEPS_MAX` are kept, and of tasks the `TASKS_MAX` that were told of last.
     What changes is noted in the store at once, in one transaction with the record that changed it.
     """
 
-    def __init__(self, store: Store, section: StepsSection, wall: Callable[[], float]) -> None:
+    def __init__(self, store: Store, wall: Callable[[], float]) -> None:
         self._store = store
-        self._section = section
         self._wall = wall
         #: By task, the one told of last at the end (after a restart, that of the newest step); steps by number, in the
         #: order in which they were opened.
@@ -329,11 +330,11 @@ class TaskSteps:
         return step
 
     def _bound(self) -> None:
-        while len(self._steps) > self._section.tasks:
+        while len(self._steps) > TASKS_MAX:
             for step in list(self._steps.pop(next(iter(self._steps))).values()):
                 self._forget(step)
         for steps in self._steps.values():
-            while len(steps) > self._section.kept:
+            while len(steps) > STEPS_MAX:
                 self._forget(steps.pop(next(iter(steps))))
 
     def _forget(self, step: TaskStep) -> None:

@@ -189,8 +189,10 @@ LINGER_S = 1.0
 RETRY_AFTER_S = 1.0
 #: Refused connections that may linger at a time: they too take descriptors.
 LEAVING_MAX = 64
-#: Seconds in which resets of calls are counted together.
-RESETS_S = 60.0
+#: Most open calls of one connection (HTTP/2 and gRPC): a client opens a second connection for more.
+STREAMS_MAX = 1000
+#: Most calls of one HTTP/2 connection that may be reset in so many seconds; beyond it, it is closed.
+RESETS_MAX, RESETS_S = 4096, 60.0
 
 
 @dataclass(slots=True)

@@ -43,6 +43,11 @@ PARTS = ("queue", "overhead", "execution")
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 #: Most spans in one request, as the SDK has it.
 BATCH_MAX = 512
+#: Most spans that wait (beyond it they are dropped and counted), and for how many seconds, at most, for their request:
+#: a few MiB of memory, and a trace that is there while one still looks for it.
+QUEUE_MAX, INTERVAL_S = 8192, 2.0
+#: Seconds for one request with the tries after it; the end of a gateway waits as long for what is left.
+TIMEOUT_S = 10.0
 #: Characters of an error that its span tells.
 ERROR_MAX = 1024
 Attribute = str | int | float | bool
@@ -51,16 +56,24 @@ Attribute = str | int | float | bool
 class TraceExporter:
     """An observer of invocations (`gateway.invocations.invocations.Observer`) that sends what has ended."""
 
-    def __init__(self, spec: TracesSection) -> None:
+    def __init__(
+        self,
+        spec: TracesSection,
+        *,
+        queue_max: int = QUEUE_MAX,
+        interval_s: float = INTERVAL_S,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self._spec = spec
+        self._queue_max, self._timeout_s = queue_max, timeout_s
         told = {"service.name": spec.service, "service.version": version("tangram-gateway")}
         self._resource = Resource.create(told)
-        self._collector = _Collector(spec)
+        self._collector = _Collector(spec, timeout_s)
         self._processor = BatchSpanProcessor(
             self._collector,
-            max_queue_size=spec.queue_max,
-            schedule_delay_millis=1000 * spec.interval_s,
-            max_export_batch_size=min(BATCH_MAX, spec.queue_max),
+            max_queue_size=queue_max,
+            schedule_delay_millis=1000 * interval_s,
+            max_export_batch_size=min(BATCH_MAX, queue_max),
         )
         self._queued = 0
         self._refused = 0
@@ -90,7 +103,7 @@ class TraceExporter:
     def settled(self, record: Record) -> None:
         """Queue the spans of an ended invocation, all of them or none."""
         spans = spans_of(record, self._spec.share, self._resource)
-        if self._queued - self._collector.taken + len(spans) > self._spec.queue_max:
+        if self._queued - self._collector.taken + len(spans) > self._queue_max:
             self._refused += len(spans)
             return
         self._queued += len(spans)
@@ -111,7 +124,7 @@ class TraceExporter:
     async def close(self) -> None:
         """Send what is left; after ``timeout_s`` nothing is tried again, and what is not sent is dropped."""
         closing = asyncio.create_task(asyncio.to_thread(self._processor.shutdown))
-        await asyncio.wait({closing}, timeout=self._spec.timeout_s)
+        await asyncio.wait({closing}, timeout=self._timeout_s)
         self._collector.shutdown()
         await closing
 
@@ -119,11 +132,11 @@ class TraceExporter:
 class _Collector(SpanExporter):
     """The collector, with counts of what it took; used by the thread of the processor."""
 
-    def __init__(self, spec: TracesSection) -> None:
+    def __init__(self, spec: TracesSection, timeout_s: float) -> None:
         session = requests.Session()
         session.trust_env = False
         session.hooks["response"].append(self._answered)
-        self._exporter = OTLPSpanExporter(spec.endpoint, headers=spec.headers, timeout=spec.timeout_s, session=session)
+        self._exporter = OTLPSpanExporter(spec.endpoint, headers=spec.headers, timeout=timeout_s, session=session)
         self._rejected = 0
         self._closed = False
         #: Spans that left the queue.

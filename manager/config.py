@@ -108,7 +108,8 @@ class SchedulerSpec:
             le=0.9,
         ),
     ] = 0.1
-    queue_window: Annotated[int, Setting("most waiting actions that a policy is shown", ge=1)] = 2048
+    #: Most waiting actions that a policy is shown: the bound of what one decision costs.
+    queue_window: int = 2048
     replicate: Annotated[bool, Setting("copy models in use into free memory of idle devices; the copies go first")] = (
         True
     )

@@ -123,7 +123,8 @@ class TrajectoryChoices:
     ] = ()
     memory_bytes: Annotated[int | None, Setting("most bytes; the function's own by default")] = None
     idle_ttl_s: Annotated[float | None, Setting("longest idle_ttl; the function's own by default")] = None
-    warm: Annotated[int, Setting("choices of which up to warm.max are kept ready too, the last claimed", ge=0)] = 4
+    #: Choices of which up to ``warm.max`` are kept ready too, the last claimed: each costs the memory of its sandboxes.
+    warm: int = 4
 
 
 #: The image of containers where nothing names one.
@@ -368,7 +369,8 @@ class RetrySpec:
 
     max_attempts: Annotated[int, Setting("tries in all", ge=1, le=100)] = 1
     backoff_s: Annotated[float, Setting("first wait, doubled each time")] = 1.0
-    backoff_max_s: Annotated[float, Setting("longest wait")] = 60.0
+    #: Longest wait: what is mended within minutes is not waited for longer.
+    backoff_max_s: float = 60.0
     jitter: Annotated[Literal["full", "none"], Setting("full waits a random part of the time")] = "full"
     on: Annotated[
         tuple[Reason, ...], Setting("reasons, and HTTP statuses of an api function, that are tried again")

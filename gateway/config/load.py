@@ -303,7 +303,7 @@ class _Assembly:
             if (address or key == "listen") and not (host and port.isdecimal() and int(port) < 65536):
                 self._refuse(self.sections["cluster"], f"{address!r} is no HOST:PORT", (key,))
         if not cluster.link.beat_s < cluster.link.silent_s < cluster.times.lost_after_s:
-            told = "beat, suspect_after and lost_after must be each longer than the one before"
+            told = "beat, silent and lost_after must be each longer than the one before"
             self._refuse(self.sections["cluster"], told)
         self._check_ray(cluster)
         return cluster

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, get_args
@@ -60,7 +59,6 @@ CHAPTERS = (
     ("TlsSection", "server.tls"),
     ("RetentionSection", "server.retention"),
     ("LogsSection", "server.logs"),
-    ("StepsSection", "server.steps"),
     ("CallbacksSection", "server.callbacks"),
     ("TracesSection", "server.traces"),
     ("SessionSettings", "server.sessions"),
@@ -96,7 +94,6 @@ _ONLY = {
         "provider",
         "plain_as_root",
         "start_wait",
-        "max_starting",
         "engine_silence",
         "seccomp",
         "path",
@@ -108,11 +105,63 @@ _ONLY = {
     ),
 }
 
+#: What happens when a bound is reached, by key; of the others the meaning says it.
+REACHED: Mapping[str, str] = {
+    "functions.NAME.timeout": (
+        "`timeout`: the command or suite `ran longer than timeout, 60 s`; what was printed until then is kept"
+    ),
+    "functions.NAME.queue_timeout": ("`queue_timeout`: `waited longer than queue_timeout, 600 s, for` what it lacked"),
+    "functions.NAME.max_queued": "429 `quota_exceeded`, with Retry-After",
+    "functions.NAME.output_limit": (
+        "a handler's result ends it `output_limit`; of a command's output the middle is left out, a line "
+        "there counts it, and `stdout_truncated` is true"
+    ),
+    "functions.NAME.log_limit": "a record `truncated` in the log",
+    "functions.NAME.request.response_limit": "`output_limit`: the service's answer exceeds it",
+    "tasks.NAME.max_queued": "429 `quota_exceeded`, with Retry-After",
+    "functions.NAME.sandbox.memory": "`out_of_memory`, with the peak: `sandbox.memory bounds it`",
+    "functions.NAME.sandbox.pids": (
+        "the command sees `Resource temporarily unavailable` (EAGAIN); if it fails, a `system` line in the "
+        "log counts the refusals"
+    ),
+    "functions.NAME.sandbox.disk": (
+        "the command sees `No space left on device`; a single file that grows to it in a process sandbox ends its "
+        "writer by SIGXFSZ (`File size limit exceeded`); a file that is written from outside is 413 `too_large`; "
+        "where the machine can bound no disk the sandbox is ended, `environment_lost`"
+    ),
+    "functions.NAME.sandbox.shm": "the command sees `No space left on device` below /dev/shm",
+    "functions.NAME.sandbox.idle_ttl": "the trajectory ends: 410 `trajectory_ended` for who expects it to live",
+    "server.body_limit": "413 `too_large`, RESOURCE_EXHAUSTED on gRPC; nothing more is read",
+    "server.file_limit": "413 `too_large`, RESOURCE_EXHAUSTED on gRPC; nothing is left of an upload",
+    "server.body_timeout": "408 `too_slow`, DEADLINE_EXCEEDED on gRPC",
+    "server.batch_max": "413 `too_large`: no call of the batch is accepted",
+    "server.inputs_max": "503 `capacity_exceeded`, with Retry-After",
+    "server.connections_max": "503 `capacity_exceeded` on a connection that is closed then",
+    "server.free_min": "`/readyz` is 503 with the reason",
+    "server.max_age": "`queue_timeout`: it was not started within its age",
+    "server.logs.stall": "a record `dropped` with `next_offset`, from where to go on",
+    "server.logs.followers_max": "503 `capacity_exceeded`",
+    "server.sessions.living_max": "503 `capacity_exceeded`",
+    "server.sessions.unattended": "`cancelled`: nobody was attached to it",
+    "scheduler.max_queued": "503 `capacity_exceeded`, with Retry-After",
+    "scheduler.trajectories_max": "503 `capacity_exceeded`, with Retry-After",
+    "cluster.transfers_max": "503 `capacity_exceeded`, with Retry-After",
+    "sandbox.snapshots.total_max": "the least used go; 413 for one that alone is larger, 503 if all are in use",
+    "sandbox.snapshots.count_max": "the least used go; 503 if all are in use",
+    "sandbox.disk_bound.images_max": "503 `capacity_exceeded`: no further sandbox is made",
+    "sandbox.ids.blocks": "503 `capacity_exceeded`: no further sandbox is made",
+}
+
 
 def markdown() -> str:
     """One table for each section of the YAML."""
     definitions = _mapping(schema()["$defs"])
-    return "\n".join(_chapter(place, _mapping(definitions[name]), _ONLY.get(name)) for name, place in CHAPTERS)
+    # What a function's sandbox leaves out has the default of the server's section.
+    defaults = _mapping(definitions["SandboxConfig"]["properties"])
+    chapters = {name: _mapping(definitions[name]) for name, _ in CHAPTERS}
+    own = chapters["SandboxSpec"]
+    chapters["SandboxSpec"] = {**own, "properties": {key: defaults[key] for key in own["properties"]}}
+    return "\n".join(_chapter(place, chapters[name], _ONLY.get(name)) for name, place in CHAPTERS)
 
 
 def runtimes_markdown() -> str:
@@ -131,11 +180,19 @@ def _chapter(place: str, definition: Schema, only: tuple[str, ...] | None) -> st
     keys = set(_mapping(definition["properties"]) if only is None else only)
     required = _list(definition, "required")
     rows = [
-        (key, _kind(node), "required" if key in required else _default(node), node.get("description", ""))
+        (
+            key,
+            _kind(node),
+            "required" if key in required else _default(node),
+            node.get("description", ""),
+            REACHED.get(f"{where}.{key}", ""),
+        )
         for key, node in _mapping(definition["properties"]).items()
         if key in keys
     ]
-    return _table(f"`{where}`{comma}{rest}", definition, ("key", "value", "default", "meaning"), rows)
+    head = ("key", "value", "default", "meaning", "when it is reached")
+    columns = len(head) if any(reached for *_, reached in rows) else len(head) - 1
+    return _table(f"`{where}`{comma}{rest}", definition, head[:columns], [row[:columns] for row in rows])
 
 
 def _schema_table(title: str, what: str, schema: Schema) -> str:
@@ -148,7 +205,7 @@ def _schema_table(title: str, what: str, schema: Schema) -> str:
 
 
 def _table(title: str, described: Schema, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [f"### {title}", "", str(described["description"]), "", _row(head), "|---|---|---|---|"]
+    lines = [f"### {title}", "", str(described["description"]), "", _row(head), f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(_row((f"`{key}`", *rest)) for key, *rest in rows), ""])
 
 
@@ -198,86 +255,3 @@ def _list(schema: Schema, key: str) -> list[str]:
 def _mapping(value: object) -> Mapping[str, Any]:
     assert isinstance(value, Mapping)
     return value
-
-
-#: What makes a setting a bound: its key, or how its meaning begins.
-_KEYS = re.compile(r"(^|_)(max|limit|timeout)($|_)")
-_MEANINGS = ("most ", "largest ", "longest ")
-_COUNTED = {"count", "size", "duration"}
-
-#: What who reaches it is told, by key; of the others the meaning says what happens.
-TOLD: Mapping[str, str] = {
-    "functions.NAME.timeout": (
-        "`timeout`: the command or suite `ran longer than timeout, 60 s`; what was printed until then is kept"
-    ),
-    "functions.NAME.queue_timeout": ("`queue_timeout`: `waited longer than queue_timeout, 600 s, for` what it lacked"),
-    "functions.NAME.max_queued": "429 `quota_exceeded`, with Retry-After",
-    "functions.NAME.output_limit": (
-        "a handler's result ends it `output_limit`; of a command's output the middle is left out, a line "
-        "there counts it, and `stdout_truncated` is true"
-    ),
-    "functions.NAME.log_limit": "a record `truncated` in the log",
-    "functions.NAME.request.response_limit": "`output_limit`: the service's answer exceeds it",
-    "tasks.NAME.max_queued": "429 `quota_exceeded`, with Retry-After",
-    "sandbox.memory": "`out_of_memory`, with the peak: `sandbox.memory bounds it`",
-    "sandbox.pids": (
-        "the command sees `Resource temporarily unavailable` (EAGAIN); if it fails, a `system` line in the "
-        "log counts the refusals"
-    ),
-    "sandbox.disk": (
-        "the command sees `No space left on device`; a single file that grows to it in a process sandbox ends its "
-        "writer by SIGXFSZ (`File size limit exceeded`); a file that is written from outside is 413 `too_large`; "
-        "where the machine can bound no disk the sandbox is ended, `environment_lost`"
-    ),
-    "sandbox.shm": "the command sees `No space left on device` below /dev/shm",
-    "sandbox.idle_ttl": "the trajectory ends: 410 `trajectory_ended` for who expects it to live",
-    "server.body_limit": "413 `too_large`, RESOURCE_EXHAUSTED on gRPC; nothing more is read",
-    "server.file_limit": "413 `too_large`, RESOURCE_EXHAUSTED on gRPC; nothing is left of an upload",
-    "server.body_timeout": "408 `too_slow`, DEADLINE_EXCEEDED on gRPC",
-    "server.batch_max": "413 `too_large`: no call of the batch is accepted",
-    "server.inputs_max": "503 `capacity_exceeded`, with Retry-After",
-    "server.connections_max": "503 `capacity_exceeded` on a connection that is closed then",
-    "server.resets_max": "the connection is closed (ENHANCE_YOUR_CALM)",
-    "server.free_min": "`/readyz` is 503 with the reason",
-    "server.max_age": "`queue_timeout`: it was not started within its age",
-    "server.logs.stall": "a record `dropped` with `next_offset`, from where to go on",
-    "server.logs.followers_max": "503 `capacity_exceeded`",
-    "server.sessions.living_max": "503 `capacity_exceeded`",
-    "server.sessions.unattended": "`cancelled`: nobody was attached to it",
-    "scheduler.max_queued": "503 `capacity_exceeded`, with Retry-After",
-    "scheduler.trajectories_max": "503 `capacity_exceeded`, with Retry-After",
-    "cluster.transfers_max": "503 `capacity_exceeded`, with Retry-After",
-    "sandbox.snapshots.total_max": "the least used go; 413 for one that alone is larger, 503 if all are in use",
-    "sandbox.snapshots.count_max": "the least used go; 503 if all are in use",
-    "sandbox.disk_bound.images_max": "503 `capacity_exceeded`: no further sandbox is made",
-    "sandbox.ids.blocks": "503 `capacity_exceeded`: no further sandbox is made",
-}
-
-
-def limits_markdown() -> str:
-    """One row for each bound: key, default, what it bounds, what is told."""
-    head = ("key", "default", "what it bounds", "when it is reached")
-    rows = (
-        _row((f"`{path}`", _default(node), str(node.get("description", "")), TOLD.get(path, "")))
-        for path, node in bounds()
-    )
-    return "\n".join([_row(head), "|---|---|---|---|", *rows, ""])
-
-
-def bounds() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place of each bound in the YAML, and what the schema says of it. Any: a schema nests without end."""
-    definitions = _mapping(schema()["$defs"])
-    seen = set[str]()
-    for name, place in CHAPTERS:
-        if name == "SandboxSpec":  # its defaults stand in the section `sandbox`, whose keys these are
-            continue
-        for key, node in _mapping(definitions[name]["properties"]).items():
-            path = f"{place.partition(',')[0]}.{key}"
-            if path not in seen and (path in TOLD or _is_bound(key, node)):
-                seen.add(path)
-                yield path, node
-
-
-def _is_bound(key: str, node: Mapping[str, Any]) -> bool:
-    said = str(node.get("description", ""))
-    return _kind(node) in _COUNTED and (_KEYS.search(key) is not None or said.startswith(_MEANINGS))

@@ -353,7 +353,6 @@ class DockerFacade:
     containers_max: Annotated[
         int, Setting("most containers, those that have ended and were not removed too", ge=1, le=65536)
     ] = 4096
-    connections_max: Annotated[int, Setting("most connections at once", ge=1)] = 1024
     client_timeout_s: Annotated[
         float | None,
         Setting(
@@ -399,7 +398,6 @@ class RetentionSection:
     records_bytes: Annotated[int, Setting("size of the record database", key="records_size")] = 8 * 2**30
     logs_age_s: Annotated[float, Setting("age of the logs of ended invocations")] = 7 * 86400.0
     logs_bytes: Annotated[int, Setting("size of all logs together", key="logs_size")] = 4 * 2**30
-    interval_s: Annotated[float, Setting("time between two clean-ups")] = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +406,6 @@ class LogsSection:
 
     followers_max: Annotated[int, Setting("most followers at once", ge=1)] = 4096
     stall_s: Annotated[float, Setting("a follower that reads slower is dropped, and told so")] = 30.0
-    tail_bytes: Annotated[int, Setting("of a running invocation's log, kept in memory")] = 64 * 2**10
     heartbeat_s: Annotated[float, Setting("time between heartbeats to followers")] = 10.0
 
 
@@ -420,9 +417,6 @@ class CallbacksSection:
     secret: Annotated[str, Setting("key of the HMAC-SHA256 signature")] = field(default="", repr=False)
     timeout_s: Annotated[float, Setting("one delivery")] = 10.0
     max_attempts: Annotated[int, Setting("deliveries tried before it is given up", ge=1)] = 8
-    backoff_s: Annotated[float, Setting("first wait, doubled each time")] = 1.0
-    concurrency: Annotated[int, Setting("deliveries at once", ge=1)] = 64
-    per_host: Annotated[int, Setting("deliveries at once to one host and port", ge=1)] = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,17 +429,6 @@ class TracesSection:
     )
     service: Annotated[str, Setting("service.name of the spans")] = "tangram"
     share: Annotated[float, Setting("of calls without a trace of their own, kept", ge=0.0, le=1.0)] = 1.0
-    queue_max: Annotated[int, Setting("most spans that wait; beyond it they are dropped and counted", ge=1)] = 8192
-    interval_s: Annotated[float, Setting("longest wait of a span for its request")] = 2.0
-    timeout_s: Annotated[float, Setting("one request, with the tries after it")] = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepsSection:
-    """How many steps of RL tasks are kept (docs/SCHEDULING.md 1.8)."""
-
-    tasks: Annotated[int, Setting("most tasks whose steps are kept; the one told of least recently goes", ge=1)] = 256
-    kept: Annotated[int, Setting("most steps of a task; the one opened first goes", ge=1)] = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -498,10 +481,6 @@ class ServerConfig:
     free_min_bytes: Annotated[
         int, Setting("free bytes of the state directory below which the gateway is not ready", key="free_min")
     ] = 32 * 2**20
-    streams_max: Annotated[int, Setting("most open calls of one connection (HTTP/2 and gRPC)", ge=1)] = 1000
-    resets_max: Annotated[
-        int, Setting("most calls of one HTTP/2 connection that may be reset in a minute; beyond it, it is closed", ge=1)
-    ] = 4096
     inputs_bytes: Annotated[
         int,
         Setting("bytes of inputs that arrive, or whose invocations have not ended; beyond it 503", key="inputs_max"),
@@ -511,16 +490,12 @@ class ServerConfig:
     drain_grace_s: Annotated[float, Setting("time for running work at SIGTERM")] = 30.0
     idempotency_ttl_s: Annotated[float, Setting("life of a key")] = 86400.0
     max_age_s: Annotated[float, Setting("asynchronous work older than this is not run any more")] = 86400.0
-    check_time_s: Annotated[
-        float, Setting("longest check of the database after an unclean end, beside the work; 0 checks nothing")
-    ] = 60.0
     retention: Annotated[RetentionSection, Setting("how long records and logs are kept")] = RetentionSection()
     logs: Annotated[LogsSection, Setting("bounds of live logs")] = LogsSection()
     callbacks: Annotated[CallbacksSection, Setting("where results may be posted to")] = CallbacksSection()
     traces: Annotated[TracesSection, Setting("where spans of invocations are sent")] = field(
         default_factory=TracesSection
     )
-    steps: Annotated[StepsSection, Setting("how many steps of tasks are kept")] = StepsSection()
     sessions: Annotated[SessionSettings, Setting("bounds of interactive sessions")] = field(
         default_factory=SessionSettings
     )

@@ -31,12 +31,11 @@ from h2.errors import ErrorCodes
 from h2.events import RemoteSettingsChanged, StreamReset, UnknownFrameReceived
 from h2.settings import SettingCodes
 
-from gateway.config.schema import ServerConfig
 from gateway.errors import TooSlow
 from gateway.grpc.messages import status_error, trailers
 from gateway.grpc.service import GatewayService
 from gateway.services import Services
-from gateway.tls import LINGER_S, Connections, RenewedContext, Resets
+from gateway.tls import LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets
 from manager.errors import CodedError, InvalidInput, TooLarge, Unsupported, exhaustion
 
 SERVICE = "/tangram.v1.Gateway/"
@@ -72,7 +71,7 @@ class GrpcServer:
         service = GatewayService(services)
         self._readiness = ReadinessCheck(services.unready)
         served: list[IServable] = [service, Health({service: [self._readiness]})]
-        self._server = BoundedServer(ServerReflection.extend(served), connections, services.bounds)
+        self._server = BoundedServer(ServerReflection.extend(served), connections)
         listen(self._server, RecvRequest, self._let_in)
 
     async def open(self, listener: socket.socket) -> None:
@@ -261,10 +260,9 @@ def _uncompressed(prefix: bytes) -> bytes:
 class BoundedServer(Server):
     """grpclib's server, whose connections are counted and have bounds."""
 
-    def __init__(self, services: Sequence[IServable], connections: Connections, bounds: ServerConfig) -> None:
+    def __init__(self, services: Sequence[IServable], connections: Connections) -> None:
         super().__init__(services)
         self._connections = connections
-        self._bounds = bounds
         # Bytes beyond ASCII are odd, not a reason to drop every call of their connection.
         self._h2_config.header_encoding = "latin-1"
 
@@ -273,12 +271,10 @@ class BoundedServer(Server):
         self.__gc_step__()
         refusal = self._connections.enter("grpc")
         if refusal is not None:
-            return GrpcConnection(
-                Refusing(refusal), self._config, self._h2_config, self._bounds, lambda: None, LINGER_S
-            )
+            return GrpcConnection(Refusing(refusal), self._config, self._h2_config, lambda: None, LINGER_S)
         handler = Careful(self._mapping, self._codec, self._status_details_codec, self.__dispatch__)
         self._handlers.add(handler)
-        return GrpcConnection(handler, self._config, self._h2_config, self._bounds, self._connections.leave, None)
+        return GrpcConnection(handler, self._config, self._h2_config, self._connections.leave, None)
 
 
 class GrpcConnection(H2Protocol):
@@ -289,7 +285,6 @@ class GrpcConnection(H2Protocol):
         handler: AbstractHandler,
         config: Any,
         h2_config: Any,
-        bounds: ServerConfig,
         closed: Callable[[], None],
         life_s: float | None,
     ) -> None:
@@ -298,8 +293,7 @@ class GrpcConnection(H2Protocol):
         Any: the configurations of grpclib and h2, passed through.
         """
         super().__init__(handler, config, h2_config)
-        self._streams_max = bounds.streams_max
-        self._resets = Resets(bounds.resets_max)
+        self._resets = Resets(RESETS_MAX)
         self._closed = closed
         self._life_s = life_s
         self._cut: asyncio.TimerHandle | None = None
@@ -307,7 +301,7 @@ class GrpcConnection(H2Protocol):
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)
         h2 = self.connection._connection
-        h2.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: self._streams_max})
+        h2.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: STREAMS_MAX})
         self.connection.flush()
         processors = self.processor.processors
         processors[UnknownFrameReceived] = lambda event: None  # RFC 9113, 4.1: to be ignored

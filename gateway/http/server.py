@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.errors import problem, retry_after
-from gateway.tls import LINGER_S, Connections, RenewedContext, Resets, TlsServer
+from gateway.tls import LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets, TlsServer
 from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput
 
 #: Seconds in which a new request's headers must arrive, and for which an idle connection stays open.
@@ -41,12 +41,6 @@ logger = structlog.get_logger("gateway.http")
 
 
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
-
-
-class HttpConfig(Config):
-    """Hypercorn's configuration, with what its protocols have no bound for."""
-
-    resets_max = 4096
 
 
 class NamedStatuses(H11Protocol):
@@ -68,8 +62,7 @@ class BoundedResets(H2Protocol):
     async def _handle_events(self, events: list[Event]) -> None:
         resets = sum(isinstance(event, StreamReset) for event in events)
         if resets:
-            assert isinstance(self.config, HttpConfig)
-            self._resets = self._resets or Resets(self.config.resets_max)
+            self._resets = self._resets or Resets(RESETS_MAX)
             if self._resets.exceeded(asyncio.get_running_loop().time(), resets):
                 logger.warning("an HTTP/2 connection was closed: too many calls were reset", count=self._resets.count)
                 self.connection.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
@@ -107,7 +100,7 @@ async def serve(
     counted, bounds = connections or Connections(), bounds or ServerConfig()
     loop = asyncio.get_running_loop()
     framework = cast(ASGIFramework, app)  # the same protocol: Hypercorn types its messages, Starlette does not
-    wrapped, config, context = wrap_app(framework, 0, "asgi"), _config(bounds), WorkerContext(None)
+    wrapped, config, context = wrap_app(framework, 0, "asgi"), _config(), WorkerContext(None)
     tasks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -183,15 +176,14 @@ async def _refuse(
         writer.transport.abort()
 
 
-def _config(bounds: ServerConfig) -> HttpConfig:
-    config = HttpConfig()
+def _config() -> Config:
+    config = Config()
     config.errorlog = None
     config.accesslog = None
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.keep_alive_max_requests = 2**31
     config.h11_max_incomplete_size = HEADERS_BYTES
-    config.h2_max_concurrent_streams = bounds.streams_max
-    config.resets_max = bounds.resets_max
+    config.h2_max_concurrent_streams = STREAMS_MAX
     config.include_server_header = False
     return config
 

@@ -35,7 +35,10 @@ from tangram.types import backoff_s
 
 #: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
 CHANCE = random.SystemRandom()
-BACKOFF_MAX_S = 300.0
+#: The wait after the first try, doubled after each.
+BACKOFF_S, BACKOFF_MAX_S = 1.0, 300.0
+#: Most deliveries at once, and to one host and port: one that is dead holds up no other.
+AT_ONCE, PER_HOST = 64, 4
 #: Longest time between two looks for callbacks that are due.
 LOOK_S = 5.0
 
@@ -109,15 +112,15 @@ class CallbackSender:
     async def _begin_due(self) -> float:
         """Begin as many as there are slots for; seconds until more are due."""
         now_s, wait_s = self._wall(), LOOK_S
-        due = await self._store.read("deliveries", (self._spec.per_host,))
+        due = await self._store.read("deliveries", (PER_HOST,))
         if self._store.failure is not None:  # what became of a try cannot be noted: it would be made again at once
             return LOOK_S
         for seq, host, due_s, tries in due:
-            if seq in self._held or self._busy[host] >= self._spec.per_host:
+            if seq in self._held or self._busy[host] >= PER_HOST:
                 continue
             if now_s < due_s <= now_s + BACKOFF_MAX_S:  # one that is due later is so by a clock that was put back
                 wait_s = min(wait_s, due_s - now_s)
-            elif len(self._held) < self._spec.concurrency:
+            elif len(self._held) < AT_ONCE:
                 self._begin(seq, host, tries)
         return wait_s
 
@@ -145,7 +148,7 @@ class CallbackSender:
             return
         problem = await self._post(_url(record), record, serialization.encode(record.as_wire()))
         if problem is not None and attempt < self._spec.max_attempts:
-            wait_s = backoff_s(attempt, self._spec.backoff_s, BACKOFF_MAX_S, self._chance())
+            wait_s = backoff_s(attempt, BACKOFF_S, BACKOFF_MAX_S, self._chance())
             self._store.note("save_delivery", seq, host, self._wall() + wait_s, attempt)
             return
         self._store.note("set_callback", "delivered" if problem is None else "failed", seq)

@@ -34,6 +34,8 @@ RECORD_CHARS = 16 * 1024
 #: What a record costs beside its text when the limit is counted.
 RECORD_OVERHEAD_BYTES = 64
 PAGE_RECORDS = 256
+#: Of a running invocation's log, kept in memory for its followers.
+TAIL_BYTES = 64 * 2**10
 #: Control characters but tab and line feed: a terminal would obey them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 OUTPUT = ("stdout", "stderr")
@@ -149,7 +151,7 @@ class InvocationLog:
         self.end += 1
         self._tail.append(row)
         self._tail_chars += len(row.data)
-        while self._tail_chars > self._spec.tail_bytes and len(self._tail) > 1:
+        while self._tail_chars > TAIL_BYTES and len(self._tail) > 1:
             self._tail_chars -= len(self._tail.popleft().data)
         self._wake()
         return True

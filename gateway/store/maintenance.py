@@ -35,11 +35,16 @@ SPARE_SHARE, SPARE_PAGES = 10, 1024
 #: Seconds between two deletions of one round, so that they never keep the writer busy.
 PAUSE_S = 0.05
 
+#: Seconds that the check of the database may take, beside the work: a record of some GiB on a slow disk.
+CHECK_S = 60.0
+#: Seconds between two clean-ups: what retention keeps too long for so long is little beside a day.
+CLEAN_EVERY_S = 300.0
+
 Queries = Mapping[str, str]
 
 
 async def prune_for_ever(store: Store, spec: RetentionSection, wall: Callable[[], float] = time.time) -> None:
-    """Delete what is too old or too much, every ``interval_s``, until cancelled."""
+    """Delete what is too old or too much, every `CLEAN_EVERY_S`, until cancelled."""
     log = structlog.get_logger("gateway.retention")
     while True:
         try:
@@ -49,7 +54,7 @@ async def prune_for_ever(store: Store, spec: RetentionSection, wall: Callable[[]
         else:
             if any(deleted.values()):
                 log.info("old records deleted", **deleted)
-        await asyncio.sleep(spec.interval_s)
+        await asyncio.sleep(CLEAN_EVERY_S)
 
 
 async def prune(
@@ -244,12 +249,12 @@ class StateDirectory:
             )
             self._log.error("the state directory is gone", path=str(self.path))
 
-    async def check(self, limit_s: float) -> None:
-        """Check the database after an unclean end, beside everything else and within ``limit_s``."""
-        if not self.unclean or limit_s <= 0:
+    async def check(self) -> None:
+        """Check the database after an unclean end, beside everything else and within `CHECK_S`."""
+        if not self.unclean:
             return
         self.checked = "checking"
-        self.checked = await asyncio.to_thread(quick_check, self.database, limit_s)
+        self.checked = await asyncio.to_thread(quick_check, self.database, CHECK_S)
         level = self._log.info if self.checked in ("ok", "unfinished") else self._log.error
         level("the database was checked after an unclean end", found=self.checked)
 

@@ -57,13 +57,17 @@ class RosterSettings:
     """When a node that is not heard is given up, and who is not let in again."""
 
     lost_after_s: Annotated[float, Setting("silence after which a node is counted lost", gt=0)] = 60.0
-    storm_share: Annotated[float, Setting("part of the nodes that may be lost within storm_window", gt=0, le=1)] = 0.1
-    storm_window_s: Annotated[float, Setting("time in which losses are counted together", gt=0)] = 60.0
-    storm_hold_s: Annotated[float, Setting("time for which none is lost when more would be", gt=0)] = 300.0
-    flapping_losses: Annotated[int, Setting("losses within flapping_window after which a node is refused", ge=1)] = 3
-    flapping_window_s: Annotated[float, Setting("time in which a node's losses are counted", gt=0)] = 3600.0
-    refused_s: Annotated[float, Setting("time for which it is refused, doubled each time", gt=0)] = 600.0
-    refused_max_s: Annotated[float, Setting("longest such time", gt=0)] = 7200.0
+    #: Part of the nodes that may be lost within `storm_window_s`: of more the network is at fault.
+    storm_share: float = 0.1
+    storm_window_s: float = 60.0
+    #: Seconds for which none is lost when more would be.
+    storm_hold_s: float = 300.0
+    #: Losses within `flapping_window_s` after which a node is refused.
+    flapping_losses: int = 3
+    flapping_window_s: float = 3600.0
+    #: Seconds for which it is refused, doubled each time up to the most.
+    refused_s: float = 600.0
+    refused_max_s: float = 7200.0
     drain_grace_s: Annotated[float, Setting("life of trajectories on a draining node", gt=0)] = 600.0
     nodes_max: Annotated[int, Setting("most nodes", ge=1)] = 1024
 

@@ -803,8 +803,10 @@ class LinkSettings:
 
     beat_s: Annotated[float, Setting("seconds between two signs of life", gt=0)] = 1.0
     silent_s: Annotated[float, Setting("seconds of silence after which the other side is gone", gt=0)] = 3.0
-    frame_max_bytes: Annotated[int, Setting("largest frame", ge=2**10)] = 64 * 2**20
-    unsent_max_bytes: Annotated[int, Setting("most that the other side may leave unread", ge=2**10)] = 128 * 2**20
+    #: Largest frame: what a message may take of the memory of either side.
+    frame_max_bytes: int = 64 * 2**20
+    #: Most that the other side may leave unread: two frames.
+    unsent_max_bytes: int = 128 * 2**20
     transfers_max: Annotated[int, Setting("most transfers of files at once", ge=1)] = 64
 
 

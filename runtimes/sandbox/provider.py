@@ -68,7 +68,8 @@ class DockerSettings:
         ),
     ] = ""
     internal_networks: Annotated[int, Setting("most tasks that have an internal network at a time", ge=1)] = 16
-    pulls: Annotated[int, Setting("most images that are pulled at a time; more wait", ge=1)] = 2
+    #: Most images that are pulled at a time; more wait: two fill the disk and the network of a machine.
+    pulls: int = 2
     pull_timeout_s: Annotated[float, Setting("longest pull of one image", gt=0)] = 3600.0
     images_max_bytes: Annotated[
         int,
@@ -121,7 +122,8 @@ class ProviderSettings:
     state_dir: Path = Path("sandboxes")
     #: Stable for the state directory: the label of its sandboxes.
     gateway_id: str = "tangram"
-    max_starting: Annotated[int, Setting("sandboxes that are started at once", ge=1)] = 4
+    #: Sandboxes that are started at once: more only wait for the engine or the kernel.
+    max_starting: int = 4
     #: Cores on which background processes run between actions; empty means all.
     shared_cores: tuple[int, ...] = ()
     #: Seconds that the engine may take for one request.

@@ -142,12 +142,12 @@ PAGE_BYTES = 64 * 2**10
 class SessionSettings:
     """Bounds of interactive sessions."""
 
-    output_bytes: Annotated[
-        int, Setting("bytes of each session's output kept for whoever attaches again", ge=4096, le=64 * 2**20)
-    ] = 2**20
+    #: Bytes of each session's output kept for whoever attaches again: screens enough, and 256 MiB for `living_max`.
+    output_bytes: int = 2**20
     unattended_s: Annotated[float, Setting("a session to which nobody is attached for so long is ended", gt=0)] = 300.0
     living_max: Annotated[int, Setting("most sessions that live at once; beyond it 503", ge=1)] = 256
-    ended_max: Annotated[int, Setting("ended sessions whose last output is still kept", ge=0)] = 16
+    #: Ended sessions whose last output is still kept, for who was about to read it.
+    ended_max: int = 16
 
 
 class TerminalSize(NamedTuple):

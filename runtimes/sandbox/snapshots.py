@@ -44,7 +44,8 @@ class SnapshotSettings:
         int, Setting("most bytes of all of them on the disk; likewise", key="total_max", ge=1)
     ] = 20 * 2**30
     age_s: Annotated[float, Setting("one that was not used for so long is removed", gt=0)] = 7 * 86400.0
-    at_once: Annotated[int, Setting("most that are taken at a time; more wait", ge=1)] = 2
+    #: Most that are taken at a time; more wait: they share the disk.
+    at_once: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import pytest
 
 from gateway.cli import main as server
 from gateway.config.load import load
-from gateway.config.reference import CHAPTERS, markdown, runtimes_markdown
+from gateway.config.reference import CHAPTERS, REACHED, markdown, runtimes_markdown
 from gateway.config.schema import MAPS, SECTIONS, form_name, schema
 from gateway.errors import FACES, REASON_FACES
 from gateway.grpc.generated import tangram_pb2
@@ -46,6 +46,13 @@ def code(text: str) -> set[str]:
 
 def test_the_yaml_page_holds_the_tables_of_the_models() -> None:
     assert page("yaml").endswith(markdown()), "run: tangram config-schema --markdown"
+
+
+def test_what_is_told_of_a_bound_stands_beside_its_key() -> None:
+    for path, told in REACHED.items():
+        place, _, key = path.rpartition(".")
+        chapter = page("yaml").partition(f"### `{place}`")[2].partition("\n### ")[0]
+        assert re.search(rf"^\| `{key}` \|.*\| {re.escape(told)} \|$", chapter, re.MULTILINE), path
 
 
 def test_the_runtimes_page_holds_the_tables_of_the_kinds_and_the_handlers_context() -> None:

@@ -1,23 +1,14 @@
-"""The pages of bounds and of metrics hold what the configuration declares and the registry tells."""
+"""The page of metrics holds what the registry tells."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.config.reference import TOLD, bounds, limits_markdown
 from gateway.metrics import reference
 from tests.gateway.conftest import GatewayBench, serving
 from tests.house.source import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
-
-
-def test_the_page_of_limits_holds_every_bound_of_the_configuration() -> None:
-    page = (REFERENCE / "limits.md").read_text(encoding="utf-8")
-    assert page.endswith(limits_markdown()), "write gateway.config.reference.limits_markdown() there"
-    places = {path for path, _ in bounds()}
-    assert TOLD.keys() <= places, "each is a setting that there is"
-    assert {"sandbox.memory", "server.body_limit", "scheduler.max_queued", "functions.NAME.timeout"} <= places
 
 
 async def test_the_page_of_metrics_holds_every_metric_of_a_gateway(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -215,10 +215,11 @@ async def listening(collector: Collector) -> AsyncIterator[Collector]:
 
 
 @asynccontextmanager
-async def exporting(url: str, **given: Any) -> AsyncIterator[TraceExporter]:
+async def exporting(
+    url: str, *, headers: Mapping[str, str] | None = None, **bounds: Any
+) -> AsyncIterator[TraceExporter]:
     """An exporter at work, which is ended as a gateway ends it."""
-    usual: dict[str, Any] = {"endpoint": url, "interval_s": 0.01}
-    exporter = TraceExporter(TracesSection(**(usual | given)))
+    exporter = TraceExporter(TracesSection(endpoint=url, headers=headers or {}), **{"interval_s": 0.01, **bounds})
     try:
         yield exporter
     finally:
@@ -322,7 +323,7 @@ async def test_what_runs_is_told_the_span_of_its_execution() -> None:
 
 async def test_a_call_through_the_gateway_is_a_trace_with_its_runtime_as_its_child(tmp_path: Path) -> None:
     async with listening(Collector()) as collector:
-        traces = {"endpoint": collector.url, "interval": "10ms"}
+        traces = {"endpoint": collector.url}
         told: list[str | None] = []
 
         def script(execution: Execution) -> ScriptStep:

@@ -283,6 +283,8 @@ CLOSE_GRACE_S = 5.0
 BACKLOG = 1024
 #: The kernel bounds the path of a unix socket, its NUL included.
 PATH_MAX_BYTES = 107
+#: Most connections of the socket at once, within those of the gateway: each `docker exec` holds one.
+CONNECTIONS_MAX = 1024
 
 Serve = Callable[[EngineExchange], Awaitable[None]]
 logger = structlog.get_logger("gateway.facades")
@@ -296,7 +298,7 @@ class DockerDoor:
     ) -> None:
         """Bind it; raises Conflict where something answers at the path already, InvalidConfig."""
         self.path = Path(settings.socket)
-        self.connections = Connections(limit=min(settings.connections_max, connections_max))
+        self.connections = Connections(limit=min(CONNECTIONS_MAX, connections_max))
         self.body_timeout_s, self.stall_s = server.body_timeout_s, server.logs.stall_s
         self._serve: Serve | None = None
         #: Awaited when it closes, after the last request.

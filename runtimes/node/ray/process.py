@@ -54,9 +54,12 @@ class RaySettings:
             "daemons and what is reserved at the end of the gateway: kept for the next one, or ended and given back"
         ),
     ] = "keep"
-    waiting_s: Annotated[float, Setting("a reservation that waits for longer is told of", gt=0)] = 30.0
-    ping_s: Annotated[float, Setting("time between two looks whether the keeper lives", gt=0)] = 2.0
-    silent_s: Annotated[float, Setting("a keeper that is silent for longer is started again", gt=0)] = 10.0
+    #: Seconds after which a reservation that waits is told of.
+    waiting_s: float = 30.0
+    #: Seconds between two looks whether the keeper lives.
+    ping_s: float = 2.0
+    #: Seconds of silence after which a keeper is started again.
+    silent_s: float = 10.0
 
 
 class KeeperProcess:

@@ -323,7 +323,8 @@ class RequirementSettings:
     only_binary: Annotated[
         bool, Setting("takes wheels only: to install one runs nothing of it, to build a source package does")
     ] = True
-    builds: Annotated[int, Setting("layers that are built at once; more wait", ge=1)] = 2
+    #: Layers that are built at once; more wait: each is a sandbox that downloads and unpacks.
+    builds: int = 2
     timeout_s: Annotated[float, Setting("longest build of one layer", gt=0)] = 600.0
     memory_bytes: Annotated[int, Setting("bytes that a build may hold", ge=1)] = 2**30
     layer_max_bytes: Annotated[int, Setting("most bytes of one layer", key="layer_max", ge=1)] = 2 * 2**30

@@ -84,7 +84,7 @@ def test_what_travels_slowly_or_is_lost_on_the_way_arrives_whole(
 def test_silence_of_all_nodes_at_once_is_the_gateways_own_and_no_verdict_falls(
     start_gateway: StartGateway, make_node: MakeNode, make_relay: MakeRelay
 ) -> None:
-    gateway = start_gateway(lost_after="4s", storm_hold="5m")
+    gateway = start_gateway(lost_after="4s")
     relays = {name: make_relay(gateway) for name in ("n0", "n1")}
     for core, (name, relay) in enumerate(relays.items()):
         make_node(gateway, name, core=core).start(through=relay.address)

@@ -184,8 +184,9 @@ async def test_a_connection_too_many_is_told_so_until_another_closes(tmp_path: P
 
 
 @pytest.mark.slow
-async def test_calls_of_one_connection_are_bounded(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"streams_max": 2})) as gateway:
+async def test_calls_of_one_connection_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STREAMS_MAX", 2)
+    async with serving(GatewayBench(tmp_path)) as gateway:
         async with channel(gateway) as opened:
             stub = GatewayStub(opened)
             assert (await stub.Invoke(pb.InvokeRequest(function="echo", input_json=b"{}"))).state == "succeeded"
@@ -213,9 +214,12 @@ async def begun(gateway: RunningGateway, opened: Peer, method: str = INVOKE) -> 
     return next(iter(gateway.runtime.running))
 
 
-async def test_calls_that_are_made_and_dropped_without_end_close_their_connection(tmp_path: Path) -> None:
+async def test_calls_that_are_made_and_dropped_without_end_close_their_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "RESETS_MAX", 20)
     held = framed(pb.InvokeRequest(function="echo", input_json=b'{"held": true}').SerializeToString())
-    async with serving(GatewayBench(tmp_path, server={"resets_max": 20})) as gateway:
+    async with serving(GatewayBench(tmp_path)) as gateway:
         async with peer(gateway) as patient:
             for _ in range(20):
                 patient.drop(patient.send(head(), held))

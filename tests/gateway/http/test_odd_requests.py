@@ -184,8 +184,9 @@ async def http2(gateway: RunningGateway) -> AsyncIterator[Peer]:
         writer.transport.abort()
 
 
-async def test_calls_of_one_http2_connection_are_bounded(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"streams_max": 2})) as gateway:
+async def test_calls_of_one_http2_connection_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STREAMS_MAX", 2)
+    async with serving(GatewayBench(tmp_path)) as gateway:
         async with http2(gateway) as greedy:
             assert (await greedy.ask(HEAD, b"{}")).headers[":status"] == "200"
             streams = [greedy.send(HEAD, b'{"held": true}') for _ in range(3)]
@@ -194,8 +195,11 @@ async def test_calls_of_one_http2_connection_are_bounded(tmp_path: Path) -> None
         await until(lambda: gateway.app.invocations.living == ())
 
 
-async def test_calls_that_are_made_and_dropped_without_end_close_their_connection(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"resets_max": 20})) as gateway:
+async def test_calls_that_are_made_and_dropped_without_end_close_their_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "RESETS_MAX", 20)
+    async with serving(GatewayBench(tmp_path)) as gateway:
         async with http2(gateway) as patient:
             for _ in range(20):
                 patient.drop(patient.send(HEAD, b'{"held": true}'))

@@ -54,8 +54,13 @@ async def receiver() -> AsyncIterator[Receiver]:
     await server.wait_closed()
 
 
+@pytest.fixture(autouse=True)
+def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.invocations.callbacks.BACKOFF_S", 0.001)
+
+
 async def test_an_ended_record_is_posted_signed_and_again_until_it_is_taken(tmp_path: Path, receiver: Receiver) -> None:
-    callbacks = {"allow": ["127.0.0.0/8"], "secret": "key", "backoff": "1ms"}
+    callbacks = {"allow": ["127.0.0.0/8"], "secret": "key"}
     async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks})) as gateway:
         url = {"X-Callback-Url": f"http://localhost:{receiver.port}/done?x=1"}
         accepted = await gateway.invoke({"n": 1}, mode="async", headers=url)
@@ -115,7 +120,7 @@ async def given_up(gateway: RunningGateway, url: str) -> None:
     assert (record["state"], record["callback"]) == ("succeeded", "failed")
 
 
-LOCAL = {"allow": ["127.0.0.0/8"], "backoff": "1ms", "max_attempts": 2}
+LOCAL = {"allow": ["127.0.0.0/8"], "max_attempts": 2}
 
 
 async def test_a_name_is_resolved_once_for_a_try_and_what_it_means_later_is_not_called(
@@ -221,7 +226,11 @@ async def test_nothing_is_told_that_a_restart_could_take_back(tmp_path: Path, re
         assert [orjson.loads(body)["state"] for body in receiver.bodies] == ["succeeded"]
 
 
-async def test_a_receiver_that_is_dead_holds_up_no_other(tmp_path: Path, receiver: Receiver) -> None:
+async def test_a_receiver_that_is_dead_holds_up_no_other(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.invocations.callbacks.AT_ONCE", 3)
+    monkeypatch.setattr("gateway.invocations.callbacks.PER_HOST", 2)
     receiver.refusals, tried = 0, 0
 
     async def dead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -231,8 +240,7 @@ async def test_a_receiver_that_is_dead_holds_up_no_other(tmp_path: Path, receive
         writer.close()
 
     server = await asyncio.start_server(dead, "127.0.0.1", 0)
-    callbacks = LOCAL | {"timeout": "30s", "concurrency": 3, "per_host": 2}
-    async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks})) as gateway:
+    async with serving(GatewayBench(tmp_path, server={"callbacks": LOCAL | {"timeout": "30s"}})) as gateway:
         for port, count in ((server.sockets[0].getsockname()[1], 50), (receiver.port, 5)):
             url = {"X-Callback-Url": f"http://127.0.0.1:{port}/"}
             for n in range(count):
@@ -243,18 +251,22 @@ async def test_a_receiver_that_is_dead_holds_up_no_other(tmp_path: Path, receive
     server.close()
 
 
-async def test_a_restart_goes_on_where_the_tries_were(tmp_path: Path, receiver: Receiver) -> None:
+async def test_a_restart_goes_on_where_the_tries_were(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.invocations.callbacks.BACKOFF_S", 3600.0)
     receiver.refusals = 1000
-    callbacks = LOCAL | {"max_attempts": 3}
+    bench = GatewayBench(tmp_path, server={"callbacks": LOCAL | {"max_attempts": 3}})
     url = {"X-Callback-Url": f"http://127.0.0.1:{receiver.port}/"}
-    async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks | {"backoff": "1h"}})) as gateway:
+    async with serving(bench) as gateway:
         accepted = (await gateway.invoke({}, mode="async", headers=url)).json()["id"]
         await until(lambda: receiver.refusals == 999)
     with closing(sqlite3.connect(tmp_path / "state" / "tangram.sqlite", isolation_level=None)) as database:
         ((host, tries),) = database.execute("SELECT host, tries FROM deliveries").fetchall()
         assert (host, tries) == (f"127.0.0.1:{receiver.port}", 1)
         database.execute("UPDATE deliveries SET due_s = 0")  # as if it had been down for so long
-    async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks})) as gateway:
+    monkeypatch.setattr("gateway.invocations.callbacks.BACKOFF_S", 0.001)
+    async with serving(bench) as gateway:
         await until(lambda: gateway.app.callbacks.failed == 1)
         assert receiver.refusals == 997
         assert (await gateway.http.get(f"/v1/invocations/{accepted}")).json()["callback"] == "failed"

@@ -122,8 +122,9 @@ async def test_retention_takes_nothing_before_its_time(
 
 @JUMPS
 async def test_a_callback_is_tried_again_after_time_that_passes(
-    tmp_path: Path, machine: JumpingClock, jump_s: float
+    tmp_path: Path, machine: JumpingClock, jump_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gateway.invocations.callbacks.BACKOFF_S", 0.001)
     tried = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,7 +137,7 @@ async def test_a_callback_is_tried_again_after_time_that_passes(
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    callbacks = {"allow": ["127.0.0.1/32"], "backoff": "1ms"}
+    callbacks = {"allow": ["127.0.0.1/32"]}
     async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks}), machine.clock()) as gateway:
         await gateway.invoke({}, mode="async", headers={"X-Callback-Url": url})
         await until(lambda: gateway.app.callbacks.delivered == 1)

@@ -30,8 +30,9 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 
 @pytest.fixture
-def logs(store: Store) -> Logs:
-    return Logs(store, LogsSection(tail_bytes=20, heartbeat_s=0.01, followers_max=2))
+def logs(store: Store, monkeypatch: pytest.MonkeyPatch) -> Logs:
+    monkeypatch.setattr("gateway.invocations.logs.TAIL_BYTES", 20)
+    return Logs(store, LogsSection(heartbeat_s=0.01, followers_max=2))
 
 
 async def whole(logs: Logs, seq: int) -> list[LogRow]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gateway import steps
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving
 from tests.gateway.test_preparation import SlowToPrepare
 
@@ -171,9 +172,10 @@ async def test_the_end_is_told_once_a_step_of_the_task_has_shown_how_long_its_ro
         assert (await told(gateway, 2, 4))["ends_in_s"] is None, "longer than any before"
 
 
-async def test_steps_and_tasks_are_bounded(tmp_path: Path) -> None:
-    bench = GatewayBench(tmp_path, server={"steps": {"tasks": 2, "kept": 2}})
-    async with serving(bench) as gateway:
+async def test_steps_and_tasks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "TASKS_MAX", 2)
+    monkeypatch.setattr(steps, "STEPS_MAX", 2)
+    async with serving(GatewayBench(tmp_path)) as gateway:
         await opened(gateway, "t", 1)
         for step in (2, 3):
             await told(gateway, step, 1)
@@ -183,15 +185,18 @@ async def test_steps_and_tasks_are_bounded(tmp_path: Path) -> None:
         await told(gateway, 1, 1, task="code")
         await told(gateway, 3, 2)
         await told(gateway, 1, 1, task="search")
-        steps = gateway.app.steps
-        assert [len(steps.of(task)) for task in ("math", "code", "search")] == [2, 0, 1], "told of least recently"
+        kept = gateway.app.steps
+        assert [len(kept.of(task)) for task in ("math", "code", "search")] == [2, 0, 1], "told of least recently"
         rows = await gateway.app.store.read("steps", ())
         assert sorted((row["task"], row["number"]) for row in rows) == [("math", 2), ("math", 3), ("search", 1)]
         assert list(await gateway.app.store.read("step_trajectories", ())) == []
 
 
-async def test_after_a_restart_the_task_with_the_oldest_steps_goes_first(tmp_path: Path) -> None:
-    bench = GatewayBench(tmp_path, server={"steps": {"tasks": 2}})
+async def test_after_a_restart_the_task_with_the_oldest_steps_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "TASKS_MAX", 2)
+    bench = GatewayBench(tmp_path)
     async with serving(bench) as gateway:
         for task, step in (("math", 1), ("code", 1), ("math", 2)):
             await told(gateway, step, 1, task=task)
