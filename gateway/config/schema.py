@@ -11,7 +11,7 @@ from functools import cache, partial, reduce
 from operator import or_
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, Literal, Protocol, Self, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, cast, get_args, get_origin
 
 import orjson
 from jsonschema import Draft202012Validator
@@ -61,8 +61,6 @@ from tangram.types import mismatch
 _UNITS = ("s", "bytes")
 #: Fields of an inline bound; the others of a `Setting` are words.
 _BOUNDS = ("ge", "gt", "le", "pattern", "min_length")
-
-
 #: Beyond it JSON's numbers are not exact.
 INTEGER_MAX = 2**53
 
@@ -251,58 +249,45 @@ def _references(value: object) -> Iterator[str]:
             yield from _references(below)
 
 
-class FacadeSection(Protocol):
-    """What every door has."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FacadeSection:
+    """What every facade that speaks plain HTTP has."""
 
-    @property
-    def port(self) -> int | None: ...
-
-    @property
-    def client_timeout_s(self) -> float | None: ...
-
-
-Port = Annotated[
-    int | None,
-    Setting("a listener of its own, where its paths begin at the root; 0 takes a free one", ge=0, le=65535),
-]
-ClientTimeout = Annotated[
-    float | None,
-    Setting(
-        "its clients give up after this time; a second before, a call is withdrawn. By default what is known of them"
-    ),
-]
+    port: Annotated[
+        int | None,
+        Setting("a listener of its own, where its paths begin at the root; 0 takes a free one", ge=0, le=65535),
+    ] = None
+    client_timeout_s: Annotated[
+        float | None,
+        Setting(
+            "its clients give up after this time; a second before, a call is withdrawn. By default what is known of "
+            "them"
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardsFacade:
+class RewardsFacade(FacadeSection):
     """Remote rewards and retrieval: ``/rm/{function}`` (slime, OpenRLHF) and ``/retrieve/{function}`` (Search-R1)."""
 
-    port: Port = None
-    client_timeout_s: ClientTimeout = None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxFusionFacade:
+class SandboxFusionFacade(FacadeSection):
     """SandboxFusion's ``/run_code``, as verl's code reward and ROLL ask."""
 
     languages: Annotated[
         Mapping[Literal["python", "pytest", "bash", "nodejs", "cpp"], str],
         Setting("language: the exec function that runs it, whose sandbox has python3 and what the language needs"),
     ]
-    port: Port = None
-    client_timeout_s: ClientTimeout = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelsFacade:
+class ModelsFacade(FacadeSection):
     """Teachers and reward models: what clients of OpenAI, vLLM and SGLang ask of a model server."""
 
-    port: Port = None
-    client_timeout_s: ClientTimeout = None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class McpFacade:
+class McpFacade(FacadeSection):
     """MCP over streamable HTTP, ``/mcp``: functions as the tools of a model's client; needs the extra ``mcp``."""
 
     functions: Annotated[
@@ -310,12 +295,10 @@ class McpFacade:
         Setting("the functions that are tools, in this order; no other can be called"),
     ]
     sessions: Annotated[int, Setting("most sessions that live at once; beyond it none is opened", ge=1)] = 1024
-    port: Port = None
-    client_timeout_s: ClientTimeout = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwerexFacade:
+class SwerexFacade(FacadeSection):
     """SWE-ReX's runtime server, for SWE-agent: bash sessions, commands and files, one trajectory for each runtime."""
 
     function: Annotated[
@@ -327,8 +310,6 @@ class SwerexFacade:
         ),
     ]
     keep: Annotated[bool, Setting("whether a trajectory lives on when its client closes the runtime")] = False
-    port: Port = None
-    client_timeout_s: ClientTimeout = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,18 +357,13 @@ class FacadesSection:
         """Yield the doors that are open and speak plain HTTP, by the name of their field."""
         for each in fields(self):
             section = getattr(self, each.name)
-            if section is not None and not isinstance(section, DockerFacade):
+            if isinstance(section, FacadeSection):
                 yield each.name, section
 
     @property
     def ports(self) -> Mapping[str, int]:
         """The doors that have a listener of their own."""
         return {name: section.port for name, section in self.opened() if section.port is not None}
-
-
-# The server's sections of the YAML, each passed whole to who needs it.
-#
-# A field's name carries its unit (``drain_grace_s``), its YAML key does not (``drain_grace: 30s``).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -914,10 +890,7 @@ def check(
 def suggestion(word: object, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the nearest known word, else the known ones, else nothing."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; known here: {', '.join(names)}" if names else ""
+    return _near(word, names) or (f"; known here: {', '.join(names)}" if names else "")
 
 
 def _problem(
@@ -962,6 +935,7 @@ def _message(detail: ErrorDetails, value: object, inner: KeyPath, path: KeyPath)
 
 
 def _near(word: object, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the nearest known word, else nothing."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
