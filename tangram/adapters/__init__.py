@@ -1,4 +1,4 @@
-"""Plugs of other frameworks, all thin over `SandboxProvider`: docs/ADAPTERS.md.
+"""Plugs of other frameworks, all thin over `SandboxProvider`: docs/CONNECT.md.
 
 Each is a module of its own that imports its framework when it is imported; this package needs httpx and msgspec alone.
 """

@@ -16,7 +16,9 @@ from gateway.config.load import load
 from tangram.cli.main import command_line
 from tests.house.source import ROOT
 
-GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+GUIDE = sorted(
+    [*(ROOT / "docs" / "guide").glob("*.md"), ROOT / "docs/reference/runtimes.md", ROOT / "deploy/README.md"]
+)
 
 
 def blocks(language: str) -> list[tuple[str, str]]:

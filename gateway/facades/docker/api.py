@@ -508,7 +508,7 @@ class ContainerExecs:
         container.require_running()
         unknown = sorted(name for name in body if name not in ("Detach", "Tty", "ConsoleSize"))
         if unknown:
-            raise Unsupported(f"{unknown[0][:64]}: is not done by this door; leave it out", component=COMPONENT)
+            raise Unsupported(f"{unknown[0][:64]}: is not done by this facade; leave it out", component=COMPONENT)
         rows, columns = console_size(body)
         if rows and columns:
             command.wish = replace(command.wish, rows=rows, columns=columns)
@@ -902,13 +902,15 @@ class DockerEngineApi:
     def _unknown(self, method: str, path: str) -> NotFound | Unsupported:
         first, _, name = path.lstrip("/").partition("/")
         if method == "GET" and first in OTHER_KINDS and name:
-            return NotFound(f"no such object: {first} {name[:200]}: this door has none", component=COMPONENT)
+            return NotFound(f"no such object: {first} {name[:200]}: this facade has none", component=COMPONENT)
         if first in REFUSED:
-            return Unsupported(f"{method} {path[:200]} is not done by this door: {REFUSED[first]}", component=COMPONENT)
+            return Unsupported(
+                f"{method} {path[:200]} is not done by this facade: {REFUSED[first]}", component=COMPONENT
+            )
         rows = [f"{row.method} {row.path}" for row in self._table]
         near = get_close_matches(f"{method} {path[:200]}", rows, n=1, cutoff=0.5)
         hint = f"; the nearest is {near[0]}" if near else ""
-        told = f"page not found: no such route: {method} {path[:200]}{hint} (docs/DOORS.md has all)"
+        told = f"page not found: no such route: {method} {path[:200]}{hint} (docs/CONNECT.md has all)"
         return NotFound(told, component=COMPONENT)
 
     # --- the engine
@@ -1113,7 +1115,7 @@ def _check_query(exchange: EngineExchange, route: EngineRoute) -> None:
     for name, value in exchange.query.items():
         if name not in route.query and flag(value):
             known = ", ".join(route.query) or "none"
-            told = f"query parameter {name[:64]!r} is not done by this door; known here: {known}"
+            told = f"query parameter {name[:64]!r} is not done by this facade; known here: {known}"
             raise Unsupported(told, component=COMPONENT, detail={"path": name[:64]})
 
 

@@ -1,4 +1,4 @@
-"""Each answer of the door is the real engine's to the same call, but for what is named here and in docs/DOORS.md."""
+"""Each answer of the door is the real engine's to the same call, but for what is named here and in docs/CONNECT.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ABSENT = "(absent)"
 #: The engine whose differences are named: Debian 12's.
 COMPARED = "20.10."
 
-#: Why something differs, in the words of docs/DOORS.md.
+#: Why something differs, in the words of docs/CONNECT.md.
 ITSELF = "what the engine says of itself"
 HOST = "where and how the engine keeps a container"
 NETWORK = "its networks"
@@ -37,7 +37,7 @@ WORDS = "the words of an error"
 WRONG = "what cannot be right is 400 or 404"
 UNBEGUN = "what cannot be begun"
 OVER = "what has ended or stands still is 409"
-KINDS = "the kind of a stream is told of logs too"
+KINDS = "the kind of a stream is reported for logs too"
 USERS = "users that the function does not allow"
 PIECE = "`name` is a piece of a name"
 SIZE = "the size of a directory"
@@ -196,5 +196,5 @@ def differences(engine: Answer, here: Answer) -> list[tuple[str, tuple[object, o
 
 
 def test_what_differs_is_named_in_the_documentation() -> None:
-    page = " ".join((ROOT / "docs" / "DOORS.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs" / "CONNECT.md").read_text(encoding="utf-8").split())
     assert {each.why for each in DIFFERENCES if each.why not in page} == set()
