@@ -21,7 +21,7 @@ GROUPS = (
     "Times",
     "Scheduling and quotas",
     "Sandboxes",
-    "Doors",
+    "Servers and facades",
     "Restarts",
 )
 
