@@ -21,33 +21,6 @@ OUTSIDE = {
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
-#: Where a page that the navigation does not name is shown: by its folder, the last for all others.
-SECTIONS = {"reference": "Reference", "decisions": "Decisions", "": "Inside"}
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the pages of docs/ that the navigation does not name: none is forgotten."""
-    named = set(re.findall(r"[\w/.-]+\.md", repr(config.nav)))
-    for page in sorted(Path(config.docs_dir).rglob("*.md")):
-        name = page.relative_to(config.docs_dir).as_posix()
-        if name not in named:
-            _section(config.nav, SECTIONS.get(name.rpartition("/")[0], SECTIONS[""])).append(name)
-    return config
-
-
-def _section(nav: list, title: str) -> list:
-    """The entries of a section, wherever it lies; the whole navigation if there is none."""
-    inner = [(name, inside) for entry in nav if isinstance(entry, dict) for name, inside in entry.items()]
-    sections = [(name, inside) for name, inside in inner if isinstance(inside, list)]
-    for name, inside in sections:
-        if name == title:
-            return inside
-    for _, inside in sections:
-        if (found := _section(inside, title)) is not inside:
-            return found
-    return nav
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what lies outside."""
     for source, name in OUTSIDE.items():
