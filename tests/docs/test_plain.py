@@ -12,6 +12,7 @@ from tests.house.source import ROOT
 
 SENTENCE_WORDS = 40
 CELL_WORDS = 30
+README_WORDS = 700
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "deploy" / "README.md"])
 #: Pages whose tables are made from the code, which has checks of its own.
 GENERATED = {"yaml.md", "limits.md", "metrics.md", "runtimes.md"}
@@ -56,6 +57,10 @@ def test_sentences_and_cells_are_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert long_sentences(text) == []
     assert path.name in GENERATED or long_cells(text) == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
 
 
 def test_the_menu_leads_to_every_page() -> None:
