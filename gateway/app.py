@@ -315,7 +315,7 @@ class App:
         """Start the engine, take up what an earlier gateway left, and open the gRPC door."""
         await self.engine.start()
         self._models.report()
-        self.machines.begin(self.engine, self.restart, self.registry.all, self._models)
+        self.machines.begin(self.engine, self.restart.awaited_on, self.registry.all, self._models)
         self._trajectories.tell(self.engine)
         await self._quotas.take_up(self.engine)
         closers.push_async_callback(self.engine.close)

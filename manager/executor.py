@@ -38,6 +38,8 @@ class Call:
     announce: Callable[[], Awaitable[bool]] | None = None
     #: Awaited before each further try of the same call: returns when what its first try consumed was had once more.
     again: Callable[[], Awaitable[None]] | None = None
+    #: Whether an earlier process may have begun it already: it is joined, and begun only where it never was.
+    resumed: bool = False
     #: Called when that work begins, by every runtime (`runtimes.runtime.Execution.begin`).
     begun: Callable[[], None] | None = None
 

@@ -79,10 +79,8 @@ LOOK_S = 1.0
 NO_CLUSTER = "this gateway has no section cluster, so no other machine can join it (docs/CLUSTER.md)"
 
 
-class NodeRecovery(Protocol):
-    """What decides on what ran on a node under the gateway before: `gateway.invocations.restart.Restart`."""
-
-    async def recover_on(self, node: str, found: Reattachment | None) -> None: ...
+#: Returns what the claims begin with of that which runs on a node since a gateway before, and which is wanted.
+AwaitedOn = Callable[[str], Collection[str]]
 
 
 class NodeServices(Protocol):
@@ -150,7 +148,7 @@ class OneMachine:
     def begin(
         self,
         engine: Engine,
-        recovery: NodeRecovery,
+        awaited_on: AwaitedOn,
         functions: Callable[[], Sequence[FunctionSpec]],
         services: NodeServices,
     ) -> None:
@@ -720,54 +718,31 @@ def _lies_on(chunk: Chunk, devices: int) -> bool:
     return size > 0 and not size & (size - 1) and start >= 0 and start % size == 0 and chunk.end <= devices
 
 
-class NodeAttempts:
-    """The attempts that one node holds: an `AttemptHolder`."""
-
-    def __init__(self, node: RemoteNode) -> None:
-        self._node = node
-
-    def resumable(self) -> Iterable[str]:
-        return self._node.resumable()
-
-    def never_started(self, trajectory: str, claims: str) -> bool:
-        return self._node.never_started(claims)
-
-    async def end_unclaimed(self, taken: Collection[str]) -> None:
-        await self._node.end_unclaimed(taken)
-
-    async def leave(self, claims: str) -> bool:
-        return await self._node.leave(claims)
-
-    def detach(self, claims: str) -> None:
-        self._node.detach_claim(claims)
-
-    def acknowledge(self, trajectory: str | None, claims: str) -> None:
-        self._node.acknowledge(claims)
-
-
-class NodeReattachment(Reattachment):
+class NodeReattachment:
     """What goes on at one node without a gateway: handlers too, as a daemon that is no part of it executes them.
 
     Not models: which devices they compute on is not on record.
     """
 
     def __init__(self, node: RemoteNode) -> None:
-        super().__init__(NodeAttempts(node))
+        self._node = node
 
-    def _may_hold(self, invocation: LiveInvocation) -> bool:
+    def may_hold(self, invocation: LiveInvocation) -> bool:
+        """Return whether work of its kind outlives the gateway that began it."""
         return invocation.inside or (invocation.function is not None and invocation.function.handler is not None)
 
-    def never_started(self, invocation: LiveInvocation) -> bool:
-        """The node knows it of all that it executes, in a trajectory or not: it writes down what begins."""
-        record = invocation.record
-        if super().never_started(invocation):
-            return True
-        known = self._may_hold(invocation)
-        return known and self._environments.never_started(record.trajectory or "", claims_of_try(record))
+    async def leave(self, invocation: LiveInvocation) -> bool:
+        """Leave it to the next gateway, as it runs; return False if that cannot be."""
+        return self.may_hold(invocation) and await self._node.leave(claims_of_try(invocation.record))
+
+    def detached(self, invocation: LiveInvocation) -> None:
+        """Let it outlive its caller and this gateway."""
+        if self.may_hold(invocation):
+            self._node.detach_claim(claims_of_try(invocation.record))
 
     def settled(self, invocation: LiveInvocation) -> None:
-        """The node keeps an end until it hears this, whoever waited for it."""
-        self._environments.acknowledge(invocation.record.trajectory, claims_of_try(invocation.record))
+        """Let the node forget its end, which it keeps until then, whoever waited for it."""
+        self._node.acknowledge(claims_of_try(invocation.record))
 
 
 class FleetReattachment(Reattachment):
@@ -783,10 +758,14 @@ class FleetReattachment(Reattachment):
         self._node = node
         self._nodes = nodes
 
-    def _elsewhere(self, invocation: LiveInvocation) -> Reattachment | None:
+    def _elsewhere(self, invocation: LiveInvocation) -> NodeReattachment | None:
         name = invocation.record.node
         node = None if name is None else self._node(name)
         return None if node is None else NodeReattachment(node)
+
+    def may_hold(self, invocation: LiveInvocation) -> bool:
+        other = self._elsewhere(invocation)
+        return super().may_hold(invocation) if other is None else other.may_hold(invocation)
 
     async def leave(self, invocation: LiveInvocation) -> bool:
         other = self._elsewhere(invocation)
@@ -856,7 +835,7 @@ class Cluster(ClusterState):
         self.fingerprint = certificate.fingerprint
         self._trajectories: TrajectoryRecovery | None = None
         self._sessions: SessionTable | None = None
-        self._recovery: NodeRecovery | None = None
+        self._awaited_on: AwaitedOn = lambda node: ()
         self._functions: Callable[[], Sequence[FunctionSpec]] = lambda: ()
         self._again: Callable[[Prepare], None] = lambda instead: None
         self._prepare_here: Prepare | None = None
@@ -909,12 +888,12 @@ class Cluster(ClusterState):
     def begin(
         self,
         engine: Engine,
-        recovery: NodeRecovery,
+        awaited_on: AwaitedOn,
         functions: Callable[[], Sequence[FunctionSpec]],
         services: NodeServices,
     ) -> None:
         assert self._fleet is not None
-        self._engine, self._recovery, self._functions, self._services = engine, recovery, functions, services
+        self._engine, self._awaited_on, self._functions, self._services = engine, awaited_on, functions, services
         self._fleet.place_of = self._place_of
         for name, known in self._records.all.items():
             if name in self._awaited:
@@ -1026,6 +1005,8 @@ class Cluster(ClusterState):
         link.send(welcome)
         within_s, largest_bytes = config.times.lost_after_s, config.link.frame_max_bytes
         inventory = await link.receive(Inventory, within_s, frame_max_bytes=largest_bytes)
+        if name in self._awaited and self._trajectories is not None:  # before anything is begun there anew
+            machine.remote.mark_lost(set(self._trajectories.on_node(name)) - _living(inventory))
         machine.remote.attach(link, inventory, recovering=name in self._awaited)
         serving = asyncio.create_task(machine.remote.serve(link))
         reconciling = asyncio.create_task(self._reconcile(machine, hello, inventory))
@@ -1043,18 +1024,16 @@ class Cluster(ClusterState):
     async def _reconcile(self, machine: ClusterNode, hello: NodeHello, inventory: Inventory) -> None:
         """Bring both sides to agree on what runs and lives there, then let the node serve."""
         name, remote = hello.name, machine.remote
-        assert self._trajectories is not None and self._fleet is not None and self._recovery is not None
+        assert self._trajectories is not None
         self.abilities.join(name, remote.prepare)
         machine.spec = replace(machine.spec, able=self.abilities.able(name))
         if name in self._awaited:
             here = set(self._trajectories.on_node(name))
-            there = {facts.trajectory for facts in inventory.trajectories if facts.alive}
-            remote.mark_lost(here - there)
-            for trajectory in there - here:
+            for trajectory in _living(inventory) - here:
                 self._spawn(remote.end_trajectory(trajectory))
             self.engine.tell(NodeJoined(node=machine.spec))
             self._awaited.discard(name)
-            await self._recovery.recover_on(name, NodeReattachment(remote))
+            await remote.end_unclaimed(self._awaited_on(name))
         else:
             self.engine.tell(NodeJoined(node=machine.spec))
         self._records.compared(name, inventory.epoch)
@@ -1143,9 +1122,7 @@ class Cluster(ClusterState):
         self._trajectories.lose(unaware)
         self._fleet.lose(unaware)
         self.engine.tell(NodeLost(node=name))
-        if name in self._awaited and self._recovery is not None:
-            self._awaited.discard(name)
-            self._spawn(self._recovery.recover_on(name, None))
+        self._awaited.discard(name)
         if machine is not None:
             machine.remote.lost(verdict.why)
             if machine.link is not None:
@@ -1198,6 +1175,11 @@ class Cluster(ClusterState):
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _living(inventory: Inventory) -> set[str]:
+    """Return the trajectories whose sandbox lives on a node."""
+    return {facts.trajectory for facts in inventory.trajectories if facts.alive}
 
 
 def _needs_node(function: FunctionSpec) -> bool:

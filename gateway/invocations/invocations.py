@@ -788,6 +788,7 @@ class Invocations:
             **record.trace,
             context={"invocation_id": record.id},
             begun=None if invocation.inside or invocation.resumed else began,
+            resumed=invocation.resumed,
         )
         return Submission(action=action, call=call)
 

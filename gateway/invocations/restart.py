@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -28,7 +29,6 @@ from manager.resources.pools import QuotaSpec, ResourceSpec
 from runtimes.kinds import kind_of
 from runtimes.sandbox.command import claims_of
 from runtimes.sandbox.environments import Environments
-from tangram.types import Attempt
 
 
 class AttemptHolder(Protocol):
@@ -76,9 +76,9 @@ class Reattachment:
         """Return whether a living sandbox holds the present try, which the record says has begun."""
         record = invocation.record
         begun = record.detached and record.state is State.RUNNING
-        return begun and self._may_hold(invocation) and claims_of_try(record) in self._resumable
+        return begun and self.may_hold(invocation) and claims_of_try(record) in self._resumable
 
-    def _may_hold(self, invocation: LiveInvocation) -> bool:
+    def may_hold(self, invocation: LiveInvocation) -> bool:
         """Return whether work of its kind outlives the gateway that began it."""
         return invocation.inside
 
@@ -102,16 +102,16 @@ class Reattachment:
 
     async def leave(self, invocation: LiveInvocation) -> bool:
         """Leave a running command to the next gateway, as it runs; False where that cannot be."""
-        return self._may_hold(invocation) and await self._environments.leave(claims_of_try(invocation.record))
+        return self.may_hold(invocation) and await self._environments.leave(claims_of_try(invocation.record))
 
     def detached(self, invocation: LiveInvocation) -> None:
         """It goes on without its caller, and from now on without this gateway too."""
-        if self._may_hold(invocation):
+        if self.may_hold(invocation):
             self._environments.detach(claims_of_try(invocation.record))
 
     def settled(self, invocation: LiveInvocation) -> None:
         """No gateway asks for its end again: no sandbox needs to keep it."""
-        if self._may_hold(invocation) and invocation.record.detached:
+        if self.may_hold(invocation) and invocation.record.detached:
             self._environments.acknowledge(invocation.record.trajectory, claims_of_try(invocation.record))
 
 
@@ -122,16 +122,6 @@ def claims_of_try(record: Record, attempt: int = 0) -> str:
 
 
 RESTARTED = "the gateway was restarted"
-
-
-class _Loss(NamedTuple):
-    """With what a running action was lost."""
-
-    reason: Reason
-    story: str
-
-
-_OF_GATEWAY = _Loss(Reason.GATEWAY_RESTART, RESTARTED)
 
 
 class Restart:
@@ -155,45 +145,42 @@ class Restart:
         self._admission = admission
         self._takeover = takeover
         self._wall = wall
-        #: What runs on nodes that are not back yet.
-        self._awaited: dict[str, list[LiveInvocation]] = {}
         self._log = structlog.get_logger("gateway.restart")
 
     async def recover(self, awaited: Callable[[Record], bool] = lambda record: False) -> Mapping[str, int]:
         """Decide on what an earlier gateway left unfinished, in order; returns how many went which way.
 
-        What is ``awaited`` runs on a node that is not back yet: `recover_on` decides on it.
-
         One whose command its sandbox still holds goes on; else what was queued, or was being made ready, runs, and what
         ran runs again when its function is idempotent, else it is ``lost``; one whose caller went down with its
         connection is cancelled.
+
+        What is ``awaited`` may run on a node that is not back yet: it counts as running, with its units and the turn of
+        its trajectory, and the node's return or loss decides how it ends.
         """
         again: list[LiveInvocation] = []
-        counts = {"queued": 0, "resumed": 0, "rerun": 0, "lost": 0, "cancelled": 0}
+        left: list[LiveInvocation] = []
+        counts = {"queued": 0, "resumed": 0, "rerun": 0, "lost": 0, "cancelled": 0, "awaited": 0}
         self._takeover.look()
         for record in await self._store.unfinished():
             invocation = await self._enter(record)
-            if record.node is not None and awaited(record):
-                self._awaited.setdefault(record.node, []).append(invocation)
+            if awaited(record) and self._await(invocation):
+                counts["awaited"] += 1
+                if not record.detached:
+                    left.append(invocation)
             else:
-                counts[self._take_over(invocation, again, _OF_GATEWAY)] += 1
+                counts[self._take_over(invocation, again)] += 1
         await self._takeover.end_unclaimed()
         self._invocations.submit(again)
-        waiting = sum(map(len, self._awaited.values()))
-        return counts | ({"awaited": waiting} if waiting else {})
+        if left:
+            await asyncio.sleep(0)  # their node is asked for them by now: what was not asked for cannot be cancelled
+        for invocation in left:
+            self._invocations.engine.cancel(invocation.record.action_id, f"{RESTARTED} and {GONE}")
+        return counts
 
-    async def recover_on(self, node: str, found: Reattachment | None) -> None:
-        """Decide on what a node was awaited with, which is back (``found`` on it), or lost (None)."""
-        again: list[LiveInvocation] = []
-        lost = _OF_GATEWAY if found is not None else _Loss(Reason.NODE_LOST, f"node {node} was lost")
-        if found is not None:
-            found.look()
-        for invocation in self._awaited.pop(node, ()):
-            if not invocation.record.terminal:
-                self._take_over(invocation, again, lost, found)
-        if found is not None:
-            await found.end_unclaimed()
-        self._invocations.submit(again)
+    def awaited_on(self, node: str) -> Collection[str]:
+        """Return what the claims begin with of that which an earlier gateway began on a node, and which is wanted."""
+        living = [each for each in self._invocations.living if each.resumed and each.record.node == node]
+        return {claims_of_try(each.record) for each in living}
 
     async def _enter(self, record: Record) -> LiveInvocation:
         """Let it live on, with its log."""
@@ -205,24 +192,20 @@ class Restart:
         self._invocations.enter(invocation)
         return invocation
 
-    def _take_over(
-        self,
-        invocation: LiveInvocation,
-        again: list[LiveInvocation],
-        lost: _Loss,
-        found: Reattachment | None = None,
-    ) -> str:
-        """Decide on one; ``found`` holds the commands of a node, and is None for this machine and for a lost node."""
+    def _await(self, invocation: LiveInvocation) -> bool:
+        """Have its node asked for it at its return; False if it has not begun there, or cannot go on."""
+        return invocation.record.begun and self._takeover.may_hold(invocation) and self._invocations.resume(invocation)
+
+    def _take_over(self, invocation: LiveInvocation, again: list[LiveInvocation]) -> str:
+        """Decide on one that no other machine can tell of."""
         record, function = invocation.record, invocation.function
-        takeover = self._takeover if lost is _OF_GATEWAY and found is None else found
         was_queued = record.state is State.QUEUED
-        if takeover is not None and takeover.holds(invocation) and self._invocations.resume(invocation):
-            takeover.take(invocation)
+        if self._takeover.holds(invocation) and self._invocations.resume(invocation):
+            self._takeover.take(invocation)
             return "resumed"
         if invocation.log is not None:
             invocation.log.pass_over_nothing()
-        never = takeover is not None and takeover.never_started(invocation)
-        if record.detached and function is not None and not was_queued and never:
+        if record.detached and function is not None and not was_queued and self._takeover.never_started(invocation):
             self._invocations.take_back(invocation)
             was_queued = True
         if not record.detached:
@@ -230,13 +213,14 @@ class Restart:
         elif function is None:
             record.end(State.LOST, Reason.GATEWAY_RESTART, f"{RESTARTED} without its function", self._wall())
         elif not was_queued and not function.idempotent:
-            record.end(State.LOST, lost.reason, f"{lost.story} while it ran", self._wall())
+            record.end(State.LOST, Reason.GATEWAY_RESTART, f"{RESTARTED} while it ran", self._wall())
         if record.terminal:
             record.dead = record.mode is Mode.ASYNC and record.state is State.LOST
             self._invocations.finish(invocation, waited=was_queued)
             return "lost" if record.state is State.LOST else "cancelled"
         if not was_queued:
-            self._invocations.requeue(invocation, self._lost_try(record, lost))
+            outcome = Outcome(state=State.LOST, reason=Reason.GATEWAY_RESTART, message=RESTARTED)
+            self._invocations.requeue(invocation, record.tried(outcome, self._wall()))
         again.append(invocation)
         return "queued" if was_queued else "rerun"
 
@@ -245,9 +229,6 @@ class Restart:
             return self._functions.get(name)
         except NotFound:
             return None
-
-    def _lost_try(self, record: Record, lost: _Loss) -> Attempt:
-        return record.tried(Outcome(state=State.LOST, reason=lost.reason, message=lost.story), self._wall())
 
     async def drain(self, grace_s: float) -> int:
         """Refuse new work and wait for what runs; returns how many are left for the next gateway."""

@@ -423,12 +423,7 @@ class TrajectoryOrder:
         if action.trajectory is None:
             self._state.queue.offer(waiting)
             return
-        trajectory = self._state.trajectories.get(action.trajectory)
-        if trajectory is None:
-            trajectory = TrajectoryState(
-                action.trajectory, action.task, action.memory_bytes, action.trajectory_ttl_s, waiting.seq
-            )
-            self._state.trajectories.add(trajectory)
+        trajectory = self.of(action) or self._begin(action.trajectory, waiting)
         if waiting.child:
             trajectory.children += 1
         elif trajectory.active is None:
@@ -444,19 +439,21 @@ class TrajectoryOrder:
             return True
         state = self._state
         trajectory = state.trajectories.get(action.trajectory)
-        if trajectory is None or not trajectory.at_rest or trajectory.ending:
+        if trajectory is not None and (not trajectory.at_rest or trajectory.ending):
             return False
         if not self._needs_place(action):
             return True
-        if trajectory.node:
+        if trajectory is not None and trajectory.node:
             return trajectory.node == node
-        return node in state.nodes and trajectory.memory_bytes <= state.nodes[node].free_bytes
+        memory_bytes = action.memory_bytes if trajectory is None else trajectory.memory_bytes
+        return node in state.nodes and memory_bytes <= state.nodes[node].free_bytes
 
     def resume(self, waiting: Waiting, node: str) -> None:
         """Give a running action its trajectory's turn, and the trajectory its place."""
-        trajectory = self.of(waiting.action)
-        if trajectory is None:
+        name = waiting.action.trajectory
+        if name is None:
             return
+        trajectory = self.of(waiting.action) or self._begin(name, waiting)
         trajectory.active = waiting
         if not trajectory.node and self._needs_place(waiting.action):
             self._pin(trajectory, self._state.nodes[node])
@@ -536,6 +533,13 @@ class TrajectoryOrder:
         if trajectory.node and trajectory.node in state.nodes:
             state.nodes[trajectory.node].release(trajectory.name)
         state.commands.append(EndTrajectory(trajectory=trajectory.name))
+
+    def _begin(self, name: str, first: Waiting) -> TrajectoryState:
+        """Let a trajectory live from its first action on."""
+        action = first.action
+        trajectory = TrajectoryState(name, action.task, action.memory_bytes, action.trajectory_ttl_s, first.seq)
+        self._state.trajectories.add(trajectory)
+        return trajectory
 
     def _pin(self, trajectory: TrajectoryState, node: Node) -> None:
         """Hold its memory where it lives from now on."""

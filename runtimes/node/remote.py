@@ -82,6 +82,8 @@ class RemoteCall:
     #: Whether it was ever sent, and whether it may have begun.
     sent: bool = False
     begun: bool = False
+    #: Whether a gateway before says so, and the node has not told yet whether it is true.
+    unconfirmed: bool = False
     #: The answer to its question whether it may begin, and who finds that out.
     go: protocol.AttemptGo | None = None
     asking: asyncio.Task[None] | None = None
@@ -96,8 +98,14 @@ class RemoteCall:
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may be begun once more where it was lost."""
-        return self.function.idempotent and not self.session
+        """Whether it may be begun once more where it was lost; a gateway before did so on record, as its next try."""
+        return self.function.idempotent and not self.session and not self.unconfirmed
+
+    def join(self, facts: protocol.AttemptFacts) -> None:
+        """The node has it."""
+        self.sent = True
+        self.begun = facts.begun or (self.begun and not self.unconfirmed)
+        self.unconfirmed = False
 
     async def ended(self) -> None:
         """Wait for its end; a cancellation takes nothing from who waits next."""
@@ -1047,8 +1055,6 @@ class RemoteNode:
         self._parts = (self._transfers, self.models, self._sessions, self.snapshots, fitness)
         self._known = NodeKnowledge(epoch)
         self._recovering = False
-        #: Whether all that a gateway before has begun there was begun in the present life of the node.
-        self._one_life = True
 
     # --- the link
 
@@ -1070,7 +1076,6 @@ class RemoteNode:
         """
         known = NodeKnowledge.of(inventory)
         before, same = self._known, inventory.epoch == self._known.epoch
-        self._one_life = self._one_life and (same or not (before.epoch or recovering))
         if self._link is not None:
             self._link.close("another link took its place")
         self._link = link
@@ -1080,15 +1085,17 @@ class RemoteNode:
         self._transfers.attach(link)
         self.models.attach()
         self._sessions.attach(link)
+        self._requests.ask_again()
         for name in before.trajectories.keys() - self._known.trajectories.keys():
             self._requests.remember("mark_lost", name)  # before an action comes that would find a new, empty one
         for claim, remote in list(self._calls.items()):
             if remote.outcome is not None:
                 continue
             if claim in self._known.attempts:
-                remote.sent, remote.begun = True, remote.begun or self._known.attempts[claim].begun
+                remote.join(self._known.attempts[claim])
                 self._attach_call(claim, remote)
             elif same or not remote.begun or remote.repeatable:
+                remote.begun, remote.unconfirmed = remote.begun and not remote.unconfirmed, False
                 self._send(remote)
             else:
                 self._gone(remote, "the node came back without what had begun on it")
@@ -1098,7 +1105,6 @@ class RemoteNode:
         for claim in list(self._unwanted):
             if claim not in self._known.attempts:
                 del self._unwanted[claim]
-        self._requests.ask_again()
 
     async def serve(self, link: NodeLink) -> str:
         """Take what the node says until the link is gone; return why it is."""
@@ -1171,9 +1177,13 @@ class RemoteNode:
     def _begin(self, claim: str, remote: RemoteCall) -> None:
         facts = self._known.attempts.get(claim)
         if facts is not None and claim not in self._unwanted:
-            remote.sent, remote.begun = True, facts.begun
+            remote.join(facts)
             if self._link is not None:
                 self._attach_call(claim, remote)
+        elif remote.call.resumed and self._link is None:
+            remote.sent = remote.begun = remote.unconfirmed = True  # the node says at its return what became of it
+        elif remote.call.resumed and not remote.repeatable:
+            self._gone(remote, "the node came back without what had begun on it")
         elif self._link is not None:
             self._send(remote)
 
@@ -1306,20 +1316,9 @@ class RemoteNode:
 
     # --- what outlasts a gateway
 
-    def resumable(self) -> set[str]:
-        """Return the claims of attempts of a gateway before that have begun there."""
-        return {claim for claim, facts in self._known.attempts.items() if facts.begun} - self._unwanted.keys()
-
-    def never_started(self, claims: str) -> bool:
-        """Return whether it is certain that no such attempt has begun there."""
-        if not self._known.epoch or not self._one_life or claims in self._calls or claims in self._unrecorded:
-            return False
-        facts = self._known.attempts.get(claims)
-        return facts is None or not facts.begun
-
     async def end_unclaimed(self, taken: Collection[str]) -> None:
         """End the attempts of a gateway before but these: nobody comes for them any more."""
-        self._recovering, self._one_life = False, True
+        self._recovering = False
         for claim in self._known.attempts.keys() - self._calls.keys() - self._unrecorded - set(taken):
             self._unwant(claim)
 

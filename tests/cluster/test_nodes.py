@@ -48,6 +48,7 @@ def test_a_gateway_is_killed_in_the_middle_and_the_next_one_finds_all_that_runs_
     gateway.until_state("n1", "ready")
     listen = gateway.door[0]
     mine = gateway.submit("there", TALE, trajectory="t")
+    behind = gateway.submit("there", "cat runs; echo behind >> runs", trajectory="t")
     begun(gateway, mine)
     gateway.kill()
     gateway.listen_at(listen)
@@ -58,7 +59,8 @@ def test_a_gateway_is_killed_in_the_middle_and_the_next_one_finds_all_that_runs_
         assert (here.state, here.result["stdout"]) == ("succeeded", "here\n")
     found = succeeded(gateway, mine, TOLD)
     assert (found["node"], found["attempt"]) == ("n1", 1)
-    succeeded(gateway, gateway.submit("there", "cat runs", trajectory="t"), "run\n")
+    succeeded(gateway, behind, "run\n")
+    succeeded(gateway, gateway.submit("there", "cat runs", trajectory="t"), "run\nbehind\n")
 
 
 def test_what_a_lost_node_ran_is_told_or_runs_elsewhere_once_and_its_trajectories_hear_of_it(

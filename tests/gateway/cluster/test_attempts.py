@@ -1,4 +1,4 @@
-"""What a gateway decides on a node's attempts of before: only what has begun there is lost."""
+"""What of a node's attempts of before a gateway has the node asked for at its return."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import pytest
 from gateway.cluster.cluster import NodeReattachment
 from gateway.invocations.invocations import LiveInvocation
 from gateway.invocations.record import Mode, Record
-from gateway.invocations.restart import claims_of_try
 from manager.action import State
 from manager.function import FunctionSpec
-from runtimes.node import protocol
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.handlers.test_store import function as handler
-from tests.runtimes.node.memory_stream import close_all, pair
 
 HANDLER = handler(Path("/f"))
 COMMAND = FunctionSpec(name="shell", runtime="exec")
@@ -41,30 +38,12 @@ def running(function: FunctionSpec, trajectory: str | None = None, *, begun: boo
     return LiveInvocation(record=kept, function=function)
 
 
-def facts(claim: str, *, begun: bool) -> protocol.AttemptFacts:
-    return protocol.AttemptFacts(
-        claim=claim, action_id="a", attempt=1, trajectory=None, begun=begun, ended=False, ran_s=0.0
-    )
-
-
-@pytest.mark.parametrize("function", [HANDLER, COMMAND, MODEL], ids=lambda function: function.runtime)
 @pytest.mark.parametrize("trajectory", [None, "t"])
-@pytest.mark.parametrize("there", ["waits", "begun", "absent"])
-@pytest.mark.parametrize("life", ["", "this", "another"])
-async def test_what_its_node_says_has_not_begun_has_not_whatever_the_record_fears(
-    function: FunctionSpec, trajectory: str | None, there: str, life: str
+async def test_commands_and_handlers_go_on_at_a_node_without_a_gateway_and_models_do_not(
+    trajectory: str | None,
 ) -> None:
-    invocation, node = running(function, trajectory, begun=True), RemoteNode("n1", epoch=life)
-    known = [] if there == "absent" else [facts(claims_of_try(invocation.record), begun=there == "begun")]
-    node.attach(pair()[0], protocol.Inventory(epoch="this", attempts=known, trajectories=[]), recovering=True)
-    certain = there != "begun" and life == "this" and function is not MODEL
-    assert NodeReattachment(node).never_started(invocation) is certain
-    await node.close()
-    await close_all()
-
-
-async def test_what_the_record_says_has_not_begun_needs_no_node() -> None:
-    node = RemoteNode("n1")
-    for function in (HANDLER, COMMAND, MODEL):
-        assert NodeReattachment(node).never_started(running(function, begun=False))
-    await node.close()
+    holds = {
+        function.runtime: NodeReattachment(RemoteNode("n1")).may_hold(running(function, trajectory, begun=True))
+        for function in (HANDLER, COMMAND, MODEL)
+    }
+    assert holds == {"handler": True, "exec": True, "model": False}

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.cluster.cluster import OneMachine
+from gateway.invocations.invocations import GONE
+from gateway.invocations.restart import RESTARTED, Reattachment
 from gateway.store.maintenance import StateDirectory
+from manager.action import State
+from manager.engine import Engine
 from manager.errors import Conflict
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.sandbox import Sandbox
@@ -149,6 +155,61 @@ async def test_what_has_begun_and_is_not_held_is_never_run_twice(
         record = await ended(second, invocation_id)
         again = ("failed", "environment_lost")  # it is begun again, where there is no sandbox any more
         assert (record["state"], record["reason"]) == (again if certain else ("lost", "gateway_restart")), record
+
+
+@pytest.fixture
+def nodes_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran runs on a node that is not back yet, which holds what the scripted runtime executes."""
+    monkeypatch.setattr(OneMachine, "awaits", lambda _, record: record.state is State.RUNNING)
+    monkeypatch.setattr(Reattachment, "may_hold", lambda *_: True)
+
+
+@pytest.mark.usefixtures("nodes_are_awaited")
+@pytest.mark.parametrize("function", ["echo", "again"])
+async def test_what_runs_on_a_node_that_is_not_back_keeps_its_trajectorys_turn(tmp_path: Path, function: str) -> None:
+    async with serving(GatewayBench(tmp_path / "first")) as first:
+        call = partial(first.invoke, mode="async", headers={"X-Trajectory-Id": "t"})
+        running = (await call({"held": True}, function=function)).json()["id"]
+        await first.executing(running)
+        behind = (await call({"n": 1})).json()["id"]
+        bench = crash(tmp_path / "first", tmp_path / "second")
+    async with serving(bench) as second:
+        call = partial(second.invoke, mode="async", headers={"X-Trajectory-Id": "t"})
+        later = (await call({"n": 2})).json()["id"]
+        await second.executing(running)
+        for waiting in (behind, later):
+            record = (await second.http.get(f"/v1/invocations/{waiting}")).json()
+            assert record["state"] == "queued", record
+        second.runtime.finish(running)
+        ends = [await ended(second, each) for each in (running, behind, later)]
+        assert [(each["state"], each["attempt"]) for each in ends] == [("succeeded", 1)] * 3
+        executed = [action_id for verb, action_id in second.runtime.seen if verb == "execute"]
+        assert executed == [running, behind, later]
+
+
+@pytest.mark.usefixtures("nodes_are_awaited")
+async def test_what_runs_on_a_node_that_is_not_back_is_cancelled_there_when_its_caller_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled: list[str] = []
+    cancel = Engine.cancel
+
+    def note(engine: Engine, action_id: str, message: str = "") -> bool:
+        cancelled.append(action_id)
+        return cancel(engine, action_id, message)
+
+    monkeypatch.setattr(Engine, "cancel", note)
+    async with serving(GatewayBench(tmp_path / "first")) as first:
+        call = asyncio.create_task(first.invoke({"hangs": True}, headers={"X-Trajectory-Id": "t"}))
+        await until(lambda: bool(first.runtime.running))
+        invocation_id = next(iter(first.runtime.running))
+        await first.app.store.commit()
+        bench = crash(tmp_path / "first", tmp_path / "second")
+        call.cancel()
+    async with serving(bench) as second:
+        record = await ended(second, invocation_id)
+        assert (record["state"], record["message"]) == ("cancelled", f"{RESTARTED} and {GONE}")
+        assert cancelled.count(invocation_id) == 2, "by each gateway, and the second has its executor end it"
 
 
 async def test_a_key_still_latches_on_after_a_restart(tmp_path: Path) -> None:

@@ -86,6 +86,14 @@ def test_it_has_the_turn_of_its_trajectory(drive: Drive) -> None:
     assert driver.running() == {"behind"}
 
 
+def test_it_begins_a_trajectory_that_holds_nothing_yet(drive: Drive) -> None:
+    driver = drive(spec())
+    driver.step(0, resumed("first", {"cpu": 1}, -1, trajectory="t"), Submitted(action=action("next", trajectory="t")))
+    assert driver.running() == {"first"}
+    driver.step(1, Finished(action_id="first", outcome=DONE))
+    assert driver.running() == {"next"}
+
+
 def test_a_quota_is_not_consumed_twice_and_counts_until_its_window_ends(drive: Drive) -> None:
     driver = drive(replace(spec(), resources={"search": QuotaSpec(limit=2, period_s=10)}))
     recent, old = resumed("recent", {"search": 1}, 94), resumed("old", {"search": 2}, 80)

@@ -108,6 +108,9 @@ class Session:
         self.faults: dict[int, str] = {}
         self._due: list[str] = []
         self._recovering = False
+        #: What the gateway of now runs on since one before, and what that had not begun.
+        self._resumed: list[SessionAction] = []
+        self._waiting: list[SessionAction] = []
         #: The node's life that the gateways have on record.
         self._epoch = ""
         self.joined = asyncio.Event()
@@ -124,15 +127,15 @@ class Session:
         self._execute(kept)
         return kept
 
-    def _execute(self, kept: SessionAction) -> None:
-        kept.task = asyncio.create_task(self._end(kept, self.node))
+    def _execute(self, kept: SessionAction, *, resumed: bool = False) -> None:
+        kept.task = asyncio.create_task(self._end(kept, self.node, resumed=resumed))
 
-    async def _end(self, kept: SessionAction, node: RemoteNode) -> None:
+    async def _end(self, kept: SessionAction, node: RemoteNode, *, resumed: bool) -> None:
         async def announce() -> bool:
             kept.begun, kept.asked = True, kept.asked + 1
             return True
 
-        call = Call(function=kept.function, input=kept.given, log=kept.log, announce=announce)
+        call = Call(function=kept.function, input=kept.given, log=kept.log, announce=announce, resumed=resumed)
         outcome = await node.execute(kept.action, Lease(action_id=kept.action.id, node="n1"), call)
         kept.ends.append(outcome)
         node.acknowledge(kept.claim)
@@ -205,21 +208,18 @@ class Session:
         await self.node.close()
         await asyncio.gather(*(kept.task for kept in self.actions.values() if kept.task), return_exceptions=True)
         self.node, self._recovering = RemoteNode("n1", epoch=self._epoch), True
+        self._waiting = [kept for kept in self.actions.values() if not kept.ends and not kept.begun]
+        self._resumed = [kept for kept in self.actions.values() if not kept.ends and kept.begun]
+        for kept in self._resumed:
+            kept.log.restore()
+            self._execute(kept, resumed=True)
+        await asyncio.sleep(0)
 
     async def _recover(self) -> None:
-        """Decide on what the gateway before left, as `gateway.invocations.restart` does."""
+        """Begin what had not begun when the gateway before was killed, as `gateway.invocations.restart` does."""
         self._recovering = False
-        taken = [kept for kept in self.actions.values() if not kept.ends]
-        for kept in taken:
-            if kept.begun and kept.claim in self.node.resumable():
-                kept.log.restore()
-            else:
-                certain = not kept.begun or self.node.never_started(kept.claim)
-                assert certain, f"{kept.claim} can neither be resumed nor begun"
-                kept.begun = False
-        resumed = {kept.claim for kept in taken if kept.begun}
-        await self.node.end_unclaimed(resumed)
-        for kept in taken:
+        await self.node.end_unclaimed({kept.claim for kept in self._resumed})
+        for kept in self._waiting:
             self._execute(kept)
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from bench.sandbox import DiscardedOutput
-from manager.action import Lease, State
+from manager.action import Lease, Outcome, State
 from manager.errors import ActionFailed, Reason, Unsupported
 from manager.executor import Call
 from manager.function import FunctionSpec
@@ -19,7 +19,7 @@ from runtimes.node import protocol, remote
 from runtimes.node.protocol import Message
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine, facts_of_trajectory
-from tests.runtimes.node.memory_stream import pair
+from tests.runtimes.node.memory_stream import close_all, pair
 from tests.runtimes.node.session import FUNCTION, STUCK_S, WORDS, Session, said, settled
 from tests.runtimes.node.test_wire import ACTION, LEASE
 
@@ -236,22 +236,73 @@ async def test_a_new_gateway_ends_what_it_does_not_take(session: Session) -> Non
     assert session.machine.killed == ["a.1/"]
 
 
-@pytest.mark.parametrize(("known", "certain"), [("", False), ("this", True), ("another", False)])
-async def test_a_node_says_only_of_its_present_life_what_never_began(known: str, certain: bool) -> None:
-    node = RemoteNode("n1", epoch=known)
-    for _ in range(2):  # a cut before anything is decided makes nothing certain
-        node.attach(pair()[0], protocol.Inventory(epoch="this", attempts=[], trajectories=[]), recovering=True)
-        assert node.never_started("a.1/") is certain
-    await node.end_unclaimed(())
-    assert node.never_started("b.1/"), "what comes from now on is of this life"
-    await node.close()
+def inventory(*attempts: protocol.AttemptFacts) -> protocol.Inventory:
+    return protocol.Inventory(epoch="this", attempts=list(attempts), trajectories=[])
 
 
-async def test_a_node_that_joins_for_the_first_time_has_one_life_only() -> None:
-    node = RemoteNode("n1")
-    node.attach(pair()[0], protocol.Inventory(epoch="this", attempts=[], trajectories=[]))
-    assert node.never_started("a.1/")
+def facts(*, begun: bool) -> protocol.AttemptFacts:
+    return protocol.AttemptFacts(
+        claim="a.1/", action_id="a", attempt=1, trajectory=None, begun=begun, ended=False, ran_s=0.0
+    )
+
+
+def resumed(node: RemoteNode, function: FunctionSpec = FUNCTION) -> asyncio.Task[Outcome]:
+    """Have a node asked for what a gateway before has begun there."""
+    call = Call(function=function, input={}, log=DiscardedOutput(), resumed=True)
+    return asyncio.create_task(node.execute(replace(ACTION, id="a"), LEASE, call))
+
+
+@pytest.mark.parametrize("function", [FUNCTION, IDEMPOTENT], ids=lambda function: function.name)
+@pytest.mark.parametrize(("life", "sent"), [("", False), ("this", True), ("another", False)])
+async def test_what_a_gateway_before_began_is_begun_anew_only_in_a_life_in_which_it_never_was(
+    life: str, sent: bool, function: FunctionSpec
+) -> None:
+    node, (near, far) = RemoteNode("n1", epoch=life), pair()
+    waiting = resumed(node, function)
+    await asyncio.sleep(0)
+    node.attach(near, inventory(), recovering=True)
+    await node.end_unclaimed({"a.1/"})
+    if sent:
+        await far.receive(protocol.DefineFunction, STUCK_S)
+        await far.receive(protocol.ExecuteAttempt, STUCK_S)
+    else:
+        assert (await waiting).reason is Reason.NODE_LOST
+    waiting.cancel()
     await node.close()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await close_all()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_what_a_gateway_before_began_is_joined_where_it_runs_and_never_ended(late: bool, begun: bool) -> None:
+    node, (near, far) = RemoteNode("n1", epoch="another"), pair()
+    waiting = None if late else resumed(node)
+    await asyncio.sleep(0)
+    node.attach(near, inventory(facts(begun=begun)), recovering=True)
+    await node.end_unclaimed({"a.1/"})
+    waiting = waiting or resumed(node)
+    assert (await far.receive(protocol.AttachAttempt, STUCK_S)).claim == "a.1/"
+    assert await node.leave("a.1/") is begun
+    await node.close()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await close_all()
+
+
+async def test_a_cancel_before_its_node_is_back_is_told_only_when_the_node_has_killed_it() -> None:
+    node, (near, far) = RemoteNode("n1", epoch="this"), pair()
+    waiting = resumed(node)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    node.attach(near, inventory(facts(begun=True)), recovering=True)
+    await node.end_unclaimed({"a.1/"})
+    await far.receive(protocol.AttachAttempt, STUCK_S)
+    assert not (await far.receive(protocol.CancelAttempt, STUCK_S)).disowned
+    assert not waiting.done(), "its command may run"
+    node.lost("it is gone")
+    assert (await waiting).reason is Reason.CANCELLED
+    await node.close()
+    await close_all()
 
 
 async def test_a_node_that_tells_of_too_many_trajectories_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
