@@ -212,6 +212,8 @@ class Submission:
 
     action: Action
     call: Call
+    #: The instant from which it may start, on the engine's clock.
+    not_before_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +327,8 @@ class Engine:
                 if action.service is not None:
                     self._functions[action.service] = submission.call.function
                 idempotent = self._repeat_lost and submission.call.function.idempotent
-                events.append(Submitted(action=action, idempotent=idempotent))
+                not_before_s = submission.not_before_s
+                events.append(Submitted(action=action, idempotent=idempotent, not_before_s=not_before_s))
         self._feed(events)
         return futures
 

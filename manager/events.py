@@ -19,6 +19,8 @@ class Submitted:
     action: Action
     #: Whether it may run again after its node was lost.
     idempotent: bool = False
+    #: The instant from which it may start; until then it waits in its trajectory's turn, and holds nothing.
+    not_before_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,7 +151,7 @@ class LiveInvocation:
     refusal: CodedError | None = None
     #: Set at its end, or when all that is still to come of it comes in the next gateway.
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Its next try, or the end of its waiting for a function that is not ready.
+    #: The end of its waiting for a function that is not ready.
     retry: asyncio.TimerHandle | None = None
     #: The call that made it; another one with the same key latched on.
     made_by: object = field(default_factory=object)
@@ -742,6 +742,9 @@ class Invocations:
                 ready.append(invocation)
             except CodedError as error:
                 self._refuse(invocation, error)
+        self._hand_over(ready, submissions)
+
+    def _hand_over(self, ready: Sequence[LiveInvocation], submissions: Sequence[Submission]) -> None:
         if not ready:
             return
         for invocation, settled in zip(ready, self.engine.submit(submissions), strict=True):
@@ -867,8 +870,15 @@ class Invocations:
         invocation.resumed = False
         if invocation.log is not None:
             invocation.log.write("system", f"try {attempt.attempt} ended: {outcome.reason}; next in {wait_s:.3f} s")
-        if not self._admission.draining:  # else the next gateway tries
-            invocation.retry = asyncio.get_running_loop().call_later(wait_s, self.submit, [invocation])
+        # At once, while nobody has its trajectory's turn: what is behind it runs after its last try. Its function was
+        # ready for this one, so it is not held back.
+        try:
+            next_s = self._now() + wait_s
+            submission = replace(self._submission(invocation, submitted_s=next_s), not_before_s=next_s)
+        except CodedError as error:
+            self._refuse(invocation, error)
+        else:
+            self._hand_over([invocation], [submission])
 
     def requeue(self, invocation: LiveInvocation, attempt: Attempt) -> None:
         """Put a finished try on record and let it wait for the next."""

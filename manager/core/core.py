@@ -209,6 +209,8 @@ class Core:
         """Settle what waited too long, then run one scheduling pass."""
         self._advance(now_s)
         state = self._state
+        self._order.pass_turns()
+        state.queue.release(state.now_s)
         for waiting in state.queue.expired(state.now_s):
             message = f"waited longer than queue_timeout, {waiting.action.queue_timeout_s:g} s, for "
             message += cause_of(state, waiting).text
@@ -290,7 +292,8 @@ class Core:
         for trajectory in state.trajectories:
             active = trajectory.active
             assert active is None or active.id in state.queue or active.id in state.executing, f"{trajectory}"
-            assert active is not None or not trajectory.behind, f"trajectory {trajectory.name} stands still"
+            still = active is None and bool(trajectory.behind)
+            assert not still or self._order.has_free_turns, f"trajectory {trajectory.name} stands still"
 
     # -- events
 
@@ -346,7 +349,8 @@ class Core:
         self.accepted += 1
         parent = None if action.parent is None else state.executing.get(action.parent)
         key = (self._stamp(action), self._seq, 0) if parent is None else (*parent.waited.key[:2], self._seq)
-        waiting = Waiting(action, key, self._seq, event.idempotent, child=parent is not None)
+        child, not_before_s = parent is not None, event.not_before_s if event.not_before_s > state.now_s else 0.0
+        waiting = Waiting(action, key, self._seq, event.idempotent, child=child, not_before_s=not_before_s)
         state.queue.admit(waiting, state.now_s)
         if parent is not None:
             state.children.add(parent.id, waiting)
@@ -455,6 +459,7 @@ class Core:
         """Say when to come back, if that changed."""
         state = self._state
         wished = [state.queue.next_deadline_s(), state.trajectories.next_expiry_s(), *state.wakes.values()]
+        wished.append(state.now_s if self._order.has_free_turns else state.queue.next_release_s())
         if state.resources.timed:
             wished += [pool.next_return_s() for pool in self._awaited()]
         wake_s = min([instant for instant in wished if instant is not None], default=None)

@@ -376,6 +376,8 @@ class Waiting:
     child: bool = False
     #: The group that a pass can choose it from; None until its turn in its trajectory has come.
     group: QueueGroup | None = None
+    #: The instant from which it may start; 0 once that has come.
+    not_before_s: float = 0.0
     id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -616,6 +618,9 @@ class Queue:
         self._by_task: dict[str, int] = {}
         self._by_function: dict[str, int] = {}
         self._deadlines = Expiries[Waiting](lambda one, _: self._waiting.get(one.id) is not one)
+        #: Whose turn has come before the instant from which they may start, with the node that each is bound to.
+        self._early: dict[Waiting, str] = {}
+        self._due = Expiries[Waiting](lambda one, _: one not in self._early)
         #: What was offered since the last pass, by group, and the groups of which some left what they had reserved.
         self._arrived: dict[QueueGroup, int] = {}
         self._forsaken: set[QueueGroup] = set()
@@ -657,11 +662,18 @@ class Queue:
         self._waiting[waiting.id] = waiting
         self._by_task[action.task] = self._by_task.get(action.task, 0) + 1
         self._by_function[action.function] = self._by_function.get(action.function, 0) + 1
-        self._deadlines.add(now_s + action.queue_timeout_s, waiting.seq, waiting)
+        self._deadlines.add(max(now_s, waiting.not_before_s) + action.queue_timeout_s, waiting.seq, waiting)
 
     def offer(self, waiting: Waiting, node: str = "") -> None:
-        """Let a pass choose an action, on ``node`` if it is bound to one; its trajectory, if any, holds its memory."""
+        """Let a pass choose an action, on ``node`` if it is bound to one; its trajectory, if any, holds its memory.
+
+        One that may not start yet is offered by `release`, when it may.
+        """
         action = waiting.action
+        if waiting.not_before_s:
+            self._early[waiting] = node
+            self._due.add(waiting.not_before_s, waiting.seq, waiting)
+            return
         memory_bytes = action.memory_bytes if action.trajectory is None else 0
         service = self._batch_service(action) if action.batch_tokens else ""
         group = self._latest.get(node)
@@ -672,11 +684,27 @@ class Queue:
         group.add(waiting)
         self._arrived[group] = self._arrived.get(group, 0) + 1
 
+    def release(self, now_s: float) -> None:
+        """Offer what may start by now."""
+        for waiting in self._due.take(now_s, len(self._early)):
+            waiting.not_before_s = 0.0
+            self.offer(waiting, self._early.pop(waiting))
+
+    def early(self) -> Collection[Waiting]:
+        """Return those whose turn has come before the instant from which they may start."""
+        return self._early.keys()
+
+    def next_release_s(self) -> float | None:
+        """Return the instant from which the next of those may start; None if there is none."""
+        return self._due.next_s()
+
     def leave(self, alike: Sequence[Waiting]) -> None:
         """Remove actions of one group, or one of none, that start on what they had reserved."""
         functions: dict[str, int] = {}
         for waiting in alike:
             del self._waiting[waiting.id]
+            if self._early:
+                self._early.pop(waiting, None)
             functions[waiting.action.function] = functions.get(waiting.action.function, 0) + 1
         for function, count in functions.items():
             _decrement(self._by_function, function, count)

@@ -256,6 +256,8 @@ def counted_causes(state: SchedulerState) -> list[CauseTally]:
     for group in state.queue.groups():
         for first in islice(group, 1):
             add(first, cause_of(state, first), group.live)
+    for early in state.queue.early():
+        add(early, Cause(kind="hold", text="the instant of their next try"), 1)
     for trajectory in state.trajectories:
         if trajectory.unplaced:
             add(trajectory.unplaced[0], _place_of(state, trajectory), len(trajectory.unplaced))
@@ -270,6 +272,9 @@ def counted_causes(state: SchedulerState) -> list[CauseTally]:
 
 def _of_trajectory(state: SchedulerState, waiting: Waiting) -> Cause:
     """Return the cause of one whose turn in its trajectory has not come."""
+    if waiting in state.queue.early():
+        until_s = max(0.0, waiting.not_before_s - state.now_s)
+        return Cause(kind="hold", text=f"its next try, in {until_s:.3g} s", until_s=until_s)
     name = waiting.action.trajectory
     trajectory = None if name is None else state.trajectories.get(name)
     if trajectory is None:
@@ -408,10 +413,31 @@ def _memory_of(state: SchedulerState, need_bytes: int, node: str = "") -> Cause:
 
 
 class TrajectoryOrder:
-    """The actions of each trajectory run one at a time and in order; children pass beside."""
+    """The actions of each trajectory run one at a time and in order; children pass beside.
+
+    The turn of one that has settled is passed on at the next pass: until then its next try (an attempt after the first)
+    takes it again, so nothing that was asked for later runs between two tries.
+    """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        #: Whose turn nobody has, though something waits for it.
+        self._free: list[TrajectoryState] = []
+
+    @property
+    def has_free_turns(self) -> bool:
+        """Return whether a turn is to be passed on."""
+        return bool(self._free)
+
+    def pass_turns(self) -> None:
+        """Give the turns of actions that have settled, and are not tried again, to the next ones."""
+        if not self._free:
+            return
+        free, self._free = self._free, []
+        for trajectory in free:
+            if trajectory.active is None and trajectory.behind:
+                trajectory.active = trajectory.behind.pop(0)
+                self._offer(trajectory.active, trajectory)
 
     def of(self, action: Action) -> TrajectoryState | None:
         """Return the trajectory that an action belongs to; None if there is none."""
@@ -426,7 +452,7 @@ class TrajectoryOrder:
         trajectory = self.of(action) or self._begin(action.trajectory, waiting)
         if waiting.child:
             trajectory.children += 1
-        elif trajectory.active is None:
+        elif trajectory.active is None and (action.attempt > 1 or not trajectory.behind):
             trajectory.active = waiting
         else:
             trajectory.behind.append(waiting)
@@ -482,8 +508,7 @@ class TrajectoryOrder:
         else:
             trajectory.behind.remove(waiting)
         if trajectory.active is None and trajectory.behind:
-            trajectory.active = trajectory.behind.pop(0)
-            self._offer(trajectory.active, trajectory)
+            self._free.append(trajectory)
         if trajectory.at_rest:
             self._rest(trajectory)
 
