@@ -7,7 +7,7 @@ import errno
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import MISSING, astuple, dataclass, field, fields
@@ -462,6 +462,50 @@ class _Batch:
         )
 
 
+#: The name of a statement, and the rows that it writes.
+_Statement = tuple[str, Collection[Sequence[object]]]
+
+
+class _Unwritable(NamedTuple):
+    """A row that cannot be written."""
+
+    statement: str
+    key: object
+    why: str
+
+
+def _statements(batch: _Batch, rows: Sequence[list[object]]) -> list[_Statement]:
+    """Return what writes a batch, in order."""
+    texts = sum(len(log.data.encode(errors="replace")) for log in batch.logs)
+    found: list[_Statement] = [
+        ("save_invocation", rows),
+        ("save_input", batch.inputs.items()),
+        ("save_key", batch.keys.values()),
+        ("save_log", [(log.seq, log.position, log.time_s, log.stream, log.data) for log in batch.logs]),
+        ("save_document", [each for each in batch.documents.items() if each[1] is not None]),
+        ("remove_document", [each[:1] for each in batch.documents.items() if each[1] is None]),
+        ("count_log_bytes", [(texts,)] if batch.logs else ()),
+        ("delete_trajectory", [(name,) for name, opened in batch.trajectories.items() if opened is None]),
+        (
+            "save_trajectory",
+            [(name, *astuple(opened)) for name, opened in batch.trajectories.items() if opened is not None],
+        ),
+        *[(statement, (given,)) for statement, given in batch.notes],
+    ]
+    return [(statement, values) for statement, values in found if values]
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Return whether the database refuses, and not only one row that cannot be written."""
+    of_a_row = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
+    return isinstance(error, sqlite3.Error | OSError) and not isinstance(error, of_a_row)
+
+
+def _roll_back(connection: sqlite3.Connection) -> None:
+    if connection.in_transaction:
+        connection.execute("ROLLBACK")
+
+
 class Store:
     """Records, inputs, idempotency keys, logs and small documents. Use from one event loop.
 
@@ -485,7 +529,7 @@ class Store:
         self._batch = _Batch()
         self._log_bytes = 0
         self._soon = False  # whether somebody follows a log of which the batch holds records
-        self._writing: asyncio.Future[None] | None = None
+        self._writing: asyncio.Future[list[_Unwritable]] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._seq = 0
         self._log = structlog.get_logger("gateway.store")
@@ -625,16 +669,21 @@ class Store:
             return
         batch, self._batch = self._batch, _Batch()
         self._log_bytes, self._soon = 0, False
-        rows = [row_of(record) for record in batch.records.values()]
+        rows, unwritable = [], []
+        for record in batch.records.values():
+            try:
+                rows.append(row_of(record))
+            except Exception as error:  # noqa: BLE001  # whatever is wrong with one record, the others are written
+                unwritable.append(_Unwritable("save_invocation", record.seq, repr(error)))
         loop = asyncio.get_running_loop()
         self._writing = loop.run_in_executor(self._writer, self._write, self._connection, batch, rows)
-        self._writing.add_done_callback(lambda done: self._written(batch, done))
+        self._writing.add_done_callback(lambda done: self._written(batch, unwritable, done))
 
-    def _written(self, batch: _Batch, done: asyncio.Future[None]) -> None:
+    def _written(self, batch: _Batch, unwritable: list[_Unwritable], done: asyncio.Future[list[_Unwritable]]) -> None:
         self._writing = None
         error = done.exception()
         if error is None:
-            self._succeeded(batch)
+            self._succeeded(batch, [*unwritable, *done.result()])
         else:
             self._refused(batch, error)
         if self._batch.waiters:
@@ -642,7 +691,8 @@ class Store:
         elif self._batch and self.failure is None:
             self._arm()
 
-    def _succeeded(self, batch: _Batch) -> None:
+    def _succeeded(self, batch: _Batch, unwritable: Sequence[_Unwritable]) -> None:
+        """Tell the waiters; all of them that not all was written, if a row could not be: it is not tried again."""
         if self.failure is not None:
             self._log.warning("the disk takes records again", after=self.failure)
         self.failure = None
@@ -651,8 +701,15 @@ class Store:
         self.rows_written += len(batch.records)
         if batch.logs and self.on_logs is not None:
             self.on_logs(batch.logs)
+        for row in unwritable:
+            self._log.error("a row cannot be written and is left out", **row._asdict())
         for waiter in batch.waiters:
-            if not waiter.done():
+            if waiter.done():
+                continue
+            if unwritable:
+                message = f"not all of it can be written: {unwritable[0].why}"
+                waiter.set_exception(StorageUnavailable(message, component="store", retry_after_s=1.0))
+            else:
                 waiter.set_result(None)
 
     def _refused(self, batch: _Batch, error: BaseException) -> None:
@@ -669,36 +726,47 @@ class Store:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._spec.retry_s, self._write_next)
 
-    def _write(self, connection: sqlite3.Connection, batch: _Batch, rows: Sequence[list[object]]) -> None:
-        """One transaction; runs in the writer thread."""
-        sql = self._queries
+    def _write(self, connection: sqlite3.Connection, batch: _Batch, rows: Sequence[list[object]]) -> list[_Unwritable]:
+        """Write one transaction, and return the rows that cannot be written, which are left out of it.
+
+        Runs in the writer thread.
+        """
+        statements = _statements(batch, rows)
+        try:
+            self._transact(connection, lambda: self._execute_all(connection, statements))
+            return []
+        except Exception as error:
+            if _is_of_the_disk(error):
+                raise
+        unwritable: list[_Unwritable] = []
+        self._transact(connection, lambda: unwritable.extend(self._execute_each(connection, statements)))
+        return unwritable
+
+    def _transact(self, connection: sqlite3.Connection, work: Callable[[], object]) -> None:
+        """Do all of it in one transaction, or nothing, whatever is raised: no later one may begin within it."""
         try:
             connection.execute("BEGIN IMMEDIATE")
-            tables: dict[str, Collection[Sequence[object]]] = {
-                "save_invocation": rows,
-                "save_input": batch.inputs.items(),
-                "save_key": batch.keys.values(),
-                "save_log": [(log.seq, log.position, log.time_s, log.stream, log.data) for log in batch.logs],
-                "save_document": [each for each in batch.documents.items() if each[1] is not None],
-                "remove_document": [each[:1] for each in batch.documents.items() if each[1] is None],
-            }
-            for statement, values in tables.items():
-                if values:  # each statement takes a turn with the event loop's thread
-                    connection.executemany(sql[statement], values)
-            if batch.logs:
-                connection.execute(sql["count_log_bytes"], (sum(len(log.data.encode()) for log in batch.logs),))
-            for name, opened in batch.trajectories.items():
-                if opened is None:
-                    connection.execute(sql["delete_trajectory"], (name,))
-                else:
-                    connection.execute(sql["save_trajectory"], (name, *astuple(opened)))
-            for statement, given in batch.notes:
-                connection.execute(sql[statement], given)
+            work()
             connection.execute("COMMIT")
-        except sqlite3.Error:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+        except BaseException:
+            _roll_back(connection)
             raise
+
+    def _execute_all(self, connection: sqlite3.Connection, statements: Iterable[_Statement]) -> None:
+        """Execute each for all its rows at once, which takes one turn with the event loop's thread."""
+        for statement, values in statements:
+            connection.executemany(self._queries[statement], values)
+
+    def _execute_each(self, connection: sqlite3.Connection, statements: Iterable[_Statement]) -> Iterator[_Unwritable]:
+        """Execute them row by row, and yield those that cannot be written."""
+        for statement, values in statements:
+            for row in values:
+                try:
+                    connection.execute(self._queries[statement], row)
+                except Exception as error:
+                    if _is_of_the_disk(error):
+                        raise
+                    yield _Unwritable(statement, row[0] if row else None, repr(error))
 
     # Reading
 
@@ -791,9 +859,8 @@ class Store:
     ) -> int:
         try:
             return work(connection, self._queries)
-        except sqlite3.Error:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+        except BaseException:
+            _roll_back(connection)
             raise
 
     # The connection, in the writer's thread

@@ -6,13 +6,14 @@ import asyncio
 import errno
 import shutil
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from gateway.invocations.record import new_id, seq_of
-from gateway.store.store import Durability, Filter, LogRow, Store, StoreSpec, mended_by
+from gateway.invocations.record import Record, new_id, seq_of
+from gateway.store import store as store_module
+from gateway.store.store import Durability, Filter, LogRow, Store, StoreSpec, mended_by, row_of
 from manager.action import State
 from manager.errors import InvalidInput, NotFound, Reason, StorageUnavailable
 from runtimes.sandbox.disk import REMEDY as ROOM
@@ -157,3 +158,57 @@ def test_an_id_tells_its_row_and_odd_ones_are_refused() -> None:
             seq_of(odd)
     with pytest.raises(NotFound):
         seq_of("abc")
+
+
+def _with_message(store: Store, record: Record) -> None:
+    record.message = "a\udcffb"
+
+
+def _with_attempt(store: Store, record: Record) -> None:
+    record.attempt = 2**64
+
+
+def _with_log(store: Store, record: Record) -> None:
+    store.save_log(LogRow(seq=record.seq, position=0, time_s=0.0, stream="stdout", data="a\udcff"))
+
+
+def _with_delivery(store: Store, record: Record) -> None:
+    store.note("save_delivery", record.seq, "a\udcff", 0.0, 0)
+
+
+@pytest.mark.parametrize("spoil", [_with_message, _with_attempt, _with_log, _with_delivery])
+async def test_a_row_that_cannot_be_written_is_told_and_keeps_no_other_from_the_disk(
+    store: Store, spoil: Callable[[Store, Record], None]
+) -> None:
+    accepted(store)
+    await store.commit()
+    bad, innocent = accepted(store), accepted(store)
+    spoil(store, bad)
+    async with asyncio.timeout(30):
+        with pytest.raises(StorageUnavailable, match="not all of it can be written"):
+            await store.commit()
+        later = accepted(store)
+        await store.commit()
+    assert store.failure is None
+    on_disk = [row["seq"] for row in await store.read("unfinished", ())]
+    assert {innocent.seq, later.seq} <= set(on_disk)
+
+
+async def test_memory_that_runs_short_for_one_record_leaves_the_others_their_transaction(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, innocent = accepted(store), accepted(store)
+
+    def short(record: Record) -> list[object]:
+        if record is bad:
+            raise MemoryError
+        return row_of(record)
+
+    monkeypatch.setattr(store_module, "row_of", short)
+    with pytest.raises(StorageUnavailable, match="MemoryError"):
+        await store.commit()
+    assert [row["seq"] for row in await store.read("unfinished", ())] == [innocent.seq]
+    monkeypatch.undo()
+    store.save(bad)
+    await store.commit()
+    assert [row["seq"] for row in await store.read("unfinished", ())] == [bad.seq, innocent.seq]
