@@ -6,8 +6,8 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -227,6 +227,8 @@ class Environments:
         self._orphaned: list[Sandbox] = []
         #: Sandboxes of single actions whose end is not on record yet, by what their claims begin with.
         self._awaiting_ack: dict[str, Sandbox] = {}
+        #: Ids of sandboxes that are made, or claimed, and have no owner yet.
+        self._unowned: set[str] = set()
         #: Ids of sandboxes that were left to the next gateway.
         self._left: set[str] = set()
         #: Trajectories whose sandbox died with an earlier gateway.
@@ -560,15 +562,31 @@ class Environments:
         sandbox = self._pools.claim(spec)
         if sandbox is None:
             return await self._create(spec, labels)
-        await sandbox.relabel(labels)
+        with self._spared(sandbox.id):
+            try:
+                await sandbox.relabel(labels)
+            except BaseException:
+                self._remove(sandbox)
+                raise
         return sandbox
+
+    @contextmanager
+    def _spared(self, id: str) -> Iterator[None]:
+        """Keep the reaper from a sandbox until its owner has it: nothing may be awaited between this and that."""
+        self._unowned.add(id)
+        try:
+            yield
+        finally:
+            self._unowned.discard(id)
 
     async def _create(self, spec: SandboxSpec, labels: dict[str, str]) -> Sandbox:
         if self._closed:
             raise Conflict("the gateway is closing", component=COMPONENT)
+        name = secrets.token_hex(8)
         try:
             spec = self.settings.secrets.filled(spec)
-            return await self.provider.create(spec, name=secrets.token_hex(8), labels=labels, mounts={})
+            with self._spared(name):
+                return await self.provider.create(spec, name=name, labels=labels, mounts={})
         except CodedError:
             self._suspicion.set()
             raise
@@ -619,8 +637,8 @@ class Environments:
             *self._orphaned,
             *self._awaiting_ack.values(),
         ]
-        living = {sandbox.id for sandbox in ours}
-        removed = await self.provider.reap(living.union(self._left, *(others() for others in self._excluded)))
+        living = {*self._unowned, *self._left, *(sandbox.id for sandbox in ours)}
+        removed = await self.provider.reap(living.union(*(others() for others in self._excluded)))
         if removed:
             logger.warning("orphaned sandboxes removed", count=removed)
 

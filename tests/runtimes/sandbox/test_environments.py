@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,6 +139,34 @@ class TestTrajectories:
             assert (owned.alive, ephemeral.alive, elsewhere.alive) == (True, True, True)
             assert await say(elsewhere, "echo on") == b"on\n"
         await elsewhere.close()
+
+    async def test_the_reaper_spares_what_is_made_or_claimed_and_has_no_owner_yet(
+        self, environments: Environments, local: Provider, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        create, relabel, passes = local.create, Sandbox.relabel, 0
+
+        async def made(*given: Any, **more: Any) -> Sandbox:
+            nonlocal passes
+            sandbox = await create(*given, **more)
+            await environments._reap()  # where a provider still has to put something on record
+            passes += 1
+            return sandbox
+
+        async def relabelled(sandbox: Sandbox, labels: Mapping[str, str]) -> None:
+            nonlocal passes
+            await environments._reap()
+            passes += 1
+            await relabel(sandbox, labels)
+
+        monkeypatch.setattr(local, "create", made)
+        monkeypatch.setattr(Sandbox, "relabel", relabelled)
+        assert await say(await environments.ensure("t"), "echo on") == b"on\n"
+        pool = environments.pool(SandboxSpec(warm=Warm(min=1, max=1)))
+        pool.start()
+        await pool.filled()
+        assert await say(await environments.ensure("u", pool.spec), "echo on") == b"on\n"
+        await pool.filled()
+        assert passes == 4, "two that were made for the pool, one of which was claimed, and the first"
 
     async def test_what_could_not_be_removed_is_looked_for_soon(
         self, local: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
