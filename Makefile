@@ -46,7 +46,7 @@ attacks: setup
 # Nodes that are lost and frozen, with real daemons, beside those faults of tests/cluster that `make test` plays.
 cluster-faults: setup
 	$(PYTHON) -m pytest -q tests/cluster
-	ROSTER_HISTORIES=100000 $(PYTHON) -m pytest -q tests/runtimes/node/test_roster.py
+	MEMBERSHIP_HISTORIES=100000 $(PYTHON) -m pytest -q tests/runtimes/node/test_membership.py
 
 # More seeds of the deterministic simulation: make sim SEEDS=100000
 sim: setup

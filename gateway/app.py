@@ -18,7 +18,7 @@ import structlog
 
 from gateway import limits
 from gateway.auth import DoorTokens, Guard, PageSession, announced, check_doors, open_tokens
-from gateway.cluster.cluster import OneMachine, machines_of
+from gateway.cluster.cluster import Cluster, open_cluster
 from gateway.config.load import UPLOADS, GatewayConfig, HandlerUploads
 from gateway.dashboard.stream import LOST_SHOWN_S, ActionEnds, Activity, Observers, Troubles, Watch
 from gateway.facades.app import FacadeListeners
@@ -93,7 +93,7 @@ class _Opened:
     wall: Callable[[], float]
     clock: Clock
     store: Store
-    machines: OneMachine
+    machines: Cluster
     history: History
     runtimes: Runtimes
     trajectories: TrajectoryRecovery
@@ -131,7 +131,7 @@ async def _open(
     await store.open()
     closers.push_async_callback(store.close)
     here, copies = limits.describe(config), handler_copies(server)
-    machines = await machines_of(config, here, paths, store, clock, wall, copies)
+    machines = await open_cluster(config, here, paths, store, clock, wall, copies)
     closers.push_async_callback(machines.close)
     saved = await store.document(HISTORY)
     runtimes = make_runtimes(config, clock, copies) if make is None else make(config, clock)

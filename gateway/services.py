@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from gateway.auth import Guard, PageSession
-from gateway.cluster.cluster import OneMachine
+from gateway.cluster.cluster import Cluster
 from gateway.config.schema import ServerConfig
 from gateway.dashboard.stream import Activity, Watch
 from gateway.invocations.callbacks import CallbackSender
@@ -110,7 +110,7 @@ class Services:
     #: The devices' processes, what is resident on them, and the counts of swaps.
     models: Callable[[], Mapping[str, object]]
     #: This machine, and the others that have joined.
-    machines: OneMachine
+    machines: Cluster
     #: The time of day in seconds.
     wall: Callable[[], float]
     #: Why the gateway takes no work now; None when it does.

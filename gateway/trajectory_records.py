@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from gateway.cluster.cluster import OneMachine
+from gateway.cluster.cluster import Cluster
 from gateway.cluster.store import NodeSnapshot
 from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.engine import Engine, Submission
@@ -204,7 +204,7 @@ _T = TypeVar("_T")
 class SnapshotCatalogue:
     """The snapshots of this machine and of its nodes; each is where the trajectory lived that it was taken of."""
 
-    def __init__(self, environments: Environments, machines: OneMachine) -> None:
+    def __init__(self, environments: Environments, machines: Cluster) -> None:
         self._environments = environments
         self._here = environments.provider.snapshots
         self._machines = machines
@@ -217,14 +217,14 @@ class SnapshotCatalogue:
     def all(self) -> list[NodeSnapshot]:
         """Return every snapshot, also those that are lost, the oldest first."""
         nodes = self._machines.snapshots
-        found = [*map(self._on_here, self._here.all()), *(() if nodes is None else nodes.all())]
+        found = [*map(self._on_here, self._here.all()), *nodes.all()]
         return sorted(found, key=lambda each: each.record.made_s)
 
     def in_use(self) -> set[str]:
         """Return the snapshots that a living trajectory began with, or something is about to begin with."""
         nodes = self._machines.snapshots
         here = {each.id for each in self._here.all() if self._here.user(each.id)}
-        return here | (set() if nodes is None else set(nodes.used()))
+        return here | set(nodes.used())
 
     def get(self, id: str) -> NodeSnapshot:
         """Return a snapshot that a trajectory may begin with.
@@ -233,7 +233,7 @@ class SnapshotCatalogue:
         gone, and Conflict if that takes no new work.
         """
         nodes = self._machines.snapshots
-        if nodes is None or nodes.find(id) is None:
+        if nodes.find(id) is None:
             return self._on_here(self._here.get(id))
         found = nodes.get(id)
         if why := self._machines.leaving(found.node):
@@ -247,7 +247,7 @@ class SnapshotCatalogue:
         Raises as `get`, SnapshotLost if its node is lost meanwhile, and what the work raises.
         """
         nodes = self._machines.snapshots
-        if nodes is not None and nodes.find(id) is not None:
+        if nodes.find(id) is not None:
             return await nodes.begin(id, work)
         async with self._here.held(id):
             return await work()
@@ -255,14 +255,14 @@ class SnapshotCatalogue:
     async def take(self, trajectory: str) -> NodeSnapshot:
         """Take a snapshot of a trajectory where it lives; raises as `Environments.snapshot` or `NodeSnapshots.take`."""
         nodes, remote = self._machines.snapshots, self._machines.remote_of(trajectory)
-        if nodes is None or remote is None:
+        if remote is None:
             return self._on_here(await self._environments.snapshot(trajectory))
         return NodeSnapshot(remote.name, await nodes.take(remote, trajectory))
 
     async def remove(self, id: str) -> None:
         """Remove a snapshot; raises NotFound, Conflict for one that something needs, or StorageUnavailable."""
         nodes = self._machines.snapshots
-        if nodes is not None and nodes.find(id) is not None:
+        if nodes.find(id) is not None:
             await nodes.remove(id)
         else:
             await self._here.remove(id)

@@ -19,7 +19,7 @@ from bench.cluster.stub_runtime import StubRuntime
 from bench.report import BenchReport, median, percentile
 from bench.sandbox import DiscardedOutput
 from bench.serving import IMAGE
-from gateway.cluster.listener import NodeDoor, bind
+from gateway.cluster.listener import NodeListener, bind
 from manager.action import Action, Grant, Lease, State
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec, SandboxSpec
@@ -52,7 +52,7 @@ class Way:
 
     name: str
     executor: Executor
-    acknowledge: Callable[[str], None] = lambda claim: None
+    acknowledge: Callable[[str | None, str], None] = lambda trajectory, claim: None
 
     async def act(self, function: FunctionSpec, given: Mapping[str, object], trajectory: str | None = None) -> None:
         """Execute one action to its end; raises RuntimeError unless it succeeded."""
@@ -81,7 +81,7 @@ class BenchDoor:
         self.certificate = certificate
         self.frames = 0
         settings = LinkSettings(silent_s=60.0)
-        self._door = NodeDoor(
+        self._door = NodeListener(
             bind("127.0.0.1:0"),
             server_side(certificate),
             settings,
@@ -111,7 +111,7 @@ class BenchDoor:
         if hello.name == "flood":
             await link.run(self._count)
             return
-        self.nodes[hello.name].attach(link, inventory)
+        self.nodes[hello.name].connect(link, inventory)
         await self.nodes[hello.name].serve(link)
 
     def _count(self, message: Message) -> None:

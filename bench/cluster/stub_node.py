@@ -15,7 +15,7 @@ from bench.cluster.stub_runtime import NoSandboxes, StubRuntime
 from manager.config import NodeSpec
 from manager.function import FunctionSpec
 from runtimes.executor import LocalExecutor
-from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
+from runtimes.node.daemon import Daemon, DaemonSettings, NodeWork
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
         )
         runtime = StubRuntime(lambda began_s: print(began_s, flush=True))
         executor = LocalExecutor({"exec": runtime, "handler": runtime})
-        await Daemon(settings, HostWork(executor=executor, sandboxes=NoSandboxes(), check=check, close=close)).run()
+        await Daemon(settings, NodeWork(executor=executor, sandboxes=NoSandboxes(), prepare=check, close=close)).run()
 
     uvloop.run(run())
 

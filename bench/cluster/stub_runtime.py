@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from manager.action import Action, Lease
 from manager.function import SandboxSpec
+from runtimes.node.daemon import NodeSandboxes
 from runtimes.node.protocol import TrajectoryFacts
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.files import SandboxFiles
@@ -51,8 +52,8 @@ class StubRuntime:
     async def close(self) -> None: ...
 
 
-class NoSandboxes:
-    """`runtimes.node.daemon.NodeSandboxes` of a machine that has none."""
+class NoSandboxes(NodeSandboxes):
+    """The sandboxes of a machine that has none."""
 
     def __init__(self) -> None:
         self.sessions = SessionTable()
@@ -62,6 +63,9 @@ class NoSandboxes:
 
     def resumable(self) -> Collection[str]:
         return ()
+
+    def never_started(self, trajectory: str, claims: str) -> bool:
+        return False
 
     async def end_unclaimed(self, taken: Collection[str]) -> None: ...
 

@@ -32,10 +32,10 @@ from runtimes.node.daemon import (
     AgentSettings,
     Daemon,
     DaemonSettings,
-    EnvironmentSandboxes,
     FitnessSettings,
-    HostWork,
     NodeModels,
+    NodeSandboxes,
+    NodeWork,
     ServedSnapshots,
 )
 from runtimes.node.ray.keeper import RayMembers, RayNode, Reservation
@@ -330,12 +330,12 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     runtimes = make_runtimes(config, MonotonicClock())
     info = runtimes.provider.info
-    work = HostWork(
+    work = NodeWork(
         executor=runtimes.executor,
-        sandboxes=EnvironmentSandboxes(runtimes.environments),
-        check=runtimes.prepare,
+        sandboxes=NodeSandboxes(runtimes.environments),
+        prepare=runtimes.prepare,
         close=runtimes.close,
-        handlers=runtimes.handlers_in_use,
+        handlers_in_use=runtimes.handlers_in_use,
         models=NodeModels(runtimes.model, settings.spec.devices),
         snapshots=ServedSnapshots(runtimes.environments),
         trouble=runtimes.provider.trouble,

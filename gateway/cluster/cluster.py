@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Concatenate, ParamSpec
 
 import structlog
 
-from gateway.cluster.listener import NodeDoor, bind
+from gateway.cluster.listener import NodeListener, bind
 from gateway.cluster.local_node import LocalNode
 from gateway.cluster.ray import RayNodes
 from gateway.cluster.store import (
@@ -27,11 +27,12 @@ from gateway.cluster.store import (
     signing_key,
 )
 from gateway.config.load import UPLOADS, GatewayConfig
-from gateway.config.schema import ClusterConfig, ServerConfig
+from gateway.config.schema import ClusterConfig
 from gateway.invocations.invocations import LiveInvocation
 from gateway.invocations.record import Record
 from gateway.invocations.restart import AttemptHolder, Reattachment, TrajectoryRecovery, claims_of_try
 from gateway.registry import Prepare
+from gateway.runtime_factory import ModelServices
 from gateway.store.store import Store
 from manager.action import Chunk, State
 from manager.clock import Clock
@@ -47,32 +48,30 @@ from runtimes.node.daemon import Trouble
 from runtimes.node.membership import (
     HEARD,
     CountedOut,
-    DrainAsked,
-    Emptied,
-    Expected,
-    FoundUnfit,
-    Greeted,
-    LinkLost,
     Member,
+    NodeMembership,
     NodeState,
-    RaySaid,
-    Reconciled,
-    Roster,
-    RosterEvent,
-    SaidGoodbye,
     Serves,
     Shut,
-    Ticked,
     TurnedAway,
     Verdict,
 )
-from runtimes.node.protocol import HandlerArchives, Inventory, NodeHello, NodeLink, NodeRefused, NodeWelcome
+from runtimes.node.protocol import (
+    FitnessChanged,
+    HandlerArchives,
+    Inventory,
+    NodeDraining,
+    NodeGoodbye,
+    NodeHello,
+    NodeLink,
+    NodeRefused,
+    NodeWelcome,
+)
 from runtimes.node.ray.process import KeeperProcess
-from runtimes.node.remote import RemoteNode, told
+from runtimes.node.remote import RemoteNode, unfitness
 from runtimes.sandbox.files import SandboxFiles
 from runtimes.sandbox.handler.sources import HandlerCopies
-from runtimes.sandbox.session import SessionTable
-from tangram.types import LivingSandbox, NodeStatus, NodeStatusList, NodeTicket
+from tangram.types import LivingSandbox, NodeCondition, NodeStatus, NodeStatusList, NodeTicket
 
 #: Seconds between two looks at this machine's sandboxes.
 LOOK_S = 1.0
@@ -81,199 +80,10 @@ NO_CLUSTER = "this gateway has no section cluster, so no other machine can join 
 
 #: Returns what the claims begin with of that which runs on a node since a gateway before, and which is wanted.
 AwaitedOn = Callable[[str], Collection[str]]
-
-
-class NodeServices(Protocol):
-    """What keeps the costs of model services by node: `gateway.runtime_factory.ModelServices`."""
-
-    def learn(self, node: str, services: Sequence[ServiceSpec]) -> None:
-        """Take up what services cost on a node."""
-        ...
-
-    def forget(self, node: str) -> None:
-        """A node is gone."""
-        ...
-
-    def resident(self) -> Mapping[str, tuple[Chunk, ...]]:
-        """Return what is resident on the devices of this machine: chunks by service."""
-        ...
-
-
-class OneMachine:
-    """This machine alone: what is asked of the machines is answered for it."""
-
-    def __init__(self, here: NodeSpec) -> None:
-        self.here = here
-        #: Whether idle trajectories are left for the next gateway, once this one ends.
-        self.keep = False
-        #: The snapshots of other machines; None if none can join.
-        self.snapshots: NodeSnapshots | None = None
-        self._engine: Engine | None = None
-        self._services: NodeServices | None = None
-        #: Why no sandbox can be made on this machine now, and since when, on the loop's clock; empty if one can.
-        self._trouble = ""
-        self._trouble_since_s = 0.0
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "begin first"
-        return self._engine
-
-    @property
-    def specs(self) -> tuple[NodeSpec, ...]:
-        """The machines that the scheduler begins with."""
-        return (self.here,)
-
-    @property
-    def awaited(self) -> frozenset[str]:
-        """Names of machines of the gateway before that are not back yet."""
-        return frozenset()
-
-    def awaits(self, record: Record) -> bool:
-        """Whether a record's action may still run on one of those."""
-        return record.state is State.RUNNING and record.node in self.awaited
-
-    def preparing(self, here: Prepare) -> Prepare:
-        """Return what makes a function ready wherever it may run, given what does so here."""
-        return here
-
-    def executor(self, here: Executor, trajectories: TrajectoryRecovery) -> Executor:
-        """Return what executes wherever a lease says, given what executes here and where trajectories are on record."""
-        return here
-
-    def reattachment(self, environments: AttemptHolder) -> Reattachment:
-        """Return what knows which commands of the gateway before are whose."""
-        return Reattachment(environments)
-
-    def begin(
-        self,
-        engine: Engine,
-        awaited_on: AwaitedOn,
-        functions: Callable[[], Sequence[FunctionSpec]],
-        services: NodeServices,
-    ) -> None:
-        """The scheduler runs: say which machines it has to wait for."""
-        self._engine, self._services = engine, services
-
-    def open(self, again: Callable[[Prepare], None]) -> None:
-        """Let machines join from now on; ``again`` has what could not be made ready tried again as it is given."""
-
-    async def watch_for_ever(self, trouble: Trouble) -> None:
-        """Ask again and again whether sandboxes can be made on this machine."""
-        while True:
-            told = await trouble()
-            if told != self._trouble:
-                self._turned(told)
-            await asyncio.sleep(LOOK_S)
-
-    def _turned(self, trouble: str) -> None:
-        """No sandbox can be made here, or (empty) one can again: till then this machine is closed to what is new.
-
-        What has not begun waits within its ``queue_timeout`` instead of failing, or goes to another machine: without
-        sandboxes this one looks the emptiest of all.
-        """
-        log = structlog.get_logger("gateway.limits")
-        if trouble:
-            log.error("nothing new can begin on this machine", why=trouble)
-        else:
-            log.info("this machine is fit again")
-        self._trouble, self._trouble_since_s = trouble, asyncio.get_running_loop().time()
-        name = self.here.name
-        self.engine.tell(
-            NodeClosed(node=name, why=f"unfit: {trouble}", finishing=True) if trouble else NodeOpened(node=name)
-        )
-
-    async def let_go(self) -> None:
-        """Take nothing from other machines any more: what runs there is the next gateway's."""
-
-    async def close(self) -> None:
-        """Let go of everything."""
-
-    # -- for people
-
-    def info(self) -> NodeStatusList:
-        """Return every machine, and how it is."""
-        return NodeStatusList(nodes=(self._local_status({}, ()),))
-
-    def drain(self, name: str, why: str) -> NodeStatus:
-        """Have a machine take no new work, and leave when it is empty; raises NotFound or Unsupported."""
-        raise self._no_such(name)
-
-    def ticket(self, name: str) -> NodeTicket:
-        """Return what admits a machine once; raises Unsupported or InvalidInput."""
-        raise Unsupported(NO_CLUSTER, component="cluster")
-
-    def living(self, trajectory: str) -> LivingSandbox | None:
-        """Return the sandbox of a trajectory that lives on another machine."""
-        return None
-
-    def elsewhere(self, trajectory: str) -> str:
-        """Return the node on which a trajectory lives; empty if that is this machine, or none."""
-        return ""
-
-    def remote_of(self, trajectory: str) -> RemoteNode | None:
-        """Return the other machine that a trajectory lives on; None if it lives here, or nowhere."""
-        return None
-
-    def leaving(self, node: str) -> str:
-        """Return why another machine takes no new work and will leave; empty if it does not."""
-        return ""
-
-    def files(self, trajectory: str) -> SandboxFiles | None:
-        """Return the files of a trajectory that lives on another machine; raises CapacityExceeded if that is silent."""
-        return None
-
-    def warnings(self) -> list[str]:
-        """Return what should be looked at."""
-        return [f"nothing new can begin on this machine: {self._trouble}"] if self._trouble else []
-
-    def lost(self, within_s: float) -> list[str]:
-        """Return the machines that were lost so short a while ago."""
-        return []
-
-    def counts(self) -> Iterator[tuple[str, str, float]]:
-        """Yield (node, what, number) for the metrics."""
-        for status in self.info().nodes:
-            if status.state == "drained":
-                continue  # it has left, empty, and nobody waits for it
-            yield status.node, "up", float(status.state in ("ready", "unfit", "draining"))
-            yield status.node, "running", float(status.running)
-            yield status.node, "trajectories", float(status.trajectories)
-            yield status.node, "losses", float(status.losses)
-            yield status.node, "devices", float(status.devices)
-            yield status.node, "resident_models", float(sum(map(len, status.resident.values())))
-
-    def _local_status(self, unable: Mapping[str, str], able: Sequence[str]) -> NodeStatus:
-        here = self.here
-        running, holders = self.engine.held_on(here.name)
-        return NodeStatus(
-            node=here.name,
-            state="unfit" if self._trouble else "ready",
-            why=self._trouble,
-            since_s=asyncio.get_running_loop().time() - self._trouble_since_s if self._trouble else 0.0,
-            local=True,
-            cores=here.cores,
-            devices=here.devices,
-            device_kind=here.device_kind,
-            memory_bytes=here.memory_bytes,
-            labels=here.labels,
-            running=running,
-            trajectories=holders,
-            able=tuple(able),
-            unable=unable,
-            resident={} if self._services is None else self._services.resident(),
-        )
-
-    def _no_such(self, name: str) -> NotFound | Unsupported:
-        if name == self.here.name:
-            told = f"{name} is the gateway's own machine: it drains with the gateway, at SIGTERM"
-            return Unsupported(told, component="cluster")
-        return NotFound(f"no node {name!r}", component="cluster")
-
-
 #: Checks that a function can run on a machine, and warms it up; raises CodedError.
 PrepareThere = Callable[[FunctionSpec], Awaitable[None]]
 logger = structlog.get_logger("gateway.cluster")
+P = ParamSpec("P")
 #: Functions that are prepared on one machine at once.
 CONCURRENCY = 8
 
@@ -379,244 +189,6 @@ class ClusterNode:
     remote: RemoteNode
     link: NodeLink | None = None
     hello: NodeHello | None = None
-
-    @property
-    def instance(self) -> str:
-        return "" if self.hello is None else self.hello.instance
-
-
-class ClusterState(OneMachine):
-    """The machines that have joined, without the joining."""
-
-    def __init__(
-        self,
-        config: ClusterConfig,
-        here: NodeSpec,
-        *,
-        abilities: Abilities,
-        records: NodeRecords,
-        tickets: TicketOffice,
-        clock: Clock,
-    ) -> None:
-        self._inline = config.local == "inline"
-        super().__init__(replace(here, able=frozenset()) if self._inline else here)
-        self._config = config
-        self.abilities = abilities
-        self._records = records
-        self._tickets = tickets
-        self._clock = clock
-        self._roster = Roster(config.times)
-        self._machines: dict[str, ClusterNode] = {}
-        self._fleet: FleetExecutor | None = None
-        #: What starts this machine's own daemon, if it has one.
-        self.local: LocalNode | None = None
-        self.ray: RayNodes | None = None
-        if config.ray is not None:
-            self.ray = RayNodes(config.ray, self, ticket_ttl_s=config.ticket_ttl_s, clock=clock)
-        #: Where nodes join, as they reach it and as this machine does, and what they know it by.
-        self.address = self.near = ""
-        self.fingerprint = ""
-
-    def _step(self, event: RosterEvent) -> object:
-        """Tell the roster what happened, and do what it decides."""
-        return self._roster.step(self._clock.now(), event)
-
-    def _is_empty(self, name: str) -> bool:
-        """Return whether nothing of the scheduler's is on a node."""
-        return self.engine.held_on(name) == (0, 0)
-
-    def _member(self, name: str) -> RemoteNode | None:
-        machine = self._machines.get(name)
-        return None if machine is None else machine.remote
-
-    # -- for people
-
-    def info(self) -> NodeStatusList:
-        here = []
-        if self._inline:
-            name = self.here.name
-            here = [self._local_status(self.abilities.unable(name), sorted(self.abilities.able(name)))]
-        others = [self._status(member.name) for member in self._roster.members()]
-        ray = () if self.ray is None else self.ray.status()
-        return NodeStatusList(nodes=(*here, *others), storm_s=self._roster.storm_left_s, ray=ray)
-
-    def _status(self, name: str) -> NodeStatus:
-        member, machine, known = self._roster.get(name), self._machines.get(name), self._records.get(name)
-        assert member is not None
-        now_s = self._clock.now()
-        spec = machine.spec if machine is not None else None if known is None else known.spec
-        hello = None if machine is None else machine.hello
-        running, holders = self.engine.held_on(name)
-        return NodeStatus(
-            node=name,
-            state="drained" if _is_drained(member) else member.state.value,
-            why=member.why,
-            since_s=max(0.0, now_s - member.since_s),
-            local=name == self.here.name,
-            cores=0 if spec is None else spec.cores,
-            devices=0 if spec is None else spec.devices,
-            device_kind="" if spec is None else spec.device_kind,
-            memory_bytes=0 if spec is None else spec.memory_bytes,
-            labels={} if spec is None else spec.labels,
-            running=running,
-            trajectories=holders,
-            able=tuple(sorted(self.abilities.able(name))),
-            unable=self.abilities.unable(name),
-            resident={} if machine is None else machine.remote.models.resident,
-            peer="" if machine is None or machine.link is None else machine.link.peer,
-            version="" if hello is None else hello.version,
-            isolation="" if hello is None else hello.isolation,
-            losses=len(member.losses),
-            refused_s=max(0.0, member.refused_until_s - now_s),
-        )
-
-    def drain(self, name: str, why: str) -> NodeStatus:
-        member = self._roster.get(name)
-        if member is None or member.state is NodeState.LOST:
-            raise self._no_such(name)
-        self._step(DrainAsked(name, why))
-        machine = self._machines.get(name)
-        if machine is not None:
-            machine.remote.drain(why)
-        return self._status(name)
-
-    def ticket(self, name: str) -> NodeTicket:
-        check_name(name)
-        if name == self.here.name:
-            raise Conflict(f"{name} is the name of the gateway's own machine (node.name)", component="cluster")
-        return self._ticket(name, self.address)
-
-    def local_ticket(self) -> NodeTicket:
-        """Return what admits this machine's own daemon."""
-        return self._ticket(self.here.name, self.near)
-
-    def _ticket(self, name: str, address: str) -> NodeTicket:
-        ticket, _ = self._tickets.issue(name)
-        return NodeTicket(
-            name=name,
-            ticket=ticket,
-            expires_in_s=self._config.ticket_ttl_s,
-            gateway=address,
-            fingerprint=self.fingerprint,
-        )
-
-    def living(self, trajectory: str) -> LivingSandbox | None:
-        remote = self.remote_of(trajectory)
-        facts = None if remote is None else remote.trajectories().get(trajectory)
-        if facts is None:
-            return None
-        return LivingSandbox(
-            image=facts.image,
-            workdir=facts.workdir,
-            user=facts.user,
-            network=facts.network,
-            memory_bytes=facts.memory_bytes,
-        )
-
-    def elsewhere(self, trajectory: str) -> str:
-        remote = self.remote_of(trajectory)
-        return "" if remote is None else remote.name
-
-    def files(self, trajectory: str) -> SandboxFiles | None:
-        remote = self.remote_of(trajectory)
-        if remote is None:
-            return None
-        if not remote.attached:
-            told = f"node {remote.name}, on which trajectory {trajectory!r} lives, is not reached now"
-            raise CapacityExceeded(told, component="cluster", retry_after_s=self._config.link.silent_s)
-        return remote.files(trajectory)
-
-    def remote_of(self, trajectory: str) -> RemoteNode | None:
-        return None if self._fleet is None else self._member(self._fleet.home(trajectory))
-
-    def leaving(self, node: str) -> str:
-        member = self._roster.get(node)
-        return "it drains" if member is not None and member.draining else ""
-
-    def lost(self, within_s: float) -> list[str]:
-        since_s = self._clock.now() - within_s
-        members = self._roster.members()
-        lost = [each for each in members if each.state is NodeState.LOST and not _is_drained(each)]
-        return [each.name for each in lost if each.since_s > since_s]
-
-    async def watch_for_ever(self, trouble: Trouble) -> None:
-        if self._inline:  # else its sandboxes, if any, are its daemon's, which looks itself
-            await super().watch_for_ever(trouble)
-
-    def warnings(self) -> list[str]:
-        found = super().warnings()
-        if self._roster.storm_left_s:
-            told = "too many nodes were silent within a short time, so it may be the gateway's own network: "
-            left_s = self._roster.storm_left_s
-            found.append(f"{told}none is counted lost for {left_s:.0f} s, or until all are heard")
-        suspects = [member.name for member in self._roster.members() if member.state is NodeState.SUSPECT]
-        if suspects:
-            found.append(f"nodes that are not heard: {', '.join(suspects[:8])} ({len(suspects)})")
-        unfit = [member for member in self._roster.members() if member.state is NodeState.UNFIT]
-        if unfit:
-            told = "; ".join(f"{member.name}: {member.why}" for member in unfit[:8])
-            found.append(f"nodes on which nothing, or nothing new, can begin ({len(unfit)}): {told}")
-        if lost := self.lost(LOST_TOLD_S):
-            told = f"nodes that were lost within a day and have not joined again: {', '.join(lost[:8])} ({len(lost)})"
-            found.append(f"{told}: `tangram node check` says what mends it")
-        return [*found, *[each for part in (self.local, self.ray) if part is not None for each in part.warnings()]]
-
-    @property
-    def serving(self) -> int:
-        """How many nodes serve now, this machine not counted."""
-        return sum(member.state is NodeState.READY for member in self._roster.members())
-
-    # -- for what starts daemons through Ray
-
-    def joined(self, name: str) -> bool:
-        """Return whether a node is heard now."""
-        member = self._roster.get(name)
-        return member is not None and member.state in HEARD
-
-    def ray_drains(self, name: str, why: str) -> None:
-        """Ray takes a node's machine away soon."""
-        with suppress(NotFound, Unsupported):  # it has not joined yet, or is gone
-            self.drain(name, why)
-
-    def ray_said(self, name: str, why: str, final: bool) -> None:
-        """Ray says that a node's machine is there, or gone; ``final`` if it was ended on purpose."""
-        self._step(RaySaid(name, why, final))
-
-
-def _is_drained(member: Member) -> bool:
-    """Return whether a node that is counted out has left empty: it has nothing that it must end first."""
-    return member.state is NodeState.LOST and not member.fenced
-
-
-class Voice:
-    """What one node says of itself, told to the roster: a `runtimes.node.remote.NodeListener`."""
-
-    def __init__(
-        self,
-        name: str,
-        instance: Callable[[], str],
-        step: Callable[[RosterEvent], object],
-        is_empty: Callable[[str], bool],
-    ) -> None:
-        """``is_empty`` tells whether a node has nothing of the scheduler's."""
-        self._is_empty = is_empty
-        self._name = name
-        self._instance = instance
-        self._step = step
-
-    def draining(self, why: str) -> None:
-        self._step(DrainAsked(self._name, why))
-
-    def fitness(self, why: str, finishing: bool) -> None:
-        self._step(FoundUnfit(self._name, self._instance(), why, finishing))
-
-    def goodbye(self, why: str, killed: bool) -> None:
-        if self._is_empty(self._name):
-            self._step(Emptied(self._name))  # one that drains and has seen it first: nothing is lost with it
-        self._step(SaidGoodbye(self._name, self._instance(), why, killed))
-
-    def sandbox_changed(self, facts: object) -> None:
-        """Its next action is told by the node itself."""
 
 
 #: More than any machine has: a larger number is a mistake, and every device and core takes memory here.
@@ -738,7 +310,7 @@ class NodeReattachment:
     def detached(self, invocation: LiveInvocation) -> None:
         """Let it outlive its caller and this gateway."""
         if self.may_hold(invocation):
-            self._node.detach_claim(claims_of_try(invocation.record))
+            self._node.detach(claims_of_try(invocation.record))
 
     def settled(self, invocation: LiveInvocation) -> None:
         """Let the node forget its end, which it keeps until then, whoever waited for it."""
@@ -797,8 +369,18 @@ _REFUSED_S = 60.0
 _LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # listened at, if so configured
 
 
-class Cluster(ClusterState):
-    """The machines that join. Use from one event loop."""
+@dataclass(frozen=True, slots=True)
+class NodeAdmission:
+    """What lets machines join."""
+
+    tickets: TicketOffice
+    certificate: NodeCertificate
+    #: The files of handlers, for the nodes that execute them.
+    archives: HandlerArchives
+
+
+class Cluster:
+    """The machines of a gateway: its own, and those that join it if its configuration lets them. Use from one loop."""
 
     def __init__(
         self,
@@ -806,56 +388,88 @@ class Cluster(ClusterState):
         here: NodeSpec,
         *,
         records: NodeRecords,
-        tickets: TicketOffice,
-        certificate: NodeCertificate,
-        clock: Clock,
-        archives: HandlerArchives,
         snapshots: NodeSnapshots,
+        admission: NodeAdmission | None,
+        clock: Clock,
     ) -> None:
-        """``archives`` has the files of handlers for the nodes that execute them."""
-        abilities = Abilities(self._able_changed)
-        super().__init__(config, here, abilities=abilities, records=records, tickets=tickets, clock=clock)
-        self._certificate = certificate
-        self._archives = archives
-        self._snapshots = self.snapshots = snapshots
+        """Without an ``admission`` no other machine ever joins."""
+        self._config = config
+        self._admission = admission
+        self._inline = admission is None or config.local == "inline"
+        self.here = here if admission is None or not self._inline else replace(here, able=frozenset())
+        #: Whether idle trajectories are left for the next gateway, once this one ends.
+        self.keep = False
+        self._records = records
+        #: The snapshots of other machines.
+        self.snapshots = snapshots
         snapshots.member = self._member
+        self._clock = clock
+        self.abilities = Abilities(self._able_changed)
         self._declared = DeclaredServices()
+        self._membership = NodeMembership(config.times)
+        self._machines: dict[str, ClusterNode] = {}
         self._awaited = {name for name, known in records.all.items() if known.state != "lost"}
-        self._door = NodeDoor(
-            bind(config.listen),
-            server_side(certificate),
-            config.link,
-            greeting_s=config.greeting_s,
-            greetings_max=config.greetings_max,
-            greet=self._greet,
-        )
-        host, _, _ = config.listen.rpartition(":")
-        self.address = config.advertise or f"{host}:{self._door.port}"
-        self.near = f"{_LOOPBACK.get(host, host)}:{self._door.port}"
-        self.fingerprint = certificate.fingerprint
+        #: What starts this machine's own daemon, and those of a Ray cluster's machines, if there is one.
+        self.local: LocalNode | None = None
+        self.ray: RayNodes | None = None
+        if config.ray is not None:
+            self.ray = RayNodes(config.ray, self, ticket_ttl_s=config.ticket_ttl_s, clock=clock)
+        #: Where nodes join, as they reach it and as this machine does.
+        self.address = self.near = ""
+        self._listener: NodeListener | None = None
+        if admission is not None:
+            self._listener = NodeListener(
+                bind(config.listen),
+                server_side(admission.certificate),
+                config.link,
+                greeting_s=config.greeting_s,
+                greetings_max=config.greetings_max,
+                greet=self._greet,
+            )
+            host, _, _ = config.listen.rpartition(":")
+            self.address = config.advertise or f"{host}:{self._listener.port}"
+            self.near = f"{_LOOPBACK.get(host, host)}:{self._listener.port}"
+        self._engine: Engine | None = None
+        self._services: ModelServices | None = None
+        self._fleet: FleetExecutor | None = None
         self._trajectories: TrajectoryRecovery | None = None
-        self._sessions: SessionTable | None = None
         self._awaited_on: AwaitedOn = lambda node: ()
         self._functions: Callable[[], Sequence[FunctionSpec]] = lambda: ()
         self._again: Callable[[Prepare], None] = lambda instead: None
         self._prepare_here: Prepare | None = None
+        #: Why no sandbox can be made on this machine now, and since when, on the loop's clock; empty if one can.
+        self._trouble = ""
+        self._trouble_since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._log = structlog.get_logger("gateway.cluster")
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "begin first"
+        return self._engine
 
     # -- what the gateway is made of
 
     @property
     def specs(self) -> tuple[NodeSpec, ...]:
+        """The machines that the scheduler begins with."""
         awaited = [known.spec for name, known in self._records.all.items() if name in self._awaited]
         return (*((self.here,) if self._inline else ()), *[replace(spec, able=frozenset()) for spec in awaited])
 
     @property
     def awaited(self) -> frozenset[str]:
+        """Names of machines of the gateway before that are not back yet."""
         return frozenset(self._awaited)
 
+    def awaits(self, record: Record) -> bool:
+        """Whether a record's action may still run on one of those."""
+        return record.state is State.RUNNING and record.node in self._awaited
+
     def preparing(self, here: Prepare) -> Prepare:
+        """Return what makes a function ready wherever it may run, given what does so here."""
+        if self._admission is None:
+            return here
         self._prepare_here = here
         if self._inline:
             self.abilities.join(self.here.name, here)
@@ -867,20 +481,23 @@ class Cluster(ClusterState):
         return prepare
 
     def executor(self, here: Executor, trajectories: TrajectoryRecovery) -> Executor:
-        fleet = FleetExecutor(
-            here, self.here.name if self._inline else "", self._member, mark_lost=trajectories.environments.mark_lost
-        )
-        self._fleet, self._trajectories, self._sessions = fleet, trajectories, trajectories.environments.sessions
-        trajectories.home, fleet.on_told = fleet.home, trajectories.told
-        trajectories.here = self.here.name if self._inline else ""
+        """Return what executes wherever a lease says, given what executes here and where trajectories are on record."""
+        if self._admission is None:
+            return here
+        local = self.here.name if self._inline else ""
+        fleet = FleetExecutor(here, local, self._member, mark_lost=trajectories.environments.mark_lost)
+        fleet.place_of = self._place_of
+        self._fleet, self._trajectories = fleet, trajectories
+        trajectories.home, fleet.on_told, trajectories.here = fleet.home, trajectories.told, local
         fleet.lose(trajectories.part_with_lost())
-        self._snapshots.users = trajectories.snapshots_in_use
+        self.snapshots.users = trajectories.snapshots_in_use
         for name in self._awaited:
             for trajectory in trajectories.on_node(name):
                 fleet.settle_in(trajectory, name)
         return fleet
 
     def reattachment(self, environments: AttemptHolder) -> Reattachment:
+        """Return what knows which commands of the gateway before are whose."""
         return FleetReattachment(
             environments, self._member, lambda: [machine.remote for machine in self._machines.values()]
         )
@@ -890,33 +507,61 @@ class Cluster(ClusterState):
         engine: Engine,
         awaited_on: AwaitedOn,
         functions: Callable[[], Sequence[FunctionSpec]],
-        services: NodeServices,
+        services: ModelServices,
     ) -> None:
-        assert self._fleet is not None
+        """The scheduler runs: say which machines it has to wait for."""
         self._engine, self._awaited_on, self._functions, self._services = engine, awaited_on, functions, services
-        self._fleet.place_of = self._place_of
         for name, known in self._records.all.items():
             if name in self._awaited:
                 self._machines[name] = self._machine(replace(known.spec, able=frozenset()), known.epoch)
-                self._step(Expected(name, draining=known.state == "draining"))
+                self._step(self._membership.expect, name, draining=known.state == "draining")
 
     def open(self, again: Callable[[Prepare], None]) -> None:
+        """Let machines join from now on; ``again`` has what could not be made ready tried again as it is given."""
         self._again = again
-        self._door.open()
-        self._log.info("nodes may join", listen=self.address, fingerprint=self._certificate.fingerprint)
+        if self._listener is not None and self._admission is not None:
+            self._listener.open()
+            fingerprint = self._admission.certificate.fingerprint
+            logger.info("nodes may join", listen=self.address, fingerprint=fingerprint)
         if self.local is not None:
             self.local.open()
         if self.ray is not None and self._config.ray is not None:
             self.ray.open(KeeperProcess(self._config.ray, self.ray.hear, clock=self._clock))
 
+    async def watch_for_ever(self, trouble: Trouble) -> None:
+        """Ask again and again whether sandboxes can be made on this machine, unless its daemon does so itself."""
+        while self._inline:
+            if (why := await trouble()) != self._trouble:
+                self._turned(why)
+            await asyncio.sleep(LOOK_S)
+
+    def _turned(self, trouble: str) -> None:
+        """No sandbox can be made here, or (empty) one can again: till then this machine is closed to what is new.
+
+        What has not begun waits within its ``queue_timeout`` instead of failing, or goes to another machine: without
+        sandboxes this one looks the emptiest of all.
+        """
+        log = structlog.get_logger("gateway.limits")
+        name = self.here.name
+        self._trouble, self._trouble_since_s = trouble, asyncio.get_running_loop().time()
+        if trouble:
+            log.error("nothing new can begin on this machine", why=trouble)
+            self.engine.tell(NodeClosed(node=name, why=f"unfit: {trouble}", finishing=True))
+        else:
+            log.info("this machine is fit again")
+            self.engine.tell(NodeOpened(node=name))
+
     async def let_go(self) -> None:
+        """Take nothing from other machines any more: what runs there is the next gateway's; idempotent."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.gather(*[machine.remote.close() for machine in self._machines.values()])
-        await self._door.close()
+        if self._listener is not None:
+            await self._listener.close()
 
     async def close(self) -> None:
+        """Let go of everything."""
         if not self._closed:
             await self.let_go()
         if self.local is not None:
@@ -927,6 +572,192 @@ class Cluster(ClusterState):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- for people
+
+    def info(self) -> NodeStatusList:
+        """Return every machine, and how it is."""
+        names = [*([self.here.name] if self._inline else []), *[member.name for member in self._membership.members()]]
+        ray = () if self.ray is None else self.ray.status()
+        return NodeStatusList(nodes=tuple(map(self._status, names)), storm_s=self._membership.storm_left_s, ray=ray)
+
+    def drain(self, name: str, why: str) -> NodeStatus:
+        """Have a machine take no new work, and leave when it is empty; raises NotFound or Unsupported."""
+        member = self._membership.get(name)
+        if member is None or member.state is NodeState.LOST:
+            if name == self.here.name:
+                message = f"{name} is the gateway's own machine: it drains with the gateway, at SIGTERM"
+                raise Unsupported(message, component="cluster")
+            raise NotFound(f"no node {name!r}", component="cluster")
+        self._step(self._membership.drain, name, why)
+        if (remote := self._member(name)) is not None:
+            remote.drain(why)
+        return self._status(name)
+
+    def ticket(self, name: str) -> NodeTicket:
+        """Return what admits a machine once; raises Unsupported, Conflict or InvalidInput."""
+        if self._admission is None:
+            raise Unsupported(NO_CLUSTER, component="cluster")
+        check_name(name)
+        if name == self.here.name:
+            raise Conflict(f"{name} is the name of the gateway's own machine (node.name)", component="cluster")
+        return self._ticket(self._admission, name, self.address)
+
+    def local_ticket(self) -> NodeTicket:
+        """Return what admits this machine's own daemon."""
+        assert self._admission is not None
+        return self._ticket(self._admission, self.here.name, self.near)
+
+    def _ticket(self, admission: NodeAdmission, name: str, address: str) -> NodeTicket:
+        ticket, _ = admission.tickets.issue(name)
+        return NodeTicket(
+            name=name,
+            ticket=ticket,
+            expires_in_s=self._config.ticket_ttl_s,
+            gateway=address,
+            fingerprint=admission.certificate.fingerprint,
+        )
+
+    def living(self, trajectory: str) -> LivingSandbox | None:
+        """Return the sandbox of a trajectory that lives on another machine."""
+        remote = self.remote_of(trajectory)
+        facts = None if remote is None else remote.trajectories().get(trajectory)
+        if facts is None:
+            return None
+        return LivingSandbox(
+            image=facts.image,
+            workdir=facts.workdir,
+            user=facts.user,
+            network=facts.network,
+            memory_bytes=facts.memory_bytes,
+        )
+
+    def elsewhere(self, trajectory: str) -> str:
+        """Return the node on which a trajectory lives; empty if that is this machine, or none."""
+        remote = self.remote_of(trajectory)
+        return "" if remote is None else remote.name
+
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        """Return the files of a trajectory that lives on another machine; raises CapacityExceeded if that is silent."""
+        remote = self.remote_of(trajectory)
+        if remote is None:
+            return None
+        if not remote.attached:
+            message = f"node {remote.name}, on which trajectory {trajectory!r} lives, is not reached now"
+            raise CapacityExceeded(message, component="cluster", retry_after_s=self._config.link.silent_s)
+        return remote.files(trajectory)
+
+    def remote_of(self, trajectory: str) -> RemoteNode | None:
+        """Return the other machine that a trajectory lives on; None if it lives here, or nowhere."""
+        return None if self._fleet is None else self._member(self._fleet.home(trajectory))
+
+    def leaving(self, node: str) -> str:
+        """Return why another machine takes no new work and will leave; empty if it does not."""
+        member = self._membership.get(node)
+        return "it drains" if member is not None and member.draining else ""
+
+    def lost(self, within_s: float) -> list[str]:
+        """Return the machines that were lost so short a while ago."""
+        since_s = self._clock.now() - within_s
+        members = self._membership.members()
+        lost = [each for each in members if each.state is NodeState.LOST and not _is_drained(each)]
+        return [each.name for each in lost if each.since_s > since_s]
+
+    def warnings(self) -> list[str]:
+        """Return what should be looked at."""
+        found = [f"nothing new can begin on this machine: {self._trouble}"] if self._trouble else []
+        members = self._membership.members()
+        if left_s := self._membership.storm_left_s:
+            found.append(
+                "too many nodes were silent within a short time, so it may be the gateway's own network: "
+                f"none is counted lost for {left_s:.0f} s, or until all are heard"
+            )
+        if suspects := [member.name for member in members if member.state is NodeState.SUSPECT]:
+            found.append(f"nodes that are not heard: {', '.join(suspects[:8])} ({len(suspects)})")
+        if unfit := [f"{member.name}: {member.why}" for member in members if member.state is NodeState.UNFIT]:
+            found.append(f"nodes on which nothing, or nothing new, can begin ({len(unfit)}): {'; '.join(unfit[:8])}")
+        if lost := self.lost(LOST_TOLD_S):
+            names = f"{', '.join(lost[:8])} ({len(lost)})"
+            found.append(
+                f"nodes that were lost within a day and have not joined again: {names}: "
+                "`tangram node check` says what mends it"
+            )
+        return [*found, *[each for part in (self.local, self.ray) if part is not None for each in part.warnings()]]
+
+    def counts(self) -> Iterator[tuple[str, str, float]]:
+        """Yield (node, what, number) for the metrics."""
+        for status in self.info().nodes:
+            if status.state == "drained":
+                continue  # it has left, empty, and nobody waits for it
+            yield status.node, "up", float(status.state in ("ready", "unfit", "draining"))
+            yield status.node, "running", float(status.running)
+            yield status.node, "trajectories", float(status.trajectories)
+            yield status.node, "losses", float(status.losses)
+            yield status.node, "devices", float(status.devices)
+            yield status.node, "resident_models", float(sum(map(len, status.resident.values())))
+
+    @property
+    def serving(self) -> int:
+        """How many nodes serve now, this machine not counted."""
+        return sum(member.state is NodeState.READY for member in self._membership.members())
+
+    def _status(self, name: str) -> NodeStatus:
+        """Return how a node is, or this machine where that is none."""
+        member, machine, known = self._membership.get(name), self._machines.get(name), self._records.get(name)
+        hello = None if machine is None else machine.hello
+        if member is None:
+            spec: NodeSpec | None = self.here
+            state: NodeCondition = "unfit" if self._trouble else "ready"
+            why = self._trouble
+            since_s = asyncio.get_running_loop().time() - self._trouble_since_s if self._trouble else 0.0
+            resident = {} if self._services is None else self._services.resident()
+            losses, refused_s = 0, 0.0
+        else:
+            spec = machine.spec if machine is not None else None if known is None else known.spec
+            now_s = self._clock.now()
+            state = "drained" if _is_drained(member) else member.state.value
+            why, since_s = member.why, max(0.0, now_s - member.since_s)
+            resident = {} if machine is None else machine.remote.models.resident
+            losses, refused_s = len(member.losses), max(0.0, member.refused_until_s - now_s)
+        running, holders = self.engine.held_on(name)
+        return NodeStatus(
+            node=name,
+            state=state,
+            why=why,
+            since_s=since_s,
+            local=name == self.here.name,
+            cores=0 if spec is None else spec.cores,
+            devices=0 if spec is None else spec.devices,
+            device_kind="" if spec is None else spec.device_kind,
+            memory_bytes=0 if spec is None else spec.memory_bytes,
+            labels={} if spec is None else spec.labels,
+            running=running,
+            trajectories=holders,
+            able=tuple(sorted(self.abilities.able(name))),
+            unable=self.abilities.unable(name),
+            resident=resident,
+            peer="" if machine is None or machine.link is None else machine.link.peer,
+            version="" if hello is None else hello.version,
+            isolation="" if hello is None else hello.isolation,
+            losses=losses,
+            refused_s=refused_s,
+        )
+
+    # -- for what starts daemons through Ray
+
+    def joined(self, name: str) -> bool:
+        """Return whether a node is heard now."""
+        member = self._membership.get(name)
+        return member is not None and member.state in HEARD
+
+    def ray_drains(self, name: str, why: str) -> None:
+        """Ray takes a node's machine away soon."""
+        with suppress(NotFound, Unsupported):  # it has not joined yet, or is gone
+            self.drain(name, why)
+
+    def ray_said(self, name: str, why: str, final: bool) -> None:
+        """Ray says that a node's machine is there, or gone; ``final`` if it was ended on purpose."""
+        self._step(self._membership.ray_says, name, why, final)
 
     # -- joining
 
@@ -940,7 +771,7 @@ class Cluster(ClusterState):
         except CodedError as error:
             retry_s = error.retry_after_s or _REFUSED_S
             link.send(NodeRefused(code=error.code, message=error.message, retry_after_s=retry_s))
-            self._log.warning("a node was refused", node=hello.name[:128], peer=link.peer, why=error.message)
+            logger.warning("a node was refused", node=hello.name[:128], peer=link.peer, why=error.message)
             return
         has_greeted()
         machine = self._machines.get(spec.name)
@@ -956,7 +787,9 @@ class Cluster(ClusterState):
                 machine.link = None
                 self.abilities.leave(spec.name)
                 if not self._closed:
-                    self._step(LinkLost(spec.name, hello.instance, link.why or "its link was dropped"))
+                    self._step(
+                        self._membership.lose_link, spec.name, hello.instance, link.why or "its link was dropped"
+                    )
 
     def _proven_key(self, hello: NodeHello) -> str:
         """Return the key that the node has, or gets, after it has shown who it is; raises Unauthorized."""
@@ -969,7 +802,8 @@ class Cluster(ClusterState):
         if not hello.ticket:
             told = f"the key of {name} is not known here (any more): give it a ticket (tangram node ticket {name})"
             raise Unauthorized(told, component="cluster")
-        self._tickets.take(hello.ticket, name)
+        assert self._admission is not None
+        self._admission.tickets.take(hello.ticket, name)
         return new_node_key()
 
     def _described(self, hello: NodeHello) -> NodeSpec:
@@ -982,32 +816,32 @@ class Cluster(ClusterState):
         return spec
 
     def _admitted(self, hello: NodeHello) -> bool:
-        """Ask the roster; return whether the node must end all that it has first. Raises Conflict for a refusal."""
-        greeted = Greeted(hello.name, hello.instance, hello.draining, *told(hello.unfit, hello.newcomers))
-        for verdict in self._step(greeted):
+        """Ask the membership; return whether the node must end all that it has first. Raises Conflict for a refusal."""
+        unfit = unfitness(hello.unfit, hello.newcomers)
+        for verdict in self._step(self._membership.greet, hello.name, hello.instance, hello.draining, *unfit):
             if isinstance(verdict, TurnedAway):
                 raise Conflict(verdict.why, component="cluster", retry_after_s=verdict.retry_after_s)
-        member = self._roster.get(hello.name)
+        member = self._membership.get(hello.name)
         return member is not None and member.fenced
 
     async def _welcome(self, machine: ClusterNode, link: NodeLink, hello: NodeHello, key: str, fence: bool) -> None:
         name, config = hello.name, self._config
         self._records.joined(machine.spec, digest_of(key))
         await self._records.durable()
-        beat_s, silent_s = config.link.beat_s, config.link.silent_s
-        welcome = NodeWelcome(
-            generation=self._records.generation,
-            key=key,
-            beat_s=beat_s,
-            silent_s=silent_s,
-            fence=fence,
+        link.send(
+            NodeWelcome(
+                generation=self._records.generation,
+                key=key,
+                beat_s=config.link.beat_s,
+                silent_s=config.link.silent_s,
+                fence=fence,
+            )
         )
-        link.send(welcome)
         within_s, largest_bytes = config.times.lost_after_s, config.link.frame_max_bytes
         inventory = await link.receive(Inventory, within_s, frame_max_bytes=largest_bytes)
         if name in self._awaited and self._trajectories is not None:  # before anything is begun there anew
             machine.remote.mark_lost(set(self._trajectories.on_node(name)) - _living(inventory))
-        machine.remote.attach(link, inventory, recovering=name in self._awaited)
+        machine.remote.connect(link, inventory, recovering=name in self._awaited)
         serving = asyncio.create_task(machine.remote.serve(link))
         reconciling = asyncio.create_task(self._reconcile(machine, hello, inventory))
         try:
@@ -1015,7 +849,7 @@ class Cluster(ClusterState):
             if reconciling.done():
                 reconciling.result()  # which raises what it met
             why = await serving
-            self._log.info("a node is gone", node=name, why=why)
+            logger.info("a node is gone", node=name, why=why)
         finally:
             for task in (serving, reconciling):
                 task.cancel()
@@ -1038,10 +872,10 @@ class Cluster(ClusterState):
             self.engine.tell(NodeJoined(node=machine.spec))
         self._records.compared(name, inventory.epoch)
         self._trajectories.choose_on(name, remote.choose)
-        await self._snapshots.compare(remote)
+        await self.snapshots.compare(remote)
         self._models_changed(name)
-        self._step(Reconciled(name, hello.instance))
-        self._log.info("a node serves", node=name, cores=machine.spec.cores, devices=machine.spec.devices)
+        self._step(self._membership.reconcile, name, hello.instance)
+        logger.info("a node serves", node=name, cores=machine.spec.cores, devices=machine.spec.devices)
         # An image may have to be pulled: until then it serves what it is able to run already.
         await self.abilities.prepare_all(name, tuple(filter(_needs_node, self._functions())))
         self._again(partial(self._as_told, name))
@@ -1055,17 +889,30 @@ class Cluster(ClusterState):
             await self._prepare_here(function)
 
     def _machine(self, spec: NodeSpec, epoch: str = "") -> ClusterNode:
-        machine: ClusterNode | None = None
-
-        def instance() -> str:
-            return "" if machine is None else machine.instance
-
-        voice = Voice(spec.name, instance, self._step, self._is_empty)
-        machine = ClusterNode(
-            spec, RemoteNode(spec.name, on_event=voice, archives=self._archives, sessions=self._sessions, epoch=epoch)
-        )
-        machine.remote.models.on_change = partial(self._models_changed, spec.name)
+        assert self._admission is not None and self._trajectories is not None
+        sessions = self._trajectories.environments.sessions
+        remote = RemoteNode(spec.name, archives=self._admission.archives, sessions=sessions, epoch=epoch)
+        machine = ClusterNode(spec, remote)
+        remote.on_message = partial(self._take, machine)
+        remote.models.on_change = partial(self._models_changed, spec.name)
         return machine
+
+    def _take(self, machine: ClusterNode, message: NodeDraining | NodeGoodbye | FitnessChanged) -> None:
+        """Tell the membership what a node says of itself."""
+        name, instance = machine.spec.name, "" if machine.hello is None else machine.hello.instance
+        match message:
+            case NodeDraining():
+                self._step(self._membership.drain, name, message.why)
+            case FitnessChanged():
+                self._step(self._membership.judge, name, instance, *unfitness(message.why, message.newcomers))
+            case NodeGoodbye():
+                if self._is_empty(name):
+                    self._step(self._membership.empty, name)  # it drains and has seen it first: nothing is lost with it
+                self._step(self._membership.goodbye, name, instance, message.why, message.killed)
+
+    def _member(self, name: str) -> RemoteNode | None:
+        machine = self._machines.get(name)
+        return None if machine is None else machine.remote
 
     def _models_changed(self, name: str) -> None:
         """Tell the scheduler what a node's model services cost, and on which of its devices they are."""
@@ -1076,16 +923,20 @@ class Cluster(ClusterState):
             self._services.learn(name, self._declared.services(models.services))
             self.engine.report_residency(name, self._declared.resident(models.resident, machine.spec.devices))
 
-    # -- what the roster decides
+    # -- what the membership decides
 
-    def _step(self, event: RosterEvent) -> list[Verdict]:
-        verdicts = self._roster.step(self._clock.now(), event)
+    def _step(
+        self, event: Callable[Concatenate[float, P], list[Verdict]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Verdict]:
+        """Tell what happens now to the membership, by one of its methods, and do what that decides."""
+        verdicts = event(self._clock.now(), *args, **kwargs)
         for verdict in verdicts:
             match verdict:
                 case Shut():
                     self.engine.tell(NodeClosed(node=verdict.node, why=verdict.why, finishing=verdict.finishing))
-                    self._log.warning("a node is closed", node=verdict.node, why=verdict.why)
-                    self._note_drain(verdict.node)
+                    logger.warning("a node is closed", node=verdict.node, why=verdict.why)
+                    if self.leaving(verdict.node):
+                        self._records.moved(verdict.node, "draining")
                 case Serves():
                     self.engine.tell(NodeOpened(node=verdict.node))
                     self._records.moved(verdict.node, "ready")
@@ -1096,16 +947,11 @@ class Cluster(ClusterState):
         self._arm()
         return verdicts
 
-    def _note_drain(self, name: str) -> None:
-        member = self._roster.get(name)
-        if member is not None and member.draining:
-            self._records.moved(name, "draining")
-
     def _count_out(self, verdict: CountedOut) -> None:
         """Everything on the node is lost: first the scheduler decides what runs again, then whoever waits is told."""
         name = verdict.node
         machine = self._machines.pop(name, None)
-        log = self._log.error if verdict.victims else self._log.info
+        log = logger.error if verdict.victims else logger.info
         log("a node is counted out", node=name, why=verdict.why, with_what_it_had=verdict.victims)
         known = self._records.get(name)
         if known is not None and known.state == "draining":
@@ -1114,7 +960,7 @@ class Cluster(ClusterState):
                     starter.left(name)
         self._records.moved(name, "lost")
         self.abilities.forget(name)
-        self._snapshots.lose(name, verdict.why)
+        self.snapshots.lose(name, verdict.why)
         if self._services is not None:
             self._services.forget(name)
         assert self._trajectories is not None and self._fleet is not None
@@ -1140,19 +986,19 @@ class Cluster(ClusterState):
             self._timer = None
         if self._closed:
             return
-        due_s = self._roster.next_s()
+        due_s = self._membership.next_s()
         waits_s = [] if due_s is None else [max(0.0, due_s - self._clock.now())]
-        if self._roster.draining:
+        if self._membership.draining:
             waits_s.append(_LOOK_S)
         if waits_s:
             self._timer = asyncio.get_running_loop().call_later(min(waits_s), self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        for name in self._roster.draining:
+        for name in self._membership.draining:
             if self._is_empty(name):
-                self._step(Emptied(name))
-        self._step(Ticked())
+                self._step(self._membership.empty, name)
+        self._step(self._membership.tick)
 
     def _able_changed(self, name: str) -> None:
         """Tell the scheduler what a machine that it knows is able to run by now."""
@@ -1162,13 +1008,17 @@ class Cluster(ClusterState):
             self.here = replace(self.here, able=self.abilities.able(name))
             self.engine.tell(NodeJoined(node=self.here))
             return
-        machine, member = self._machines.get(name), self._roster.get(name)
+        machine, member = self._machines.get(name), self._membership.get(name)
         if machine is not None and member is not None and member.state in HEARD - {NodeState.JOINING}:
             machine.spec = replace(machine.spec, able=self.abilities.able(name))
             self.engine.tell(NodeJoined(node=machine.spec))
 
+    def _is_empty(self, name: str) -> bool:
+        """Return whether nothing of the scheduler's is on a node."""
+        return self.engine.held_on(name) == (0, 0)
+
     def _place_of(self, trajectory: str) -> str:
-        found = self.engine.trajectory(trajectory)
+        found = None if self._engine is None else self._engine.trajectory(trajectory)
         return "" if found is None else str(found["node"])
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
@@ -1182,50 +1032,17 @@ def _living(inventory: Inventory) -> set[str]:
     return {facts.trajectory for facts in inventory.trajectories if facts.alive}
 
 
+def _is_drained(member: Member) -> bool:
+    """Return whether a node that is counted out has left empty: it has nothing that it must end first."""
+    return member.state is NodeState.LOST and not member.fenced
+
+
 def _needs_node(function: FunctionSpec) -> bool:
     """Whether its actions run on a node, and not in the gateway itself."""
     return function.sandbox is not None or not {"cpu", "gpu"}.isdisjoint(function.cost)
 
 
 async def open_cluster(
-    config: ClusterConfig,
-    here: NodeSpec,
-    paths: Sequence[Path],
-    store: Store,
-    server: ServerConfig,
-    clock: Clock,
-    wall: Callable[[], float],
-    snapshot_age_s: float,
-    copies: HandlerCopies,
-) -> Cluster:
-    """Return the cluster of a gateway that starts; raises InvalidConfig or StorageUnavailable."""
-    state_dir = server.state_dir
-    records = NodeRecords(store, wall, nodes_max=config.times.nodes_max)
-    await records.open()
-    tickets = TicketOffice(signing_key(state_dir), records.generation, config.ticket_ttl_s, wall=wall)
-    directory = state_dir / "cluster"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    certificate = await asyncio.to_thread(ensure_certificate, directory)
-    archives = HandlerArchives(copies.excluded, state_dir / UPLOADS, copies)
-    snapshots = NodeSnapshots(store, config.snapshots, age_s=snapshot_age_s, wall=wall)
-    await snapshots.open(records.all)
-    cluster = Cluster(
-        config,
-        here,
-        records=records,
-        tickets=tickets,
-        certificate=certificate,
-        clock=clock,
-        archives=archives,
-        snapshots=snapshots,
-    )
-    if config.local == "process":
-        lost_after_s = config.times.lost_after_s
-        cluster.local = LocalNode(here.name, state_dir, paths, cluster, clock, lost_after_s=lost_after_s)
-    return cluster
-
-
-async def machines_of(
     config: GatewayConfig,
     here: NodeSpec,
     paths: Sequence[Path],
@@ -1233,13 +1050,32 @@ async def machines_of(
     clock: Clock,
     wall: Callable[[], float],
     copies: HandlerCopies,
-) -> OneMachine:
+) -> Cluster:
     """Return the machines of a gateway that serves the configuration in ``paths``, its handlers from ``copies``.
 
     Raises InvalidConfig or StorageUnavailable.
     """
-    if config.cluster is None:
-        return OneMachine(here)
-
-    age_s = config.sandbox.provider.snapshots.age_s
-    return await open_cluster(config.cluster, here, paths, store, config.server, clock, wall, age_s, copies)
+    state_dir, cluster = config.server.state_dir, config.cluster or ClusterConfig()
+    records = NodeRecords(store, wall, nodes_max=cluster.times.nodes_max)
+    snapshots = NodeSnapshots(store, cluster.snapshots, age_s=config.sandbox.provider.snapshots.age_s, wall=wall)
+    admission = None
+    if config.cluster is not None:
+        await records.open()
+        tickets = TicketOffice(signing_key(state_dir), records.generation, cluster.ticket_ttl_s, wall=wall)
+        directory = state_dir / "cluster"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        certificate = await asyncio.to_thread(ensure_certificate, directory)
+        await snapshots.open(records.all)
+        admission = NodeAdmission(tickets, certificate, HandlerArchives(copies.excluded, state_dir / UPLOADS, copies))
+    made = Cluster(cluster, here, records=records, snapshots=snapshots, admission=admission, clock=clock)
+    if cluster.local == "process":
+        made.local = LocalNode(
+            here.name,
+            state_dir,
+            paths,
+            ticket=made.local_ticket,
+            joined=made.joined,
+            clock=clock,
+            lost_after_s=cluster.times.lost_after_s,
+        )
+    return made

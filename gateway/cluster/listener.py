@@ -1,4 +1,4 @@
-"""The door of the nodes: TLS connections are accepted, bounded in number until they have shown who they are."""
+"""The listener for nodes: TLS connections are accepted, bounded in number until they have shown who they are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bind(address: str) -> socket.socket:
     return listener
 
 
-class NodeDoor:
+class NodeListener:
     """Accepts connections and hands over each as a link.
 
     Whoever has not shown who he is within ``greeting_s`` is cut, however he spends it. While ``greetings_max`` are at
@@ -83,7 +83,7 @@ class NodeDoor:
 
     def open(self) -> None:
         """Accept from now on."""
-        self._accepting = asyncio.create_task(self._accept_for_ever(), name="nodes' door")
+        self._accepting = asyncio.create_task(self._accept_for_ever(), name="nodes' listener")
 
     async def close(self) -> None:
         """Accept no more, and drop what is open."""
@@ -155,10 +155,10 @@ class NodeDoor:
                 if link is not None:
                     await self._greet(link, has_greeted)
         except CodedError as error:
-            self._log.info("a connection at the nodes' door was refused", why=error.message)
-        except Exception:  # noqa: BLE001  # one connection must not end the door
+            self._log.info("a connection at the nodes' port was refused", why=error.message)
+        except Exception:  # noqa: BLE001  # one connection must not end the listener
             if limit.expired():
-                self._log.info("a connection at the nodes' door has not shown who it is", peer=address)
+                self._log.info("a connection at the nodes' port has not shown who it is", peer=address)
             else:
                 self._log.exception("a node's connection failed")
         finally:

@@ -12,10 +12,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import structlog
 
@@ -45,13 +45,6 @@ END_S = 8.0
 TIDY = signal.SIGUSR1
 
 
-class LocalOffice(Protocol):
-    """What is asked of the cluster about this machine's node."""
-
-    def local_ticket(self) -> NodeTicket: ...
-    def joined(self, name: str) -> bool: ...
-
-
 class LocalNode:
     """Sees to it that this machine's daemon lives. Use from one event loop."""
 
@@ -60,12 +53,15 @@ class LocalNode:
         name: str,
         state_dir: Path,
         paths: Sequence[Path],
-        office: LocalOffice,
-        clock: Clock,
         *,
+        ticket: Callable[[], NodeTicket],
+        joined: Callable[[str], bool],
+        clock: Clock,
         lost_after_s: float,
     ) -> None:
         """``state_dir`` is the gateway's, ``paths`` the configuration that it serves; raises InvalidConfig without.
+
+        ``ticket`` makes what admits it, ``joined`` tells whether a node of a name is heard.
 
         One that had joined and is silent is replaced after ``lost_after_s``, when it counts as lost anyway.
         """
@@ -74,7 +70,7 @@ class LocalNode:
         self.name = name
         self._directory = state_dir.absolute() / DIRECTORY
         self._paths = tuple(path.absolute() for path in paths)
-        self._office = office
+        self._ticket, self._is_heard = ticket, joined
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths = 0
@@ -129,7 +125,7 @@ class LocalNode:
     def look(self) -> None:
         """Start it if it does not live and may be started; replace one that lives and does not join."""
         now_s = self._clock.now()
-        if self._office.joined(self.name):
+        if self._is_heard(self.name):
             if not self._joined:
                 self._joined, self._since_s, self._patience_s = True, now_s, self._lost_after_s
             elif now_s - self._since_s > WELL_S:
@@ -158,7 +154,7 @@ class LocalNode:
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             with self._opened_log() as log:
-                ticket = self._office.local_ticket()
+                ticket = self._ticket()
                 self._process = subprocess.Popen(
                     self._command(ticket),
                     stdin=subprocess.DEVNULL,

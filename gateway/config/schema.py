@@ -47,7 +47,7 @@ from manager.scheduler.registry import PolicyName, make_policy
 from runtimes.kind import DeclarationSite, Kind
 from runtimes.kinds import KINDS
 from runtimes.model.request import ModelSettings
-from runtimes.node.membership import RosterSettings
+from runtimes.node.membership import MembershipSettings
 from runtimes.node.protocol import LinkSettings
 from runtimes.node.ray.process import RaySettings
 from runtimes.sandbox.handler.sources import RequirementSettings
@@ -538,7 +538,7 @@ class ClusterConfig:
         ),
     ] = 64
     link: Annotated[LinkSettings, Setting(inline=True)] = field(default_factory=LinkSettings)
-    times: Annotated[RosterSettings, Setting(inline=True)] = field(default_factory=RosterSettings)
+    times: Annotated[MembershipSettings, Setting(inline=True)] = field(default_factory=MembershipSettings)
     snapshots: Annotated[
         NodeSnapshotSettings, Setting("bounds of the snapshots of trajectories on all nodes together")
     ] = field(default_factory=NodeSnapshotSettings)

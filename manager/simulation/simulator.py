@@ -221,7 +221,7 @@ class Learning:
 
 FaultKind = Literal["lose", "wave", "upgrade", "cut"]
 NodeEvent = NodeLost | NodeJoined | NodeClosed | NodeOpened
-#: Seconds of silence until a gateway places nothing on a node, and until it takes it for lost: the roster's defaults.
+#: Seconds of silence until a gateway places nothing on a node, and until it takes it for lost (membership's defaults).
 SUSPECT_S = 3.0
 LOST_S = 60.0
 #: Most events that the faults of one simulation may make.

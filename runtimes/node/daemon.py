@@ -21,14 +21,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
 import structlog
 from msgspec import convert
 
-from manager.action import Action, Chunk, Outcome, State
+from manager.action import Action, Outcome, State
 from manager.clock import Clock, MonotonicClock
 from manager.config import NodeSpec, ServiceSpec
 from manager.errors import (
@@ -49,21 +49,26 @@ from manager.errors import (
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec, SandboxSpec, Setting
 from runtimes.kinds import KINDS
-from runtimes.node import protocol
+from runtimes.model.runtime import ModelRuntime
 from runtimes.node.certificate import node_side, shows
 from runtimes.node.protocol import (
     ARCHIVE_COMPONENT,
     ARCHIVE_MAX_BYTES,
     COMPONENT,
+    GREETING_BYTES,
     HEADER,
     PATIENCE_S,
+    PROTOCOL,
     AcknowledgeEnd,
+    AttachAttempt,
     AttachSession,
+    AttemptBegins,
     AttemptEnd,
     AttemptFacts,
     AttemptGo,
     AttemptLog,
     AttemptStarted,
+    CancelAttempt,
     ChannelError,
     DefineFunction,
     ErrorFacts,
@@ -77,13 +82,23 @@ from runtimes.node.protocol import (
     FilesVerb,
     FitnessChanged,
     Inflow,
+    Inventory,
     LinkClosed,
     LinkSettings,
     LinkStream,
     Message,
     ModelsChanged,
+    NodeAnswer,
+    NodeDraining,
+    NodeGoodbye,
+    NodeHello,
     NodeLink,
+    NodeRefused,
+    NodeRequest,
+    NodeWelcome,
     Outflow,
+    ResizeAttempt,
+    SandboxChanged,
     SessionOpened,
     SessionRoom,
     SessionSaid,
@@ -100,11 +115,13 @@ from runtimes.node.protocol import (
     decode,
     digest_of,
     encode,
+    end_of,
     error_of,
     facts_of,
     failed,
     mislaid,
     oversized,
+    read_function,
     unpack_object,
 )
 from runtimes.sandbox.archiver import Refused
@@ -162,36 +179,6 @@ class NodeAttempt:
             ended=self.end is not None,
             ran_s=0.0 if self.began_s is None else now_s - self.began_s,
         )
-
-
-class SettledAttempts:
-    """Attempts whose end is on record: they are forgotten soon, many at once, and not between two that begin."""
-
-    def __init__(self, forget: Callable[[Collection[NodeAttempt]], None]) -> None:
-        self._forget = forget
-        self._loop = asyncio.get_running_loop()
-        self._settled: dict[str, NodeAttempt] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, attempt: NodeAttempt) -> None:
-        """Its end is on record."""
-        self._settled[attempt.claim] = attempt
-        if self._timer is None:
-            self._timer = self._loop.call_later(PATIENCE_S, self.forget)
-
-    def drop(self, attempt: NodeAttempt) -> None:
-        """It is forgotten already."""
-        self._settled.pop(attempt.claim, None)
-
-    def forget(self, claim: str | None = None) -> None:
-        """Forget them now; with a ``claim``, only if its attempt is one of them."""
-        if claim is not None and claim not in self._settled:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._settled:
-            self._forget(list(self._settled.values()))
 
 
 def spool_name(claim: str) -> str:
@@ -475,75 +462,36 @@ class Telling:
         return False
 
 
-class NodeSandboxes(Protocol):
-    """What an agent asks of the sandboxes beside executing in them."""
-
-    #: Called with what has changed of a trajectory's sandbox.
-    on_change: Callable[[TrajectoryFacts], None]
-    #: The sessions in them.
-    sessions: SessionTable
-
-    async def start(self) -> None:
-        """Adopt what a daemon before left."""
-        ...
-
-    def resumable(self) -> Collection[str]:
-        """Return the claims of the commands that can be taken over."""
-        ...
-
-    async def end_unclaimed(self, taken: Collection[str]) -> None:
-        """End the commands whose claims begin with none of these."""
-        ...
-
-    def facts(self) -> list[TrajectoryFacts]:
-        """Return every trajectory that has a sandbox."""
-        ...
-
-    def files(self, trajectory: str) -> SandboxFiles | None:
-        """Return the files of a trajectory's sandbox, if it has one."""
-        ...
-
-    def look(self, trajectory: str) -> None:
-        """See whether a trajectory's sandbox is another one than was told, and tell it."""
-        ...
-
-    def acknowledge(self, trajectory: str | None, claim: str) -> None:
-        """The end of an attempt is on record."""
-        ...
-
-    def mark_lost(self, trajectories: Collection[str]) -> None:
-        """The next action of each is told that its sandbox was lost."""
-        ...
-
-    def choose(self, trajectory: str, spec: SandboxSpec) -> None:
-        """A trajectory's sandbox is made so whenever it is made anew."""
-        ...
-
-    async def leave(self, claims: Iterable[str]) -> None:
-        """Leave the sandboxes, and the attempts that run in them, to the next daemon."""
-        ...
-
-
-class EnvironmentSandboxes:
-    """`NodeSandboxes` over the environments of this machine."""
+class NodeSandboxes:
+    """The sandboxes of this machine, and what of them the gateway was told."""
 
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
+        #: The sessions in them.
         self.sessions = environments.sessions
         self._told: dict[str, TrajectoryFacts] = {}
+        #: Called with what has changed of a trajectory's sandbox.
         self.on_change: Callable[[TrajectoryFacts], None] = lambda facts: None
 
     async def start(self) -> None:
+        """Adopt what a daemon before left."""
         await self._environments.start()
         self._told = {facts.trajectory: facts for facts in self.facts()}
 
     def resumable(self) -> Collection[str]:
+        """Return the claims of the commands that can be taken over."""
         return self._environments.resumable().keys()
 
+    def never_started(self, trajectory: str, claims: str) -> bool:
+        """Return whether it is certain that no command of an attempt was started in a trajectory's sandbox."""
+        return self._environments.never_started(trajectory, claims)
+
     async def end_unclaimed(self, taken: Collection[str]) -> None:
+        """End the commands whose claims begin with none of these."""
         await self._environments.end_unclaimed(taken)
 
     def facts(self) -> list[TrajectoryFacts]:
+        """Return every trajectory that has a sandbox."""
         names = [str(each["trajectory"]) for each in self._environments.list()]
         return [self._facts(name) for name in names]
 
@@ -577,10 +525,12 @@ class EnvironmentSandboxes:
         )
 
     def files(self, trajectory: str) -> SandboxFiles | None:
+        """Return the files of a trajectory's sandbox, if it has one."""
         sandbox = self._environments.get(trajectory)
         return None if sandbox is None else LocalFiles(sandbox)
 
     def look(self, trajectory: str) -> None:
+        """See whether a trajectory's sandbox is another one than was told, and tell it."""
         told, sandbox = self._told.get(trajectory), self._environments.get(trajectory)
         if told is not None and sandbox is not None and (told.sandbox, told.alive) == (sandbox.id, sandbox.alive):
             return  # one and the same sandbox stays as it was made
@@ -594,15 +544,19 @@ class EnvironmentSandboxes:
         self.on_change(facts)
 
     def acknowledge(self, trajectory: str | None, claim: str) -> None:
+        """The end of an attempt is on record."""
         self._environments.acknowledge(trajectory, claim)
 
     def mark_lost(self, trajectories: Collection[str]) -> None:
+        """The next action of each is told that its sandbox was lost."""
         self._environments.mark_lost(trajectories)
 
     def choose(self, trajectory: str, spec: SandboxSpec) -> None:
+        """A trajectory's sandbox is made so whenever it is made anew."""
         self._environments.choose(trajectory, spec)
 
     async def leave(self, claims: Iterable[str]) -> None:
+        """Leave the sandboxes, and the attempts that run in them, to the next daemon."""
         self._environments.keep()
         for claim in claims:
             await self._environments.leave(claim)
@@ -633,23 +587,18 @@ class ServedTransfers:
         self._transfers: dict[int, _ServedTransfer] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    def take(self, link: NodeLink, message: Message) -> bool:
-        """Deal with a message of the gateway; return whether it is one of a transfer. Raises ChannelError."""
-        if isinstance(message, FilesAsk):
-            self._begin(link, message)
-        elif isinstance(message, FilesPiece | FilesTaken | FilesStop):
-            transfer = self._transfers.get(message.transfer)
-            if transfer is None:
-                pass  # it ended while this was under way
-            elif isinstance(message, FilesPiece):
+    def take(self, message: FilesPiece | FilesTaken | FilesStop) -> None:
+        """Take what the gateway says of a transfer, unless that has ended; raises ChannelError."""
+        transfer = self._transfers.get(message.transfer)
+        match message:
+            case _ if transfer is None:
+                pass
+            case FilesPiece():
                 transfer.inflow.take(message.data)
-            elif isinstance(message, FilesTaken):
+            case FilesTaken():
                 transfer.outflow.taken(message.size_bytes)
-            else:
+            case FilesStop():
                 self._stop(transfer)
-        else:
-            return False
-        return True
 
     def detach(self, link: NodeLink) -> None:
         """The link is gone: its transfers end."""
@@ -663,7 +612,8 @@ class ServedTransfers:
             self._stop(transfer)
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def _begin(self, link: NodeLink, ask: FilesAsk) -> None:
+    def begin(self, link: NodeLink, ask: FilesAsk) -> None:
+        """Begin a transfer, or refuse it; raises ChannelError for one that is under way."""
         if ask.transfer in self._transfers:
             raise ChannelError(f"transfer {ask.transfer} was asked for twice")
         if len(self._transfers) >= link.settings.transfers_max:
@@ -705,7 +655,7 @@ class ServedTransfers:
             raise NotFound(f"trajectory {ask.trajectory!r} has no sandbox", component=COMPONENT)
         if ask.verb is FilesVerb.LIST:
             entries = msgspec.msgpack.encode(await files.list(ask.path, user=ask.user))
-            if len(entries) > transfer.link.settings.frame_max_bytes - protocol.GREETING_BYTES:
+            if len(entries) > transfer.link.settings.frame_max_bytes - GREETING_BYTES:
                 told = f"the entries of {ask.path!r} are more than a frame of the channel holds"
                 raise TooLarge(told, component=COMPONENT)
             return 0, entries
@@ -839,25 +789,10 @@ class NodeFitness:
         return ""
 
 
-class DeviceModels(Protocol):
-    """The models on a machine's devices: `runtimes.model.runtime.ModelRuntime`."""
-
-    on_footprint: Callable[[ServiceSpec], None] | None
-    on_residency: Callable[[Mapping[str, tuple[Chunk, ...]]], None] | None
-
-    async def footprint(self, function: FunctionSpec) -> ServiceSpec:
-        """Return what the service of a prepared function costs here."""
-        ...
-
-    def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
-        """Return the chunks on which each service is resident."""
-        ...
-
-
 class NodeModels:
     """The model services of one node. Use from one event loop."""
 
-    def __init__(self, models: DeviceModels, devices: int) -> None:
+    def __init__(self, models: ModelRuntime, devices: int) -> None:
         """``devices`` is how many the node has."""
         self._models = models
         self._devices = devices
@@ -987,10 +922,8 @@ class ServedSessions:
 
     # --- the link
 
-    def take(self, link: NodeLink, message: Message) -> bool:
-        """Deal with a message of the gateway; return whether it is one of a session."""
-        if not isinstance(message, AttachSession | SessionRoom | TypeToSession | SteerSession):
-            return False
+    def take(self, link: NodeLink, message: AttachSession | SessionRoom | TypeToSession | SteerSession) -> None:
+        """Take what the gateway says of a session, unless that is forgotten."""
         served = self._sessions.get(message.claim)
         match message:
             case AttachSession():
@@ -1006,8 +939,7 @@ class ServedSessions:
             case SteerSession() if served is not None:
                 self._spawn(self._steer(served, link, message))
             case _:
-                pass  # it is forgotten
-        return True
+                pass
 
     def detach(self, link: NodeLink) -> None:
         """The link is gone: sessions go on, and those that were read wait a moment for the next link."""
@@ -1216,7 +1148,7 @@ class ServedSnapshots:
 
     def _changed(self) -> None:
         if self._asked:
-            self.on_change(SnapshotsKept.of(self._store.all()))
+            self.on_change(SnapshotsKept(self._store.all()))
 
 
 #: In a directory of the store: the files themselves, and their bytes.
@@ -1414,37 +1346,22 @@ def _size_of(place: Path) -> int:
 SERVED: tuple[str, ...] = ("exec", "pytest", "handler", "model")
 
 
-class NodeWork(Protocol):
-    """What an agent works with: `gateway.runtime_factory.Runtimes`, or a test's."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeWork:
+    """What a daemon works with, and how that is let go."""
 
-    @property
-    def executor(self) -> Executor: ...
-
-    @property
-    def sandboxes(self) -> NodeSandboxes: ...
-
-    @property
-    def models(self) -> NodeModels | None:
-        """The model services of this machine; None if it serves none."""
-        ...
-
-    @property
-    def snapshots(self) -> ServedSnapshots | None:
-        """The snapshots of this machine's trajectories; None if it keeps none."""
-        ...
-
-    @property
-    def trouble(self) -> Trouble | None:
-        """What says why no sandbox can be made; None where nothing could tell."""
-        ...
-
-    async def prepare(self, function: FunctionSpec) -> None:
-        """Check that the function can run here; raises CodedError."""
-        ...
-
-    def handlers_in_use(self) -> Collection[Path]:
-        """Return the directories that instances of handlers have mounted, or may."""
-        ...
+    executor: Executor
+    sandboxes: NodeSandboxes
+    #: Checks that a function can run here; raises CodedError.
+    prepare: Callable[[FunctionSpec], Awaitable[None]]
+    close: Callable[[], Awaitable[None]]
+    #: Returns the directories that instances of handlers have mounted, or may.
+    handlers_in_use: Callable[[], Collection[Path]] = lambda: ()
+    #: The model services and the snapshots of this machine, if it has any.
+    models: NodeModels | None = None
+    snapshots: ServedSnapshots | None = None
+    #: Says why no sandbox can be made; None where nothing could tell.
+    trouble: Trouble | None = None
 
 
 class DefinedFunctions:
@@ -1462,16 +1379,16 @@ class DefinedFunctions:
             del self._known[next(iter(self._known))]
         kind = KINDS.get(msgspec.json.decode(data, type=_Kind).runtime)
         try:
-            function = protocol.read_function(data, FunctionSpec if kind is None else kind.function)
+            function = read_function(data, FunctionSpec if kind is None else kind.function)
             self._known[digest] = (data, self._handlers.placed(function))
-        except protocol.ChannelError as error:  # the others run here all the same
+        except ChannelError as error:  # the others run here all the same
             self._known[digest] = (data, InvalidConfig(f"{error.message}; upgrade the node", component=COMPONENT))
 
     def get(self, digest: str) -> tuple[bytes, FunctionSpec]:
         """Return a function, as it travelled too; raises ChannelError if it was never defined, or InvalidConfig."""
         known = self._known.get(digest)
         if known is None:
-            raise protocol.ChannelError(f"function {digest} was never defined")
+            raise ChannelError(f"function {digest} was never defined")
         data, function = known
         if isinstance(function, CodedError):
             raise function
@@ -1480,124 +1397,6 @@ class DefinedFunctions:
 
 class _Kind(msgspec.Struct):
     runtime: str
-
-
-class NodeRequests:
-    """The requests of one agent, each answered once on the link that is there at its end."""
-
-    def __init__(
-        self,
-        work: NodeWork,
-        functions: DefinedFunctions,
-        say: Callable[[Message], None],
-        handlers: HandlerStore,
-    ) -> None:
-        self._work = work
-        self._functions = functions
-        self._say = say
-        self._handlers = handlers
-        self._under_way: dict[int, asyncio.Task[None]] = {}
-        if work.snapshots is not None:
-            work.snapshots.on_change = say
-
-    def detach(self) -> None:
-        """There is no link."""
-        if self._work.snapshots is not None:
-            self._work.snapshots.detach()
-
-    @property
-    def tasks(self) -> Collection[asyncio.Task[None]]:
-        """Return what is under way."""
-        return list(self._under_way.values())
-
-    def begin(self, asked: protocol.NodeRequest) -> None:
-        """Do what is asked, once: while it is under way it may be asked again after a cut."""
-        if asked.number not in self._under_way:
-            task = asyncio.create_task(self._answer(asked), name=f"request {asked.verb} {asked.name}")
-            self._under_way[asked.number] = task
-            task.add_done_callback(lambda _: self._under_way.pop(asked.number, None))
-
-    async def _answer(self, asked: protocol.NodeRequest) -> None:
-        done, failure = True, None
-        try:
-            done = await self._do(asked)
-        except CodedError as error:
-            failure = facts_of(error)
-        except Exception as error:  # told to the gateway: a bug here ends no daemon
-            logger.exception("a request failed", verb=asked.verb, name=asked.name)
-            failure = facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
-        self._say(protocol.NodeAnswer(asked.number, failure, done))
-
-    async def _do(self, asked: protocol.NodeRequest) -> bool:
-        verbs: Mapping[str, Callable[[protocol.NodeRequest], Awaitable[bool]]] = {
-            "open": self._open,
-            "end": self._end,
-            "prepare": self._prepare,
-            "replicate": self._replicate,
-            "mark_lost": self._mark_lost,
-            "choose": self._choose,
-            "has_handler": self._has_handler,
-        }
-        if self._work.snapshots is not None:
-            of_snapshots = {"snapshot": self._snapshot, "snapshots": self._snapshots, "drop_snapshot": self._drop}
-            verbs = {**verbs, **of_snapshots}
-        if asked.verb not in verbs:
-            raise Unsupported(f"this node knows no request {asked.verb!r}", component=COMPONENT)
-        return await verbs[asked.verb](asked)
-
-    async def _open(self, asked: protocol.NodeRequest) -> bool:
-        await self._work.executor.open_trajectory(asked.name, asked.task, self._function(asked))
-        self._work.sandboxes.look(asked.name)
-        return True
-
-    async def _end(self, asked: protocol.NodeRequest) -> bool:
-        await self._work.executor.end_trajectory(asked.name)
-        self._work.sandboxes.look(asked.name)
-        return True
-
-    async def _prepare(self, asked: protocol.NodeRequest) -> bool:
-        function = self._function(asked)
-        if self._work.models is not None:
-            self._work.models.check(function)
-        async with self._handlers.held(function):
-            await self._work.prepare(function)
-        if self._work.models is not None:
-            await self._work.models.prepared(function)
-        return True
-
-    async def _has_handler(self, asked: protocol.NodeRequest) -> bool:
-        return await self._handlers.has(asked.name)
-
-    async def _snapshot(self, asked: protocol.NodeRequest) -> bool:
-        assert self._work.snapshots is not None
-        await self._work.snapshots.take(asked.name, asked.body)
-        return True
-
-    async def _snapshots(self, asked: protocol.NodeRequest) -> bool:
-        assert self._work.snapshots is not None
-        self._work.snapshots.tell()
-        return True
-
-    async def _drop(self, asked: protocol.NodeRequest) -> bool:
-        assert self._work.snapshots is not None
-        await self._work.snapshots.drop(asked.name)
-        return True
-
-    async def _replicate(self, asked: protocol.NodeRequest) -> bool:
-        if asked.chunk is None:
-            return False
-        return await self._work.executor.replicate(self._function(asked), asked.name, "", asked.chunk)
-
-    def _function(self, asked: protocol.NodeRequest) -> FunctionSpec:
-        return self._functions.get(asked.function)[1]
-
-    async def _mark_lost(self, asked: protocol.NodeRequest) -> bool:
-        self._work.sandboxes.mark_lost([asked.name])
-        return True
-
-    async def _choose(self, asked: protocol.NodeRequest) -> bool:
-        self._work.sandboxes.choose(asked.name, msgspec.json.decode(asked.body, type=SandboxSpec))
-        return True
 
 
 # The agent: a node's side of the channel. It turns frames into calls of an executor, and ends into frames.
@@ -1645,23 +1444,42 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._attempts: dict[str, NodeAttempt] = {}
         #: Ends that were told, and are written down in the same turn of the loop.
-        self._ends: list[protocol.AttemptEnd] = []
-        self._settled = SettledAttempts(lambda settled: None if self._closing else self._forget(*settled))
+        self._ends: list[AttemptEnd] = []
+        #: Attempts whose end is on record: forgotten soon, many at once, and not between two that begin.
+        self._settled: dict[str, NodeAttempt] = {}
+        self._settling: asyncio.TimerHandle | None = None
         self._link: NodeLink | None = None
         self._handlers = HandlerStore(directory / HANDLERS, self.settings.handlers, work.handlers_in_use)
         self._functions = DefinedFunctions(self.settings.functions_max, self._handlers)
-        self._requests = NodeRequests(work, self._functions, self.say, self._handlers)
+        #: Requests that are under way, by number.
+        self._requests: dict[int, asyncio.Task[None]] = {}
         self._transfers = ServedTransfers(work.sandboxes.files, self._handlers.take)
         self._sessions = ServedSessions(work.sandboxes.sessions, self._session_told)
         self._telling = Telling(self.settings.logs, self._sessions.owes)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._handle_by: Mapping[type[Message], Callable[[NodeLink, Any], None]] = {
+            ExecuteAttempt: lambda _, message: self._execute(message),
+            AttemptGo: lambda _, message: self._told_to_go(message),
+            AcknowledgeEnd: lambda _, message: self._acknowledged(message.claim),
+            DefineFunction: lambda _, message: self._functions.define(message.digest, message.function),
+            AttachAttempt: lambda _, message: self._attach(message),
+            CancelAttempt: lambda _, message: self._cancel(message),
+            ResizeAttempt: lambda _, message: self._resize(message),
+            NodeRequest: lambda _, message: self._begin_request(message),
+            NodeDraining: lambda _, message: self.on_drain(message.why),
+            FilesAsk: self._transfers.begin,
+            **dict.fromkeys((FilesPiece, FilesTaken, FilesStop), lambda _, message: self._transfers.take(message)),
+            **dict.fromkeys((AttachSession, SessionRoom, TypeToSession, SteerSession), self._sessions.take),
+        }
         #: Called when the gateway asks the node to drain, with why.
         self.on_drain: Callable[[str], None] = lambda why: None
-        work.sandboxes.on_change = self._tell_sandbox
+        work.sandboxes.on_change = lambda facts: self.say(SandboxChanged(facts))
         self.fitness.on_change = self.say
         if work.models is not None:
             work.models.on_change = self.say
+        if work.snapshots is not None:
+            work.snapshots.on_change = self.say
 
     # --- beginning and end
 
@@ -1680,7 +1498,7 @@ class Agent:
             holds = any(each.startswith(claim) for each in held)
             if entry.end is not None and not (holds and is_session(entry.execute)):
                 attempt.end = entry.end
-            elif holds:
+            elif holds or self._never_started(attempt):
                 self._run(attempt)
             else:
                 self._conclude(attempt, mislaid("the node's daemon ended while it ran, and with it what it had begun"))
@@ -1692,6 +1510,12 @@ class Agent:
         self._left.clear()
         self._spawn(self._telling.talk_for_ever())
         self._spawn(self.fitness.watch_for_ever())
+
+    def _never_started(self, attempt: NodeAttempt) -> bool:
+        """Return whether a daemon before died after it had written that it begins, and before its first command."""
+        kind, trajectory = KINDS.get(attempt.function.runtime), attempt.execute.action.trajectory
+        inside = kind is not None and kind.works_in_sandbox and trajectory is not None
+        return inside and self._work.sandboxes.never_started(str(trajectory), attempt.claim)
 
     @property
     def busy(self) -> bool:
@@ -1723,13 +1547,13 @@ class Agent:
 
     async def close(self) -> None:
         """Stop. What runs in a sandbox is left as it is, for the next daemon of this directory; idempotent."""
-        self._settled.forget()
+        self._forget_settled()
         self._closing = True
         self.detach()
         for attempt in self._attempts.values():
             attempt.spool.paused = True  # what its command says from now on is the next daemon's
         await self._work.sandboxes.leave(claim for claim, attempt in self._attempts.items() if attempt.end is None)
-        tasks = [*self._tasks, *self._requests.tasks]
+        tasks = [*self._tasks, *self._requests.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -1742,11 +1566,11 @@ class Agent:
 
     # --- the link
 
-    def inventory(self) -> protocol.Inventory:
+    def inventory(self) -> Inventory:
         """Return all that is here."""
-        self._settled.forget()
+        self._forget_settled()
         now_s = self._clock.now()
-        return protocol.Inventory(
+        return Inventory(
             epoch=self.epoch,
             attempts=[attempt.facts(now_s) for attempt in self._attempts.values() if not attempt.disowned],
             trajectories=self._work.sandboxes.facts(),
@@ -1770,7 +1594,8 @@ class Agent:
     def detach(self) -> None:
         """There is no gateway; everything goes on."""
         self._link = self._telling.link = None
-        self._requests.detach()
+        if self._work.snapshots is not None:
+            self._work.snapshots.detach()
         for attempt in self._attempts.values():
             attempt.attached = attempt.end_told = False
             if not attempt.begun and attempt.go.done():
@@ -1782,32 +1607,80 @@ class Agent:
             self._link.send(message)
 
     def _handle(self, link: NodeLink, message: Message) -> None:
-        match message:
-            case protocol.ExecuteAttempt():
-                self._execute(message)
-            case protocol.AttemptGo():
-                self._told_to_go(message)
-            case protocol.AcknowledgeEnd():
-                self._acknowledged(message.claim)
-            case protocol.DefineFunction():
-                self._functions.define(message.digest, message.function)
-            case protocol.AttachAttempt():
-                self._attach(message)
-            case protocol.CancelAttempt():
-                self._cancel(message)
-            case protocol.ResizeAttempt():
-                self._resize(message)
-            case protocol.NodeRequest():
-                self._requests.begin(message)
-            case protocol.DrainNode():
-                self.on_drain(message.why)
-            case _ if not self._transfers.take(link, message) and not self._sessions.take(link, message):
-                raise protocol.ChannelError(f"a {type(message).__name__} to a node")
+        handle = self._handle_by.get(type(message))
+        if handle is None:
+            raise ChannelError(f"a {type(message).__name__} to a node")
+        handle(link, message)
+
+    # --- requests
+
+    def _begin_request(self, request: NodeRequest) -> None:
+        """Do what is asked, once: while it is under way it may be asked again after a cut."""
+        if request.number not in self._requests:
+            task = asyncio.create_task(self._answer(request), name=f"request {request.verb} {request.name}")
+            self._requests[request.number] = task
+            task.add_done_callback(lambda _: self._requests.pop(request.number, None))
+
+    async def _answer(self, request: NodeRequest) -> None:
+        """Answer on the link that is there at its end."""
+        done, failure = True, None
+        try:
+            done = await self._do(request)
+        except CodedError as error:
+            failure = facts_of(error)
+        except Exception as error:  # told to the gateway: a bug here ends no daemon
+            logger.exception("a request failed", verb=request.verb, name=request.name)
+            failure = facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
+        self.say(NodeAnswer(request.number, failure, done))
+
+    async def _do(self, request: NodeRequest) -> bool:
+        name, sandboxes, snapshots = request.name, self._work.sandboxes, self._work.snapshots
+        match request.verb:
+            case "open":
+                await self._work.executor.open_trajectory(name, request.task, self._function(request))
+                sandboxes.look(name)
+            case "end":
+                await self._work.executor.end_trajectory(name)
+                sandboxes.look(name)
+            case "prepare":
+                await self._prepare(self._function(request))
+            case "replicate":
+                chunk = request.chunk
+                replicate = self._work.executor.replicate
+                return chunk is not None and await replicate(self._function(request), name, "", chunk)
+            case "mark_lost":
+                sandboxes.mark_lost([name])
+            case "choose":
+                sandboxes.choose(name, msgspec.json.decode(request.body, type=SandboxSpec))
+            case "has_handler":
+                return await self._handlers.has(name)
+            case "snapshot" if snapshots is not None:
+                await snapshots.take(name, request.body)
+            case "snapshots" if snapshots is not None:
+                snapshots.tell()
+            case "drop_snapshot" if snapshots is not None:
+                await snapshots.drop(name)
+            case _:
+                raise Unsupported(f"this node knows no request {request.verb!r}", component=COMPONENT)
+        return True
+
+    async def _prepare(self, function: FunctionSpec) -> None:
+        models = self._work.models
+        if models is not None:
+            models.check(function)
+        async with self._handlers.held(function):
+            await self._work.prepare(function)
+        if models is not None:
+            await models.prepared(function)
+
+    def _function(self, request: NodeRequest) -> FunctionSpec:
+        return self._functions.get(request.function)[1]
 
     # --- attempts
 
-    def _execute(self, execute: protocol.ExecuteAttempt) -> None:
-        self._settled.forget(execute.claim)
+    def _execute(self, execute: ExecuteAttempt) -> None:
+        if execute.claim in self._settled:
+            self._forget_settled()
         known = self._attempts.get(execute.claim)
         if known is not None and not known.disowned:
             known.attached = True
@@ -1818,7 +1691,7 @@ class Agent:
             attempt.attached = True
             self._run(attempt)
 
-    def _enter(self, execute: protocol.ExecuteAttempt, *, fresh: bool = True) -> NodeAttempt | None:
+    def _enter(self, execute: ExecuteAttempt, *, fresh: bool = True) -> NodeAttempt | None:
         """Make room for an attempt; one that cannot be had ends at once."""
         try:
             data, function = self._functions.get(execute.function)
@@ -1831,14 +1704,14 @@ class Agent:
                 self.fitness.refused(error)
             message = f"the node cannot take it: {error}"
             refused = Outcome(state=State.FAILED, reason=Reason.ENVIRONMENT_LOST, message=message, component=COMPONENT)
-            self.say(protocol.end_of(execute.claim, refused, 0))
+            self.say(end_of(execute.claim, refused, 0))
             return None
         attempt = NodeAttempt(execute=execute, function=function, function_bytes=data, spool=spool)
         self._attempts[execute.claim] = attempt
         return attempt
 
     def _run(self, attempt: NodeAttempt) -> None:
-        given = protocol.unpack_object(attempt.execute.input)
+        given = unpack_object(attempt.execute.input)
         self._sessions.begin(attempt.claim, attempt.execute.action, attempt.execute.context, given)
         work = self._work_on(attempt, given)
         attempt.task = self._loop.create_task(work)
@@ -1889,7 +1762,7 @@ class Agent:
             return True  # by its first command, or under a daemon before
         attempt.asking = True
         if attempt.attached and not attempt.go.done():
-            self.say(protocol.AttemptBegins(attempt.claim))
+            self.say(AttemptBegins(attempt.claim))
         while not attempt.go.done():  # another one takes its place if the link goes
             await attempt.go
         go = attempt.go.result()
@@ -1906,7 +1779,7 @@ class Agent:
         self._look(attempt)
         return True
 
-    def _told_to_go(self, go: protocol.AttemptGo) -> None:
+    def _told_to_go(self, go: AttemptGo) -> None:
         """It may begin, perhaps before it asks, or its caller has gone, and it outlives him."""
         attempt = self._attempts.get(go.claim)
         if attempt is None:
@@ -1926,10 +1799,10 @@ class Agent:
     def _conclude(self, attempt: NodeAttempt, outcome: Outcome) -> None:
         """It has ended, once and for all."""
         attempt.asking = False
-        end = protocol.end_of(attempt.claim, outcome, attempt.spool.omitted_bytes)
+        end = end_of(attempt.claim, outcome, attempt.spool.omitted_bytes)
         if len(end.result) + len(end.detail) > self._frame_bytes:
             large = oversized(outcome, len(end.result))
-            end = protocol.end_of(attempt.claim, large, attempt.spool.omitted_bytes)
+            end = end_of(attempt.claim, large, attempt.spool.omitted_bytes)
         attempt.end = end
         self._sessions.ended(attempt.claim)
         self._look(attempt)
@@ -1959,7 +1832,7 @@ class Agent:
         most_bytes = 64 * 2**20 if self._link is None else self._link.settings.frame_max_bytes
         return most_bytes - 64 * 2**10
 
-    def _cancel(self, asked: protocol.CancelAttempt) -> None:
+    def _cancel(self, asked: CancelAttempt) -> None:
         attempt = self._attempts.get(asked.claim)
         if attempt is None:
             return
@@ -1971,7 +1844,7 @@ class Agent:
         elif attempt.task is not None:
             attempt.task.cancel()
 
-    def _resize(self, asked: protocol.ResizeAttempt) -> None:
+    def _resize(self, asked: ResizeAttempt) -> None:
         attempt = self._attempts.get(asked.claim)
         if attempt is not None and attempt.end is None:
             self._spawn(self._work.executor.resize(attempt.execute.action, asked.lease))
@@ -1979,7 +1852,16 @@ class Agent:
     def _acknowledged(self, claim: str) -> None:
         attempt = self._attempts.get(claim)
         if attempt is not None and attempt.end is not None:
-            self._settled.add(attempt)
+            self._settled[claim] = attempt
+            if self._settling is None:
+                self._settling = self._loop.call_later(PATIENCE_S, self._forget_settled)
+
+    def _forget_settled(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
+            self._settling = None
+        if not self._closing:
+            self._forget(*self._settled.values())
 
     def _write_ends(self) -> None:
         ends, self._ends = self._ends, []
@@ -1995,7 +1877,7 @@ class Agent:
 
     def _forget_one(self, attempt: NodeAttempt) -> None:
         del self._attempts[attempt.claim]
-        self._settled.drop(attempt)
+        self._settled.pop(attempt.claim, None)
         self._sessions.forget(attempt.claim)
         self._telling.forget(attempt)
         attempt.spool.remove()
@@ -2013,7 +1895,7 @@ class Agent:
 
     # --- telling
 
-    def _attach(self, asked: protocol.AttachAttempt) -> None:
+    def _attach(self, asked: AttachAttempt) -> None:
         attempt = self._attempts.get(asked.claim)
         if attempt is not None:
             attempt.attached = True
@@ -2023,16 +1905,13 @@ class Agent:
         """Tell the gateway what it has not heard."""
         attempt.told_bytes, attempt.began_told, attempt.end_told = min(log_offset, attempt.spool.end), False, False
         if attempt.asking and not attempt.go.done():
-            self.say(protocol.AttemptBegins(attempt.claim))
+            self.say(AttemptBegins(attempt.claim))
         self._telling.more(attempt, at_once=True)
 
     def _look(self, attempt: NodeAttempt) -> None:
         """See whether its trajectory has another sandbox by now."""
         if attempt.execute.action.trajectory is not None:
             self._work.sandboxes.look(attempt.execute.action.trajectory)
-
-    def _tell_sandbox(self, facts: protocol.TrajectoryFacts) -> None:
-        self.say(protocol.SandboxChanged(facts))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -2080,30 +1959,10 @@ class DaemonSettings:
     agent: AgentSettings = field(default_factory=AgentSettings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostWork:
-    """What a daemon works with, and how that is let go: a `runtimes.node.daemon.NodeWork`."""
-
-    executor: Executor
-    sandboxes: NodeSandboxes
-    check: Callable[[FunctionSpec], Awaitable[None]]
-    close: Callable[[], Awaitable[None]]
-    handlers: Callable[[], Collection[Path]] = lambda: ()
-    models: NodeModels | None = None
-    snapshots: ServedSnapshots | None = None
-    trouble: Trouble | None = None
-
-    async def prepare(self, function: FunctionSpec) -> None:
-        await self.check(function)
-
-    def handlers_in_use(self) -> Collection[Path]:
-        return self.handlers()
-
-
 class Daemon:
     """One daemon: `run` it to its end; `drain`, `leave` and `stop` may be called from anywhere on its loop."""
 
-    def __init__(self, settings: DaemonSettings, work: HostWork, *, clock: Clock | None = None) -> None:
+    def __init__(self, settings: DaemonSettings, work: NodeWork, *, clock: Clock | None = None) -> None:
         self._settings = settings
         self._work = work
         self._clock = clock or MonotonicClock()
@@ -2133,7 +1992,7 @@ class Daemon:
         self._draining = why
         logger.info("draining", why=why)
         if self._agent is not None:
-            self._agent.say(protocol.NodeDraining(why))
+            self._agent.say(NodeDraining(why))
         self._drainer = asyncio.ensure_future(self._drain())
 
     def leave(self, *, tidy: bool = False) -> None:
@@ -2154,7 +2013,7 @@ class Daemon:
             elif self._agent is not None and self._tidy:
                 await self._agent.end_idle()
             if self._link is not None:
-                self._link.send(protocol.NodeGoodbye(self._draining or "the daemon ends", not self._leaving))
+                self._link.send(NodeGoodbye(self._draining or "the daemon ends", not self._leaving))
                 self._link.close("the daemon ends")
         finally:
             self._stopping.set()
@@ -2227,7 +2086,7 @@ class Daemon:
             self.joined.set()
             logger.info("joined", gateway=link.peer, generation=welcome.generation)
             if self._draining:
-                link.send(protocol.NodeDraining(self._draining))
+                link.send(NodeDraining(self._draining))
             why = await agent.serve(link)
             logger.info("the link is gone", why=why)
         finally:
@@ -2250,10 +2109,10 @@ class Daemon:
             )
         return NodeLink(stream, settings.link, clock=self._clock)
 
-    def _hello(self, agent: Agent) -> protocol.NodeHello:
+    def _hello(self, agent: Agent) -> NodeHello:
         settings = self._settings
-        return protocol.NodeHello(
-            protocol=protocol.PROTOCOL,
+        return NodeHello(
+            protocol=PROTOCOL,
             version=_version(),
             name=settings.spec.name,
             boot=BOOT_ID.read_text(encoding="ascii").strip(),
@@ -2270,16 +2129,16 @@ class Daemon:
             newcomers=agent.fitness.newcomers,
         )
 
-    async def _welcomed(self, link: NodeLink) -> protocol.NodeWelcome:
+    async def _welcomed(self, link: NodeLink) -> NodeWelcome:
         answer = await link.receive(Message, self._settings.greeting_s)
         match answer:
-            case protocol.NodeWelcome():
+            case NodeWelcome():
                 return answer
-            case protocol.NodeRefused(code=Unauthorized.code):
+            case NodeRefused(code=Unauthorized.code):
                 raise Unauthorized(f"the gateway refuses the node: {answer.message}", component=DAEMON_COMPONENT)
-            case protocol.NodeRefused():
+            case NodeRefused():
                 raise LinkClosed(f"the gateway refuses the node: {answer.message}", component=DAEMON_COMPONENT)
-        raise protocol.ChannelError(f"a {type(answer).__name__} where a welcome was expected")
+        raise ChannelError(f"a {type(answer).__name__} where a welcome was expected")
 
 
 @contextmanager

@@ -1,11 +1,13 @@
-"""Membership of nodes: joined, suspect, lost, drained."""
+"""NodeMembership of nodes: joined, suspect, lost, drained."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from functools import wraps
+from typing import Annotated, Concatenate, ParamSpec
 
 from manager.function import Setting
 
@@ -40,20 +42,20 @@ HEARD = frozenset({NodeState.JOINING, NodeState.READY, NodeState.UNFIT, NodeStat
 UNSURE = frozenset({NodeState.SUSPECT, NodeState.JOINING})
 
 
-# The roster: which nodes there are and in what state, as a pure function of what is told and of the time.
+# The membership: which nodes there are and in what state, as a pure function of what happens and of the time.
 #
-# ``step`` is all: events in, verdicts out, no clock and no I/O. A node is joining from its accepted greeting until it
-# is reconciled, then ready. It is suspect while it is not heard, and lost when that lasts; draining while it takes
-# nothing new. Silence of many at once is first of all the gateway's own: then no verdict of loss falls for a while (the
-# storm). Whoever is lost too often is refused for a while (flapping). What Ray says of a node never outweighs a link
-# that beats.
+# Each event is a method that takes its instant and returns verdicts: no clock and no I/O. A node is joining from its
+# accepted greeting until it is reconciled, then ready. It is suspect while it is not heard, and lost when that lasts;
+# draining while it takes nothing new. Silence of many at once is first of all the gateway's own: then no verdict of
+# loss falls for a while (the storm). Whoever is lost too often is refused for a while (flapping). What Ray says of a
+# node never outweighs a link that beats.
 
 #: Seconds after which a daemon whose name is taken may ask again: the other one may be dying.
 _AGAIN_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RosterSettings:
+class MembershipSettings:
     """When a node that is not heard is given up, and who is not let in again."""
 
     lost_after_s: Annotated[float, Setting("silence after which a node is counted lost", gt=0)] = 60.0
@@ -70,127 +72,6 @@ class RosterSettings:
     refused_max_s: float = 7200.0
     drain_grace_s: Annotated[float, Setting("life of trajectories on a draining node", gt=0)] = 600.0
     nodes_max: Annotated[int, Setting("most nodes", ge=1)] = 1024
-
-
-# -- what the roster is told
-
-
-@dataclass(frozen=True, slots=True)
-class Greeted:
-    """A daemon has proved who it is and asks to join (again)."""
-
-    node: str
-    instance: str
-    #: Whether it drains already, and why nothing can begin there (empty: anything can).
-    draining: bool = False
-    unfit: str = ""
-    #: Whether only nothing new can: what lives there goes on.
-    finishing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FoundUnfit:
-    """A node says that nothing can begin there, and why; or, if that is empty, that anything can (again).
-
-    ``finishing``: nothing new can, and the trajectories that live there go on.
-    """
-
-    node: str
-    instance: str
-    why: str
-    finishing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reconciled:
-    """What a joining node holds is known, and agrees with what the gateway knows."""
-
-    node: str
-    instance: str
-
-
-@dataclass(frozen=True, slots=True)
-class LinkLost:
-    """The link of a node has gone, or was silent for too long; of another instance than the present one it is stale."""
-
-    node: str
-    instance: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """A node of the gateway before: as one that is not heard since this gateway's start."""
-
-    node: str
-    draining: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DrainAsked:
-    """Somebody wants a node to take nothing new: an operator, the node itself, or Ray."""
-
-    node: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class DrainEnded:
-    """A draining node may take work again (an operator thought better of it)."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class Emptied:
-    """Nothing runs or lives on a draining node any more."""
-
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
-class SaidGoodbye:
-    """A node goes by itself; ``killed`` says that whatever it had is gone with it."""
-
-    node: str
-    instance: str
-    why: str
-    killed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RaySaid:
-    """Ray (or a cloud) speaks of a node's machine; ``final`` if it was ended on purpose (SIGTERM, terminated).
-
-    What was said last counts: a machine that was ended may have been begun again.
-    """
-
-    node: str
-    why: str
-    final: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """Time has passed."""
-
-
-RosterEvent = (
-    Greeted
-    | Reconciled
-    | FoundUnfit
-    | LinkLost
-    | Expected
-    | DrainAsked
-    | DrainEnded
-    | Emptied
-    | SaidGoodbye
-    | RaySaid
-    | Ticked
-)
-
-
-# -- what it decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +119,13 @@ class CountedOut:
     victims: bool
 
 
+P = ParamSpec("P")
 Verdict = Admitted | TurnedAway | Shut | Serves | CountedOut
 
 
 @dataclass(slots=True)
 class Member:
-    """One node as the roster knows it."""
+    """One node as the membership knows it."""
 
     name: str
     state: NodeState
@@ -270,24 +152,36 @@ class Member:
     refused_until_s: float = 0.0
 
 
-class Roster:
+def _event(
+    method: Callable[Concatenate[NodeMembership, P], list[Verdict]],
+) -> Callable[Concatenate[NodeMembership, float, P], list[Verdict]]:
+    """Return a method that takes the instant of its event first; one before the last counts as that.
+
+    What time alone decides by then follows.
+    """
+
+    @wraps(method)
+    def step(membership: NodeMembership, now_s: float, /, *args: P.args, **kwargs: P.kwargs) -> list[Verdict]:
+        membership.now_s = max(membership.now_s, now_s)
+        verdicts = method(membership, *args, **kwargs)
+        return [*verdicts, *membership.pass_sentence()]
+
+    return step
+
+
+class NodeMembership:
     """All nodes. Not for the machine of the gateway itself, which is never unheard."""
 
-    def __init__(self, settings: RosterSettings | None = None) -> None:
-        self.settings = settings or RosterSettings()
+    def __init__(self, settings: MembershipSettings | None = None) -> None:
+        self.settings = settings or MembershipSettings()
         self._members: dict[str, Member] = {}
         #: Those of them that time alone may decide on: of a thousand nodes only these are looked at in each step.
         self._timed: dict[str, Member] = {}
         #: Instants of losses of any node, for the storm.
         self._losses: deque[float] = deque()
         self._storm_until_s: float | None = None
-        self._now_s = 0.0
-
-    def step(self, now_s: float, event: RosterEvent) -> list[Verdict]:
-        """Take in what happened at ``now_s``; an earlier instant counts as the last one."""
-        self._now_s = max(self._now_s, now_s)
-        verdicts = self._apply(event)
-        return [*verdicts, *self._pass_sentence()]
+        #: The instant of the last event.
+        self.now_s = 0.0
 
     # -- views
 
@@ -306,7 +200,7 @@ class Roster:
     @property
     def storm_left_s(self) -> float:
         """Return the seconds for which no node is counted lost, for too many were silent; 0: no storm."""
-        return 0.0 if self._storm_until_s is None else max(0.0, self._storm_until_s - self._now_s)
+        return 0.0 if self._storm_until_s is None else max(0.0, self._storm_until_s - self.now_s)
 
     def next_s(self) -> float | None:
         """Return the instant of the next verdict that time alone brings; None if there is none."""
@@ -320,81 +214,148 @@ class Roster:
 
     # -- events
 
-    def _apply(self, event: RosterEvent) -> list[Verdict]:
-        if isinstance(event, Greeted):
-            return self._greet(event)
-        if isinstance(event, Expected):
-            return self._expect(event)
-        if isinstance(event, Ticked):
-            return []
-        member = self._members.get(event.node)
-        if member is None or member.state is NodeState.LOST:
-            return []
-        match event:
-            case Reconciled() if member.state is NodeState.JOINING and member.instance == event.instance:
-                return self._serve(member)
-            case FoundUnfit() if member.instance == event.instance:
-                return self._fit(member, event.why, event.finishing)
-            case LinkLost() if member.instance == event.instance:
-                return self._doubt(member, event.why)
-            case DrainAsked():
-                return self._drain(member, event.why)
-            case DrainEnded():
-                return self._undrain(member)
-            case Emptied() if member.state is NodeState.DRAINING:
-                return self._lose(member, f"drained: {member.drain_why}", victims=False)
-            case SaidGoodbye() if member.instance == event.instance:
-                return self._goodbye(member, event)
-            case RaySaid():
-                member.doomed = event.why if event.final else ""
-        return []
+    @_event
+    def greet(
+        self, node: str, instance: str, draining: bool = False, unfit: str = "", finishing: bool = False
+    ) -> list[Verdict]:
+        """A daemon has proved who it is and asks to join (again).
 
-    def _greet(self, event: Greeted) -> list[Verdict]:
-        member = self._members.get(event.node)
+        ``draining``: it drains already; ``unfit`` and ``finishing`` are as in `judge`.
+        """
+        member, doubted = self._members.get(node), list[Verdict]()
         if member is None:
             if len(self._members) >= self.settings.nodes_max and not self._forget_one():
                 why = f"{self.settings.nodes_max} nodes have joined, which is the bound cluster.nodes_max"
-                return [TurnedAway(event.node, event.instance, why, self.settings.refused_s)]
-            member = self._members[event.node] = Member(event.node, NodeState.LOST, self._now_s)
-        elif member.refused_until_s > self._now_s:
-            left_s = member.refused_until_s - self._now_s
+                return [TurnedAway(node, instance, why, self.settings.refused_s)]
+            member = self._members[node] = Member(node, NodeState.LOST, self.now_s)
+        elif member.refused_until_s > self.now_s:
             why = f"it was lost {len(member.losses)} times of late"
-            return [TurnedAway(event.node, event.instance, why, left_s)]
+            return [TurnedAway(node, instance, why, member.refused_until_s - self.now_s)]
         elif member.state in HEARD:
-            if event.instance != member.instance:
-                why = f"a living daemon has joined under the name {event.node}"
-                return [TurnedAway(event.node, event.instance, why, _AGAIN_S)]
+            if instance != member.instance:
+                why = f"a living daemon has joined under the name {node}"
+                return [TurnedAway(node, instance, why, _AGAIN_S)]
             doubted = self._doubt(member, "its daemon joins again")  # the old link is gone, whatever it says
-            return [*doubted, *self._admit(member, event)]
-        return self._admit(member, event)
-
-    def _admit(self, member: Member, event: Greeted) -> list[Verdict]:
         fence = member.fenced
-        member.instance, member.doomed = event.instance, ""
-        member.unfit, member.finishing = event.unfit, event.finishing
+        member.instance, member.doomed, member.unfit, member.finishing = instance, "", unfit, finishing
         if member.state is NodeState.LOST:
-            member.heard_s = self._now_s
-        if event.draining and not member.draining:
-            member.draining, member.drain_since_s, member.drain_why = True, self._now_s, "its daemon drains"
+            member.heard_s = self.now_s
+        if draining and not member.draining:
+            member.draining, member.drain_since_s, member.drain_why = True, self.now_s, "its daemon drains"
         self._move(member, NodeState.JOINING, "it has greeted")
-        return [Admitted(member.name, event.instance, fence)]
+        return [*doubted, Admitted(node, instance, fence)]
 
-    def _expect(self, event: Expected) -> list[Verdict]:
-        if event.node in self._members:
+    @_event
+    def expect(self, node: str, *, draining: bool = False) -> list[Verdict]:
+        """A node of the gateway before: as one that is not heard since this gateway's start."""
+        if node in self._members:
             return []
-        member = Member(event.node, NodeState.SUSPECT, self._now_s, heard_s=self._now_s)
+        member = Member(node, NodeState.SUSPECT, self.now_s, heard_s=self.now_s)
         member.why = "it has not come back since the gateway was started"
-        if event.draining:
-            member.draining, member.drain_since_s, member.drain_why = True, self._now_s, "it drained before"
-        self._members[event.node] = self._timed[event.node] = member
-        return [Shut(member.name, member.why)]
+        if draining:
+            member.draining, member.drain_since_s, member.drain_why = True, self.now_s, "it drained before"
+        self._members[node] = self._timed[node] = member
+        return [Shut(node, member.why)]
 
-    def _serve(self, member: Member) -> list[Verdict]:
-        member.fenced, member.heard_s = False, self._now_s
+    @_event
+    def reconcile(self, node: str, instance: str) -> list[Verdict]:
+        """What a joining node holds is known, and agrees with what the gateway knows."""
+        member = self._present(node, instance)
+        if member is None or member.state is not NodeState.JOINING:
+            return []
+        member.fenced, member.heard_s = False, self.now_s
         if member.draining:
             self._move(member, NodeState.DRAINING, member.drain_why)
-            return [Serves(member.name), _shut_to_drain(member)]
-        return [Serves(member.name), *self._settle(member)]
+            return [Serves(node), _shut_to_drain(member)]
+        return [Serves(node), *self._settle(member)]
+
+    @_event
+    def judge(self, node: str, instance: str, why: str, finishing: bool = False) -> list[Verdict]:
+        """A node says that nothing can begin there, and why; or, if that is empty, that anything can (again).
+
+        ``finishing``: nothing new can, and the trajectories that live there go on.
+        """
+        member = self._present(node, instance)
+        if member is None:
+            return []
+        changed = (member.unfit, member.finishing) != (why, finishing)
+        member.unfit, member.finishing = why, finishing
+        if changed and member.state is NodeState.DRAINING:
+            return [_shut_to_drain(member)]
+        if not changed or member.state not in (NodeState.READY, NodeState.UNFIT):
+            return []  # it counts once it serves again
+        return self._settle(member) or [Serves(member.name)]
+
+    @_event
+    def lose_link(self, node: str, instance: str, why: str) -> list[Verdict]:
+        """The link of a node has gone, or was silent for too long; of another instance than the present it is stale."""
+        member = self._present(node, instance)
+        return [] if member is None else self._doubt(member, why)
+
+    @_event
+    def drain(self, node: str, why: str) -> list[Verdict]:
+        """Somebody wants a node to take nothing new: an operator, the node itself, or Ray."""
+        member = self._present(node)
+        if member is None:
+            return []
+        if not member.draining:
+            member.draining, member.drain_since_s, member.drain_why = True, self.now_s, why
+        if member.state not in (NodeState.READY, NodeState.UNFIT):
+            return []
+        self._move(member, NodeState.DRAINING, why)
+        return [_shut_to_drain(member)]
+
+    @_event
+    def undrain(self, node: str) -> list[Verdict]:
+        """A draining node may take work again (an operator thought better of it)."""
+        member = self._present(node)
+        if member is None:
+            return []
+        member.draining = False
+        if member.state is not NodeState.DRAINING:
+            return []
+        return self._settle(member) or [Serves(node)]
+
+    @_event
+    def empty(self, node: str) -> list[Verdict]:
+        """Nothing runs or lives on a draining node any more."""
+        member = self._present(node)
+        if member is None or member.state is not NodeState.DRAINING:
+            return []
+        return self._lose(member, f"drained: {member.drain_why}", victims=False)
+
+    @_event
+    def goodbye(self, node: str, instance: str, why: str, killed: bool) -> list[Verdict]:
+        """A node goes by itself; ``killed`` says that whatever it had is gone with it."""
+        member = self._present(node, instance)
+        if member is None:
+            return []
+        return self._lose(member, why, victims=True) if killed else self._doubt(member, why)
+
+    @_event
+    def ray_says(self, node: str, why: str, final: bool = False) -> list[Verdict]:
+        """Ray (or a cloud) speaks of a node's machine; ``final`` if it was ended on purpose (SIGTERM, terminated).
+
+        What was said last counts: a machine that was ended may have been begun again.
+        """
+        member = self._present(node)
+        if member is not None:
+            member.doomed = why if final else ""
+        return []
+
+    @_event
+    def tick(self) -> list[Verdict]:
+        """Time has passed."""
+        return []
+
+    # -- inside
+
+    def _present(self, node: str, instance: str | None = None) -> Member | None:
+        """Return a node that is not lost, with an ``instance`` only if that is its present daemon."""
+        member = self._members.get(node)
+        if member is None or member.state is NodeState.LOST or instance not in (None, member.instance):
+            return None
+        return member
 
     def _settle(self, member: Member) -> list[Verdict]:
         """It serves, as far as it is fit."""
@@ -404,75 +365,47 @@ class Roster:
         self._move(member, NodeState.READY, "")
         return []
 
-    def _fit(self, member: Member, why: str, finishing: bool) -> list[Verdict]:
-        changed = (member.unfit, member.finishing) != (why, finishing)
-        member.unfit, member.finishing = why, finishing
-        if changed and member.state is NodeState.DRAINING:
-            return [_shut_to_drain(member)]
-        if not changed or member.state not in (NodeState.READY, NodeState.UNFIT):
-            return []  # it counts once it serves again
-        return self._settle(member) or [Serves(member.name)]
-
     def _doubt(self, member: Member, why: str) -> list[Verdict]:
         if member.state is NodeState.SUSPECT:
             return []
         if member.state is not NodeState.JOINING:
-            member.heard_s = self._now_s
+            member.heard_s = self.now_s
         self._move(member, NodeState.SUSPECT, why)
         return [Shut(member.name, f"suspect: {why}")]
 
-    def _drain(self, member: Member, why: str) -> list[Verdict]:
-        if not member.draining:
-            member.draining, member.drain_since_s, member.drain_why = True, self._now_s, why
-        if member.state not in (NodeState.READY, NodeState.UNFIT):
-            return []
-        self._move(member, NodeState.DRAINING, why)
-        return [_shut_to_drain(member)]
-
-    def _undrain(self, member: Member) -> list[Verdict]:
-        member.draining = False
-        if member.state is not NodeState.DRAINING:
-            return []
-        return self._settle(member) or [Serves(member.name)]
-
-    def _goodbye(self, member: Member, event: SaidGoodbye) -> list[Verdict]:
-        if event.killed:
-            return self._lose(member, event.why, victims=True)
-        return self._doubt(member, event.why)
-
     # -- time
 
-    def _pass_sentence(self) -> list[Verdict]:
+    def pass_sentence(self) -> list[Verdict]:
         """Count out who is due, unless so many are that it must be the gateway's own network."""
         overdue = self._overdue()
         silent = [member for member in overdue if not _is_certain(member)]
         if self._storm_until_s is None:
             if silent and len(silent) > self._losses_left():
-                self._storm_until_s = self._now_s + self.settings.storm_hold_s
+                self._storm_until_s = self.now_s + self.settings.storm_hold_s
         elif not silent:
             unsure = any(member.state in UNSURE for member in self._members.values())
-            self._storm_until_s = self._storm_until_s if unsure and self._now_s < self._storm_until_s else None
-        held = self._storm_until_s is not None and self._now_s < self._storm_until_s
+            self._storm_until_s = self._storm_until_s if unsure and self.now_s < self._storm_until_s else None
+        held = self._storm_until_s is not None and self.now_s < self._storm_until_s
         if silent and not held:
             self._storm_until_s = None  # what is silent still was silent through the whole hold: these go
         return [verdict for member in overdue if not held or _is_certain(member) for verdict in self._time_out(member)]
 
     def _losses_left(self) -> int:
         """Return how many may be lost now to silence, after those of late."""
-        while self._losses and self._losses[0] <= self._now_s - self.settings.storm_window_s:
+        while self._losses and self._losses[0] <= self.now_s - self.settings.storm_window_s:
             self._losses.popleft()
         living = sum(member.state is not NodeState.LOST for member in self._members.values())
         return max(1, int(self.settings.storm_share * (living + len(self._losses)))) - len(self._losses)
 
     def _overdue(self) -> list[Member]:
         found = [(self._due_s(member), member) for _, member in sorted(self._timed.items())]
-        return [member for due_s, member in found if due_s is not None and due_s <= self._now_s]
+        return [member for due_s, member in found if due_s is not None and due_s <= self.now_s]
 
     def _due_s(self, member: Member) -> float | None:
         """Return when time alone counts a node out; None if it does not."""
         match member.state:
             case NodeState.SUSPECT if member.doomed:
-                return self._now_s
+                return self.now_s
             case NodeState.SUSPECT:
                 return member.heard_s + self.settings.lost_after_s
             case NodeState.DRAINING:
@@ -486,21 +419,21 @@ class Roster:
             return self._lose(member, why, victims=True)
         if member.doomed:
             return self._lose(member, member.doomed, victims=True)
-        self._losses.append(self._now_s)
-        why = f"not heard for {self._now_s - member.heard_s:.0f} s ({member.why})"
+        self._losses.append(self.now_s)
+        why = f"not heard for {self.now_s - member.heard_s:.0f} s ({member.why})"
         self._count_loss(member)
         return self._lose(member, why, victims=True)
 
     def _count_loss(self, member: Member) -> None:
         """Refuse for a while, and longer each time, who is lost again and again."""
         settings = self.settings
-        while member.losses and member.losses[0] <= self._now_s - settings.flapping_window_s:
+        while member.losses and member.losses[0] <= self.now_s - settings.flapping_window_s:
             member.losses.popleft()
-        member.losses.append(self._now_s)
+        member.losses.append(self.now_s)
         if len(member.losses) >= settings.flapping_losses:
             refused_s = min(settings.refused_max_s, settings.refused_s * 2**member.refusals)
             member.refusals += 1
-            member.refused_until_s = self._now_s + refused_s
+            member.refused_until_s = self.now_s + refused_s
 
     def _lose(self, member: Member, why: str, *, victims: bool) -> list[Verdict]:
         member.fenced = victims
@@ -510,7 +443,7 @@ class Roster:
 
     def _move(self, member: Member, state: NodeState, why: str) -> None:
         assert state is member.state or state in LEGAL_NODE_MOVES[member.state], (member, state)
-        member.state, member.since_s, member.why = state, self._now_s, why
+        member.state, member.since_s, member.why = state, self.now_s, why
         if state in (NodeState.SUSPECT, NodeState.DRAINING):
             self._timed[member.name] = member
         else:

@@ -53,22 +53,6 @@ class ErrorFacts(Message, kw_only=True):
     result: bytes
 
 
-class ToldOutcome(msgspec.Struct, kw_only=True, gc=False):
-    """A `manager.action.Outcome` without result and detail, by the same names, as it is made and read in no time."""
-
-    state: State
-    reason: Reason | None
-    message: str
-    component: str
-    execution_s: float
-    retry_after_s: float | None
-    usage: dict[str, float]
-
-    def __post_init__(self) -> None:
-        if not self.state.terminal or (self.reason is None) != (self.state is State.SUCCEEDED):
-            raise ValueError(f"no outcome is {self.state} for {self.reason}")
-
-
 # What travels of a file: a question, its bytes in pieces both ways as far as the other side has room, one end.
 #
 # A transfer lives as long as the link on which it was asked for; neither side goes on with one over another link.
@@ -290,17 +274,7 @@ SESSION_MESSAGES: tuple[type[Message], ...] = (
 class SnapshotsKept(Message):
     """All the snapshots that a node keeps now; from the node, once it was asked for them."""
 
-    #: JSON, as in their own files.
-    records: bytes
-
-    @classmethod
-    def of(cls, records: list[SnapshotRecord]) -> SnapshotsKept:
-        """Return what tells of these."""
-        return cls(msgspec.json.encode(records))
-
-    def read(self) -> list[SnapshotRecord]:
-        """Return them; raises msgspec.MsgspecError for what is none."""
-        return msgspec.json.decode(self.records, type=list[SnapshotRecord])
+    records: list[SnapshotRecord]
 
 
 class SnapshotOrder(msgspec.Struct, frozen=True):
@@ -521,7 +495,7 @@ class AttemptEnd(Message):
 
     claim: str
     #: Without result and detail, which are `pack`ed.
-    outcome: ToldOutcome
+    outcome: Outcome
     result: bytes
     detail: bytes
     #: Bytes of its log that were said and not kept.
@@ -561,14 +535,8 @@ class SandboxChanged(Message):
     facts: TrajectoryFacts
 
 
-class DrainNode(Message):
-    """Take no new work, and leave when nothing is left."""
-
-    why: str
-
-
 class NodeDraining(Message):
-    """The node takes no new work."""
+    """The node takes no new work, and leaves when nothing is left: an order to it, or its own word."""
 
     why: str
 
@@ -603,7 +571,6 @@ KINDS: Mapping[int, type[Message]] = dict(
             NodeRequest,
             NodeAnswer,
             SandboxChanged,
-            DrainNode,
             NodeDraining,
             NodeGoodbye,
             *FILES_MESSAGES,
@@ -749,31 +716,20 @@ def read_function(data: bytes, wanted: type[_F]) -> _F:
 
 def end_of(claim: str, outcome: Outcome, omitted_bytes: int) -> AttemptEnd:
     """Return an outcome as the end of an attempt."""
-    told = ToldOutcome(
-        state=outcome.state,
-        reason=outcome.reason,
-        message=unicode(outcome.message) if outcome.message else "",
-        component=outcome.component,
-        execution_s=outcome.execution_s,
-        retry_after_s=outcome.retry_after_s,
-        usage=dict(outcome.usage),
-    )
+    bare = replace(outcome, result=None, detail={}, message=unicode(outcome.message), usage=dict(outcome.usage))
     detail = pack(dict(outcome.detail)) if outcome.detail else NOTHING
-    return AttemptEnd(claim, told, pack(outcome.result), detail, omitted_bytes)
+    return AttemptEnd(claim, bare, pack(outcome.result), detail, omitted_bytes)
 
 
 def outcome_of(end: AttemptEnd) -> Outcome:
     """Return the outcome that an end tells of, without figures that cannot be; raises ChannelError."""
-    told = end.outcome
-    return Outcome(
-        state=told.state,
+    outcome = end.outcome
+    return replace(
+        outcome,
         result=unpack(end.result),
-        reason=told.reason,
-        message=told.message,
-        component=told.component,
-        execution_s=told.execution_s if _can_be(told.execution_s) else 0.0,
-        retry_after_s=told.retry_after_s if _can_be(told.retry_after_s or 0.0) else None,
-        usage={name: value for name, value in told.usage.items() if _can_be(value)} if told.usage else {},
+        execution_s=outcome.execution_s if _can_be(outcome.execution_s) else 0.0,
+        retry_after_s=outcome.retry_after_s if _can_be(outcome.retry_after_s or 0.0) else None,
+        usage={name: value for name, value in outcome.usage.items() if _can_be(value)},
         detail=unpack_object(end.detail),
     )
 

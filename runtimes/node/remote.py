@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
@@ -21,12 +21,24 @@ from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict,
 from manager.executor import Call
 from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
 from runtimes.kinds import KINDS
-from runtimes.node import protocol
 from runtimes.node.daemon import SERVED
 from runtimes.node.protocol import (
     ARCHIVE_COMPONENT,
     COMPONENT,
+    GREETING_BYTES,
+    AcknowledgeEnd,
+    AttachAttempt,
     AttachSession,
+    AttemptBegins,
+    AttemptEnd,
+    AttemptFacts,
+    AttemptGo,
+    AttemptLog,
+    AttemptStarted,
+    CancelAttempt,
+    ChannelError,
+    DefineFunction,
+    ExecuteAttempt,
     FilesAsk,
     FilesEnded,
     FilesOpened,
@@ -38,10 +50,17 @@ from runtimes.node.protocol import (
     HandlerArchive,
     HandlerArchives,
     Inflow,
+    Inventory,
     Message,
     ModelsChanged,
+    NodeAnswer,
+    NodeDraining,
+    NodeGoodbye,
     NodeLink,
+    NodeRequest,
     Outflow,
+    ResizeAttempt,
+    SandboxChanged,
     SessionOpened,
     SessionRoom,
     SessionSaid,
@@ -51,10 +70,14 @@ from runtimes.node.protocol import (
     SnapshotOrder,
     SnapshotsKept,
     SteerSession,
+    TrajectoryFacts,
     TypeToSession,
     error_of,
     facts_of,
     failed,
+    function_bytes,
+    outcome_of,
+    pack,
     records,
 )
 from runtimes.sandbox.command import FileContent, FileSource, FileStat, claims_of
@@ -71,7 +94,7 @@ TRAJECTORIES_MAX = 65536
 class RemoteCall:
     """One execution that waits for its end."""
 
-    execute: protocol.ExecuteAttempt
+    execute: ExecuteAttempt
     function: FunctionSpec
     call: Call
     #: Its end, and who waits for that.
@@ -85,7 +108,7 @@ class RemoteCall:
     #: Whether a gateway before says so, and the node has not told yet whether it is true.
     unconfirmed: bool = False
     #: The answer to its question whether it may begin, and who finds that out.
-    go: protocol.AttemptGo | None = None
+    go: AttemptGo | None = None
     asking: asyncio.Task[None] | None = None
     started: bool = False
     cancelled: bool = False
@@ -101,7 +124,7 @@ class RemoteCall:
         """Whether it may be begun once more where it was lost; a gateway before did so on record, as its next try."""
         return self.function.idempotent and not self.session and not self.unconfirmed
 
-    def join(self, facts: protocol.AttemptFacts) -> None:
+    def join(self, facts: AttemptFacts) -> None:
         """The node has it."""
         self.sent = True
         self.begun = facts.begun or (self.begun and not self.unconfirmed)
@@ -124,7 +147,7 @@ class RemoteCall:
         if self.waiter is not None:
             self.waiter.cancel()
 
-    def take_log(self, piece: protocol.AttemptLog) -> None:
+    def take_log(self, piece: AttemptLog) -> None:
         """Write what of a piece is not known yet."""
         known_bytes = max(0, self.log_bytes - piece.offset)
         write = self.call.log.write
@@ -138,11 +161,11 @@ class NodeKnowledge:
     """What the last inventory, and what was said since, tell of a node."""
 
     epoch: str = ""
-    attempts: dict[str, protocol.AttemptFacts] = field(default_factory=dict)
-    trajectories: dict[str, protocol.TrajectoryFacts] = field(default_factory=dict)
+    attempts: dict[str, AttemptFacts] = field(default_factory=dict)
+    trajectories: dict[str, TrajectoryFacts] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, inventory: protocol.Inventory) -> NodeKnowledge:
+    def of(cls, inventory: Inventory) -> NodeKnowledge:
         """Return what an inventory tells; raises ChannelError for more than a node may have."""
         known = cls(inventory.epoch, {facts.claim: facts for facts in inventory.attempts})
         for facts in inventory.trajectories:
@@ -150,7 +173,7 @@ class NodeKnowledge:
         known._check()
         return known
 
-    def take(self, facts: protocol.TrajectoryFacts) -> None:
+    def take(self, facts: TrajectoryFacts) -> None:
         """Note that a trajectory has a sandbox, or none any more; raises ChannelError for one too many."""
         if not facts.sandbox:
             self.trajectories.pop(facts.trajectory, None)
@@ -160,7 +183,7 @@ class NodeKnowledge:
 
     def _check(self) -> None:
         if len(self.trajectories) > TRAJECTORIES_MAX:
-            raise protocol.ChannelError(f"a node that tells of more than {TRAJECTORIES_MAX} trajectories")
+            raise ChannelError(f"a node that tells of more than {TRAJECTORIES_MAX} trajectories")
 
 
 logger = structlog.get_logger("node.remote")
@@ -170,16 +193,16 @@ DEFINED_MAX = 1024
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _OpenRequest:
     """One request that waits for its answer."""
 
-    request: protocol.NodeRequest
+    request: NodeRequest
     function: FunctionSpec | None
     answer: asyncio.Future[bool]
 
 
 class RemoteRequests:
-    """The requests to one node; each is asked again on every new link until it is answered: all are idempotent."""
+    """The requests to one node; each is sent again on every new link until it is answered: all are idempotent."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -188,7 +211,7 @@ class RemoteRequests:
         #: Functions of this link, the youngest last; and how functions travel, by identity (never changed in place).
         self._defined: dict[str, None] = {}
         self._digests: dict[int, tuple[FunctionSpec, str, bytes]] = {}
-        self._asked: dict[int, _Asked] = {}
+        self._open: dict[int, _OpenRequest] = {}
         #: Random, so that no number is one of a gateway before.
         self._number = secrets.randbits(48)
 
@@ -199,9 +222,9 @@ class RemoteRequests:
         self._link, self._defined = link, {}
 
     def ask_again(self) -> None:
-        """Ask all that was not answered."""
-        for asked in list(self._asked.values()):
-            self._ask(asked)
+        """Send all that was not answered."""
+        for each in list(self._open.values()):
+            self._send(each)
 
     def detach(self) -> None:
         """There is no link; everything waits."""
@@ -209,37 +232,36 @@ class RemoteRequests:
 
     def lost(self, why: str) -> None:
         """No answer comes any more: whoever waits is told ActionFailed(node_lost)."""
-        for asked in list(self._asked.values()):
-            if not asked.answer.done():
+        for each in self._open.values():
+            if not each.answer.done():
                 message = f"node {self._node}: {why}"
-                asked.answer.set_exception(ActionFailed(Reason.NODE_LOST, message, component=COMPONENT))
+                each.answer.set_exception(ActionFailed(Reason.NODE_LOST, message, component=COMPONENT))
 
     def close(self) -> None:
         """Wait for nothing any more."""
-        for asked in list(self._asked.values()):
-            asked.answer.cancel()
+        for each in self._open.values():
+            each.answer.cancel()
 
     # --- functions
 
     def check(self, function: FunctionSpec) -> None:
         """Raise Unsupported for a function of a kind that nodes do not execute."""
         if function.runtime not in SERVED:
-            told = f"function {function.name!r}: {function.runtime} functions run on the gateway's own machine alone"
-            raise Unsupported(told, component=COMPONENT)
-
-    def digest(self, function: FunctionSpec) -> str:
-        """Return the name under which a function travels; raises Unsupported for one of a kind that cannot."""
-        return self._travelling(function)[0]
+            message = f"function {function.name!r}: {function.runtime} functions run on the gateway's own machine alone"
+            raise Unsupported(message, component=COMPONENT)
 
     def define(self, function: FunctionSpec) -> str:
-        """Tell the node of the function, unless this link has; return and raise as `digest` does."""
+        """Tell the node of the function, unless this link has; return its digest, by which it is asked for.
+
+        Raises Unsupported for a function of a kind that cannot travel.
+        """
         digest, data = self._travelling(function)
         if digest in self._defined or self._link is None:
             return digest
         while len(self._defined) >= DEFINED_MAX:
             del self._defined[next(iter(self._defined))]
         self._defined[digest] = None
-        self._link.send(protocol.DefineFunction(digest, data))
+        self._link.send(DefineFunction(digest, data))
         return digest
 
     def _travelling(self, function: FunctionSpec) -> tuple[str, bytes]:
@@ -247,16 +269,16 @@ class RemoteRequests:
         if known is not None and known[0] is function:
             return known[1], known[2]
         self.check(function)
-        data = protocol.function_bytes(function)
+        data = function_bytes(function)
         digest = hashlib.sha256(data).hexdigest()[:32]
         while len(self._digests) >= DEFINED_MAX:
             del self._digests[next(iter(self._digests))]
         self._digests[id(function)] = (function, digest, data)
         return digest, data
 
-    # --- questions
+    # --- requests
 
-    async def answered(
+    def ask(
         self,
         verb: str,
         name: str,
@@ -265,87 +287,53 @@ class RemoteRequests:
         function: FunctionSpec | None = None,
         body: bytes = b"",
         chunk: Chunk | None = None,
-    ) -> bool:
-        """Ask, and wait for the answer; raises what the node says, ActionFailed(node_lost) if it is given up."""
-        asked = self._begin(self._request(verb, name, task, function, body, chunk), function)
-        try:
-            return await asked.answer
-        finally:
-            self._asked.pop(asked.request.number, None)
+    ) -> asyncio.Future[bool]:
+        """Ask now, or as soon as there is a link; who cancels the answer wants none.
+
+        The answer raises what the node says, ActionFailed(node_lost) if it is given up.
+        """
+        self._number += 1
+        number, answer = self._number, self._loop.create_future()
+        digest = "" if function is None else self._travelling(function)[0]
+        request = NodeRequest(number, verb, name, task, digest, body, chunk)
+        self._open[number] = each = _OpenRequest(request, function, answer)
+        answer.add_done_callback(lambda _: self._open.pop(number, None))
+        self._send(each)
+        return answer
+
+    def note(self, verb: str, name: str, *, body: bytes = b"") -> asyncio.Future[bool]:
+        """Ask as `ask` does for what nobody may wait for: a failure is logged."""
+        answer = self.ask(verb, name, body=body)
+        answer.add_done_callback(lambda _: self._log_failure(verb, answer))
+        return answer
 
     async def replicated(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
         """Ask for a copy of a service on a chunk; return whether it is there now."""
         try:
-            return await self.answered("replicate", service, function=function, chunk=chunk)
+            return await self.ask("replicate", service, function=function, chunk=chunk)
         except CodedError as error:
             logger.warning("a service was not copied", node=self._node, service=service, why=error.message)
             return False
 
-    def remember(self, verb: str, name: str, *, body: bytes = b"") -> asyncio.Future[bool]:
-        """Ask for something now, or as soon as there is a link; a failure is logged."""
-        asked = self._begin(self._request(verb, name, body=body), None)
-        asked.answer.add_done_callback(lambda answer: self._done(asked, answer))
-        return asked.answer
-
-    def take(self, answer: protocol.NodeAnswer) -> None:
+    def take(self, message: NodeAnswer) -> None:
         """The node has answered."""
-        asked = self._asked.get(answer.number)
-        if asked is None or asked.answer.done():
+        each = self._open.get(message.number)
+        if each is None or each.answer.done():
             return
-        if answer.error is None:
-            asked.answer.set_result(answer.done)
+        if message.error is None:
+            each.answer.set_result(message.done)
         else:
-            asked.answer.set_exception(error_of(answer.error))
+            each.answer.set_exception(error_of(message.error))
 
-    def _done(self, asked: _Asked, answer: asyncio.Future[bool]) -> None:
-        self._asked.pop(asked.request.number, None)
+    def _log_failure(self, verb: str, answer: asyncio.Future[bool]) -> None:
         if not answer.cancelled() and (error := answer.exception()) is not None:
-            logger.warning("a request failed", node=self._node, verb=asked.request.verb, why=str(error))
+            logger.warning("a request failed", node=self._node, verb=verb, why=str(error))
 
-    def _request(
-        self,
-        verb: str,
-        name: str,
-        task: str = "",
-        function: FunctionSpec | None = None,
-        body: bytes = b"",
-        chunk: Chunk | None = None,
-    ) -> protocol.NodeRequest:
-        self._number += 1
-        digest = "" if function is None else self.digest(function)
-        return protocol.NodeRequest(self._number, verb, name, task, digest, body, chunk)
-
-    def _begin(self, request: protocol.NodeRequest, function: FunctionSpec | None) -> _Asked:
-        asked = _Asked(request, function, self._loop.create_future())
-        self._asked[request.number] = asked
-        self._ask(asked)
-        return asked
-
-    def _ask(self, asked: _Asked) -> None:
-        if self._link is not None:
-            if asked.function is not None:
-                self.define(asked.function)
-            self._link.send(asked.request)
-
-
-class NodeListener(Protocol):
-    """Who wants to know what a node says of itself."""
-
-    def draining(self, why: str) -> None:
-        """It takes no new work."""
-        ...
-
-    def goodbye(self, why: str, killed: bool) -> None:
-        """Its daemon ends; ``killed``: nothing of what it had is left."""
-        ...
-
-    def fitness(self, why: str, finishing: bool) -> None:
-        """Nothing can begin there, and why; empty: anything can. ``finishing``: what lives there goes on."""
-        ...
-
-    def sandbox_changed(self, facts: protocol.TrajectoryFacts) -> None:
-        """A trajectory has another sandbox there, or none any more."""
-        ...
+    def _send(self, each: _OpenRequest) -> None:
+        if self._link is not None and not each.answer.done():
+            if each.function is not None:
+                self.define(each.function)
+            self._link.send(each.request)
 
 
 #: Seconds after which a caller whose transfer was cut off may try again.
@@ -393,13 +381,11 @@ class RemoteTransfers:
         for transfer in list(self._transfers.values()):
             transfer.fail(CapacityExceeded(told, component=COMPONENT, retry_after_s=RETRY_AFTER_S))
 
-    def take(self, message: Message) -> bool:
-        """Deal with a message of the node; return whether it is one of a transfer. Raises ChannelError."""
-        if not isinstance(message, FilesOpened | FilesPiece | FilesTaken | FilesEnded):
-            return False
+    def take(self, message: FilesOpened | FilesPiece | FilesTaken | FilesEnded) -> None:
+        """Take what the node says of a transfer, unless nobody wants it any more; raises ChannelError."""
         transfer = self._transfers.get(message.transfer)
         if transfer is None:
-            return True  # nobody wants it any more
+            return
         match message:
             case FilesOpened():
                 if not transfer.opened.done():
@@ -414,7 +400,6 @@ class RemoteTransfers:
             case FilesEnded(error=error):
                 assert error is not None
                 transfer.fail(error_of(error))
-        return True
 
     @asynccontextmanager
     async def begin(self, ask: FilesAsk) -> AsyncIterator[_Transfer]:
@@ -501,7 +486,7 @@ class RemoteFiles:
         try:
             return msgspec.msgpack.decode(ended.entries, type=list[FileStat])
         except msgspec.MsgspecError as error:
-            raise protocol.ChannelError(f"entries that do not fit: {error}") from None
+            raise ChannelError(f"entries that do not fit: {error}") from None
 
     @asynccontextmanager
     async def open(self, path: str, *, limit_bytes: int, user: str = "") -> AsyncIterator[_RemoteStream]:
@@ -543,24 +528,9 @@ class RemoteFiles:
 WHY_MAX = 1000
 
 
-def told(why: str, newcomers: str) -> tuple[str, bool]:
+def unfitness(why: str, newcomers: str) -> tuple[str, bool]:
     """Return why a node is unfit, empty if it is not, and whether what lives there goes on."""
     return (why or newcomers)[:WHY_MAX], not why and bool(newcomers)
-
-
-class RemoteFitness:
-    """One node's word on whether anything can begin there."""
-
-    def __init__(self, on_change: Callable[[str, bool], None]) -> None:
-        """``on_change`` is told why the node is unfit, empty if it is not, and whether what lives there goes on."""
-        self._on_change = on_change
-
-    def take(self, message: Message) -> bool:
-        """Take what the node says, if it is of this; return whether it is."""
-        if not isinstance(message, FitnessChanged):
-            return False
-        self._on_change(*told(message.why, message.newcomers))
-        return True
 
 
 #: Seconds in which what a node says of its models is taken up at most once: it may say it as often as it likes.
@@ -584,15 +554,12 @@ class RemoteModels:
         """There is another link, maybe to another daemon: nothing is known of it."""
         self._said, self._waiting = _NOTHING, None
 
-    def take(self, message: Message) -> bool:
-        """Take what the node says, if it is of this; return whether it is."""
-        if not isinstance(message, ModelsChanged):
-            return False
+    def take(self, message: ModelsChanged) -> None:
+        """Take what the node says, at once or when the time for it has come."""
         if self._timer is None:
             self._take_up(message)
         else:
             self._waiting = message
-        return True
 
     def close(self) -> None:
         """Take up nothing more."""
@@ -855,14 +822,12 @@ class RemoteSessions:
         for _, remote in self._sessions.values():
             remote.detach()
 
-    def take(self, message: Message) -> bool:
-        """Deal with a message of the node; return whether it is one of a session."""
-        if not isinstance(message, SessionOpened | SessionSaid | SessionTyped | SessionSteered | SessionTold):
-            return False
+    def take(self, message: SessionOpened | SessionSaid | SessionTyped | SessionSteered | SessionTold) -> None:
+        """Take what the node says of a session, unless that has ended here."""
         _, remote = self._sessions.get(message.claim, ("", None))
-        if remote is None:
-            return True  # it has ended here
         match message:
+            case _ if remote is None:
+                pass
             case SessionOpened():
                 remote.opened(message)
             case SessionSaid():
@@ -873,7 +838,6 @@ class RemoteSessions:
                 remote.steered(message.number)
             case SessionTold():
                 pass  # its end follows
-        return True
 
 
 #: Of one node; its own bound (``sandbox.snapshots.count_max``) is far below.
@@ -895,7 +859,7 @@ class RemoteSnapshots:
 
         Raises ActionFailed(node_lost) if it is given up.
         """
-        await self._requests.answered("snapshots", "")
+        await self._requests.ask("snapshots", "")
 
     async def order(self, trajectory: str, id: str, spared: Collection[str]) -> SnapshotRecord:
         """Have a snapshot taken of a trajectory that lives there, in spite of cuts.
@@ -903,7 +867,7 @@ class RemoteSnapshots:
         Raises ActionFailed(node_lost), and what the node says.
         """
         body = msgspec.json.encode(SnapshotOrder(id, tuple(spared)))
-        await self._requests.answered("snapshot", trajectory, body=body)
+        await self._requests.ask("snapshot", trajectory, body=body)
         record = self._known.get(id)
         if record is None:
             told = f"snapshot {id!r} was removed on node {self._node} as soon as it was taken"
@@ -912,21 +876,14 @@ class RemoteSnapshots:
 
     def drop(self, id: str) -> asyncio.Future[bool]:
         """Have one removed as soon as nothing there needs it; return what is done once it was heard."""
-        return self._requests.remember("drop_snapshot", id)
+        return self._requests.note("drop_snapshot", id)
 
-    def take(self, message: Message) -> bool:
-        """Take what the node says, if it is of this; return whether it is. Raises ChannelError."""
-        if not isinstance(message, SnapshotsKept):
-            return False
-        try:
-            records = message.read()
-        except (msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
-            raise protocol.ChannelError(f"snapshots that do not fit: {error}") from None
-        if len(records) > SNAPSHOTS_MAX:
-            raise protocol.ChannelError(f"a node that tells of more than {SNAPSHOTS_MAX} snapshots")
-        self._known = {record.id: record for record in records}
+    def take(self, message: SnapshotsKept) -> None:
+        """Take what the node says; raises ChannelError."""
+        if len(message.records) > SNAPSHOTS_MAX:
+            raise ChannelError(f"a node that tells of more than {SNAPSHOTS_MAX} snapshots")
+        self._known = {record.id: record for record in message.records}
         self.on_change(self._known)
-        return True
 
 
 #: Times that files are sent whose way was cut off, or had no room.
@@ -980,7 +937,7 @@ class RemoteHandlers:
         async with self._sending:  # one at a time, as those of one directory have the same files
             await self._send(archive)
         named = _named(function, function.handler, archive.digest)
-        await self._requests.answered("prepare", function.name, function=named)
+        await self._requests.ask("prepare", function.name, function=named)
         key = (function.name, function.revision)
         self._digests.pop(key, None)
         self._named.pop(key, None)
@@ -993,7 +950,7 @@ class RemoteHandlers:
     async def _send(self, archive: HandlerArchive) -> None:
         """Send the files, unless they are there; a link that is cut off in the middle is waited for."""
         for tries in count(1):
-            if await self._requests.answered("has_handler", archive.digest):
+            if await self._requests.ask("has_handler", archive.digest):
                 return
             ask = FilesAsk(transfer=0, verb=FilesVerb.HANDLER, trajectory="", path=archive.digest, user="")
             try:
@@ -1015,9 +972,9 @@ async def _whole(data: bytes) -> AsyncIterator[bytes]:
 
 # The gateway's side of one node: an executor whose work is done elsewhere, and that outlives its links.
 #
-# While there is no link, what runs there runs on, and whoever waits here waits: until `attach` finds it again or `lost`
-# gives it up. An attempt that a node's inventory lists is attached; one that it does not list has never begun there as
-# long as the node's epoch is the same, and is sent again.
+# While there is no link, what runs there runs on, and whoever waits here waits: until `connect` finds it again or
+# `lost` gives it up. An attempt that a node's inventory lists is attached; one that it does not list has never begun
+# there as long as the node's epoch is the same, and is sent again.
 
 #: Times that an idempotent attempt is begun on the same node, if the daemon loses it each time.
 CALL_TRIES_MAX = 3
@@ -1030,19 +987,19 @@ class RemoteNode:
         self,
         name: str,
         *,
-        on_event: NodeListener | None = None,
         archives: HandlerArchives | None = None,
         sessions: SessionTable | None = None,
         epoch: str = "",
     ) -> None:
         """``archives`` and ``sessions`` are the gateway's, ``epoch`` the node's life that the one before knew."""
         self.name = name
-        self._listener = on_event
+        #: Called with what the node says of itself.
+        self.on_message: Callable[[NodeDraining | NodeGoodbye | FitnessChanged], None] = lambda message: None
         self._loop = asyncio.get_running_loop()
         self._link: NodeLink | None = None
         self._requests = RemoteRequests(name)
         self._transfers = RemoteTransfers(name)
-        self._handlers = RemoteHandlers(name, self._requests, self._transfers, archives or HandlerArchives())
+        self._prepared = RemoteHandlers(name, self._requests, self._transfers, archives or HandlerArchives())
         self.models = RemoteModels()
         self.snapshots = RemoteSnapshots(name, self._requests)
         self._sessions = RemoteSessions(name, sessions or SessionTable())
@@ -1051,8 +1008,21 @@ class RemoteNode:
         self._unrecorded: set[str] = set()
         #: Claims that nobody wants any more, to be said when there is a link.
         self._unwanted: dict[str, None] = {}
-        fitness = RemoteFitness(lambda *found: None if on_event is None else on_event.fitness(*found))
-        self._parts = (self._transfers, self.models, self._sessions, self.snapshots, fitness)
+        self._handlers: Mapping[type[Message], Callable[[Any], None]] = {
+            AttemptLog: self._take_log,
+            AttemptEnd: self._take_end,
+            AttemptBegins: self._take_begin,
+            AttemptStarted: self._take_start,
+            NodeAnswer: self._requests.take,
+            SandboxChanged: lambda message: self._known.take(message.facts),
+            **dict.fromkeys((NodeDraining, NodeGoodbye, FitnessChanged), lambda message: self.on_message(message)),
+            **dict.fromkeys((FilesOpened, FilesPiece, FilesTaken, FilesEnded), self._transfers.take),
+            **dict.fromkeys(
+                (SessionOpened, SessionSaid, SessionTyped, SessionSteered, SessionTold), self._sessions.take
+            ),
+            ModelsChanged: self.models.take,
+            SnapshotsKept: self.snapshots.take,
+        }
         self._known = NodeKnowledge(epoch)
         self._recovering = False
 
@@ -1068,7 +1038,7 @@ class RemoteNode:
         """How many executions wait for their end."""
         return len(self._calls)
 
-    def attach(self, link: NodeLink, inventory: protocol.Inventory, *, recovering: bool = False) -> None:
+    def connect(self, link: NodeLink, inventory: Inventory, *, recovering: bool = False) -> None:
         """Go on over this link: compare what both sides have, and say what the other has not heard.
 
         ``recovering``: what this side does not know is of a gateway before, and waits for `end_unclaimed`.
@@ -1087,7 +1057,7 @@ class RemoteNode:
         self._sessions.attach(link)
         self._requests.ask_again()
         for name in before.trajectories.keys() - self._known.trajectories.keys():
-            self._requests.remember("mark_lost", name)  # before an action comes that would find a new, empty one
+            self._requests.note("mark_lost", name)  # before an action comes that would find a new, empty one
         for claim, remote in list(self._calls.items()):
             if remote.outcome is not None:
                 continue
@@ -1112,9 +1082,9 @@ class RemoteNode:
             return await link.run(self._handle)
         finally:
             if self._link is link:
-                self.detach()
+                self.disconnect()
 
-    def detach(self) -> None:
+    def disconnect(self) -> None:
         """There is no link; everything waits."""
         self._link = None
         self._requests.detach()
@@ -1123,7 +1093,7 @@ class RemoteNode:
 
     def lost(self, why: str) -> None:
         """Give up all that is there: what runs ends ``lost``, what was asked raises ActionFailed(node_lost)."""
-        self.detach()
+        self.disconnect()
         for remote in list(self._calls.values()):
             self._gone(remote, why)
         self._requests.lost(why)
@@ -1142,12 +1112,12 @@ class RemoteNode:
         except CodedError as error:
             return failed(error)
         remote = RemoteCall(
-            protocol.ExecuteAttempt(
+            ExecuteAttempt(
                 claim,
                 action if action.elasticity is None else replace(action, elasticity=None),
                 lease,
                 "",
-                protocol.pack(call.input),
+                pack(call.input),
                 call.traceparent,
                 call.tracestate,
                 dict(call.context),
@@ -1193,12 +1163,12 @@ class RemoteNode:
             self._end(remote, Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled"))
             return
         largest_bytes = self._link.settings.frame_max_bytes if self._link is not None else 0
-        if len(remote.execute.input) > largest_bytes - protocol.GREETING_BYTES:
+        if len(remote.execute.input) > largest_bytes - GREETING_BYTES:
             message = f"an input of {len(remote.execute.input)} bytes is more than a frame of the channel holds"
             self._end(remote, failed(Unsupported(message, component=COMPONENT)))
             return
         try:
-            function = self._handlers.named(remote.function)
+            function = self._prepared.named(remote.function)
             remote.execute.function = self._requests.define(function)
         except (Unsupported, ActionFailed) as error:
             self._end(remote, failed(error))
@@ -1215,13 +1185,13 @@ class RemoteNode:
         remote.begun = remote.begun or not inside
 
     def _attach_call(self, claim: str, remote: RemoteCall) -> None:
-        self._tell(protocol.AttachAttempt(claim, remote.log_bytes))
+        self._tell(AttachAttempt(claim, remote.log_bytes))
         if remote.go is not None:
             self._tell(remote.go)
         if remote.resized is not None:
-            self._tell(protocol.ResizeAttempt(claim, remote.resized))
+            self._tell(ResizeAttempt(claim, remote.resized))
         if remote.cancelled:
-            self._tell(protocol.CancelAttempt(claim, False))
+            self._tell(CancelAttempt(claim, False))
 
     def _kill(self, claim: str, remote: RemoteCall) -> None:
         """Its end comes as always; nothing that was never sent is waited for."""
@@ -1232,7 +1202,7 @@ class RemoteNode:
             cancelled = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled")
             self._end(remote, cancelled)
         else:
-            self._tell(protocol.CancelAttempt(claim, False))
+            self._tell(CancelAttempt(claim, False))
 
     def _gone(self, remote: RemoteCall, why: str) -> None:
         """It is certain that nothing of it is left."""
@@ -1252,7 +1222,7 @@ class RemoteNode:
         remote = self._calls.get(claim)
         if remote is not None:
             remote.resized = lease
-            self._tell(protocol.ResizeAttempt(claim, lease))
+            self._tell(ResizeAttempt(claim, lease))
 
     async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
         """Copy a service on the node's devices; return False where it cannot be, or the node was given up."""
@@ -1260,12 +1230,12 @@ class RemoteNode:
 
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
         """Make the trajectory's environment there; raises CodedError."""
-        await self._requests.answered("open", trajectory, task=task, function=function)
+        await self._requests.ask("open", trajectory, task=task, function=function)
 
     async def end_trajectory(self, trajectory: str) -> None:
         """Remove the trajectory's environment; one on a node without a link is removed when that is back."""
         self._known.trajectories.pop(trajectory, None)
-        answer = self._requests.remember("end", trajectory)
+        answer = self._requests.note("end", trajectory)
         if self._link is not None:
             await asyncio.wait([answer])
 
@@ -1273,7 +1243,7 @@ class RemoteNode:
         """Let go: what runs there runs on, for the next gateway."""
         if self._link is not None:
             self._link.close("the gateway ends")
-        self.detach()
+        self.disconnect()
         asking = [remote.asking for remote in self._calls.values() if remote.asking is not None]
         for task in asking:
             task.cancel()
@@ -1288,11 +1258,11 @@ class RemoteNode:
     async def prepare(self, function: FunctionSpec) -> None:
         """Let the node check that it can run the function; raises what it says: Unsupported, InvalidConfig."""
         if function.handler is not None:
-            await self._handlers.prepare(function)
+            await self._prepared.prepare(function)
         else:
-            await self._requests.answered("prepare", function.name, function=function)
+            await self._requests.ask("prepare", function.name, function=function)
 
-    def trajectories(self) -> Mapping[str, protocol.TrajectoryFacts]:
+    def trajectories(self) -> Mapping[str, TrajectoryFacts]:
         """Return the trajectories that have a sandbox there, as far as is known."""
         return self._known.trajectories
 
@@ -1304,15 +1274,15 @@ class RemoteNode:
     def mark_lost(self, trajectories: Collection[str]) -> None:
         """The next action of each is told that its sandbox was lost."""
         for name in trajectories:
-            self._requests.remember("mark_lost", name)
+            self._requests.note("mark_lost", name)
 
     def choose(self, trajectory: str, spec: SandboxSpec) -> None:
         """A trajectory's sandbox is made so whenever it is made anew."""
-        self._requests.remember("choose", trajectory, body=msgspec.json.encode(spec))
+        self._requests.note("choose", trajectory, body=msgspec.json.encode(spec))
 
     def drain(self, why: str) -> None:
         """Ask the node to take no new work and to leave when nothing is left."""
-        self._tell(protocol.DrainNode(why))
+        self._tell(NodeDraining(why))
 
     # --- what outlasts a gateway
 
@@ -1327,11 +1297,11 @@ class RemoteNode:
         remote = self._calls.get(claims)
         return remote is not None and remote.begun and (remote.go is None or remote.go.lasting)
 
-    def detach_claim(self, claims: str) -> None:
+    def detach(self, claims: str) -> None:
         """It outlives its caller from now on."""
         remote = self._calls.get(claims)
         if remote is not None and remote.go is not None and remote.go.refusal is None:
-            remote.go = protocol.AttemptGo(claims, True, None)
+            remote.go = AttemptGo(claims, True, None)
             self._tell(remote.go)
 
     def acknowledge(self, claims: str) -> None:
@@ -1341,47 +1311,33 @@ class RemoteNode:
             self._known.attempts.pop(claims, None)
             if self._link is None:
                 self._unwanted[claims] = None
-            self._tell(protocol.AcknowledgeEnd(claims), in_no_hurry=True)
+            self._tell(AcknowledgeEnd(claims), in_no_hurry=True)
 
     def _unwant(self, claim: str) -> None:
         """Nobody waits for it: it is killed, and its end forgotten."""
         self._unwanted[claim] = None
         if self._link is not None:
-            self._tell(protocol.CancelAttempt(claim, True))
+            self._tell(CancelAttempt(claim, True))
             self._unwanted.pop(claim, None)
             self._known.attempts.pop(claim, None)
 
     # --- what the node says
 
     def _handle(self, message: Message) -> None:
-        match message:
-            case protocol.AttemptLog():
-                self._take_log(message)
-            case protocol.AttemptEnd():
-                self._take_end(message)
-            case protocol.AttemptBegins():
-                self._take_begin(message.claim)
-            case protocol.AttemptStarted():
-                remote = self._calls.get(message.claim)
-                if remote is not None and not remote.started:
-                    remote.started = True
-                    if remote.call.begun is not None:
-                        remote.call.begun()
-            case protocol.NodeAnswer():
-                self._requests.take(message)
-            case protocol.SandboxChanged():
-                self._take_sandbox(message.facts)
-            case protocol.NodeDraining():
-                if self._listener is not None:
-                    self._listener.draining(message.why)
-            case protocol.NodeGoodbye():
-                if self._listener is not None:
-                    self._listener.goodbye(message.why, message.killed)
-            case _ if not any(part.take(message) for part in self._parts):
-                raise protocol.ChannelError(f"a {type(message).__name__} from a node")
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise ChannelError(f"a {type(message).__name__} from a node")
+        handler(message)
 
-    def _take_begin(self, claim: str) -> None:
-        remote = self._calls.get(claim)
+    def _take_start(self, message: AttemptStarted) -> None:
+        remote = self._calls.get(message.claim)
+        if remote is not None and not remote.started:
+            remote.started = True
+            if remote.call.begun is not None:
+                remote.call.begun()
+
+    def _take_begin(self, message: AttemptBegins) -> None:
+        remote = self._calls.get(message.claim)
         if remote is None or remote.cancelled:
             return
         if remote.go is not None:
@@ -1406,11 +1362,11 @@ class RemoteNode:
                 lasting = await remote.call.announce()
         except CodedError as error:
             refusal = facts_of(error)
-        remote.go = protocol.AttemptGo(claim, lasting, refusal)
+        remote.go = AttemptGo(claim, lasting, refusal)
         remote.begun = refusal is None
         self._tell(remote.go)
 
-    def _take_log(self, piece: protocol.AttemptLog) -> None:
+    def _take_log(self, piece: AttemptLog) -> None:
         remote = self._calls.get(piece.claim)
         if remote is None:
             return
@@ -1418,11 +1374,11 @@ class RemoteNode:
             logger.warning("a log has a hole", node=self.name, claim=piece.claim, at=remote.log_bytes)
         remote.take_log(piece)
 
-    def _take_end(self, end: protocol.AttemptEnd) -> None:
+    def _take_end(self, end: AttemptEnd) -> None:
         remote = self._calls.get(end.claim)
         if remote is None or remote.outcome is not None:
             return
-        outcome = protocol.outcome_of(end)
+        outcome = outcome_of(end)
         if self._again(remote, outcome):
             return
         if end.omitted_bytes:
@@ -1436,14 +1392,9 @@ class RemoteNode:
         if not mislaid or not remote.repeatable or remote.cancelled or remote.tries >= CALL_TRIES_MAX:
             return False
         remote.tries += 1
-        self._tell(protocol.AcknowledgeEnd(remote.execute.claim))
+        self._tell(AcknowledgeEnd(remote.execute.claim))
         self._send(remote)
         return True
-
-    def _take_sandbox(self, facts: protocol.TrajectoryFacts) -> None:
-        self._known.take(facts)
-        if self._listener is not None:
-            self._listener.sandbox_changed(facts)
 
     # --- inside
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
-from gateway.cluster.listener import NodeDoor, bind
+from gateway.cluster.listener import NodeListener, bind
 from manager.errors import InvalidConfig
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, node_side, server_side
 from runtimes.node.protocol import (
@@ -56,8 +56,8 @@ async def opened(
     greetings_max: int = 4,
     greeting_s: float = DEADLINE_S,
     settings: LinkSettings | None = None,
-) -> AsyncIterator[NodeDoor]:
-    door = NodeDoor(
+) -> AsyncIterator[NodeListener]:
+    door = NodeListener(
         bind("127.0.0.1:0"),
         server_side(certificate),
         settings or LinkSettings(),
@@ -73,7 +73,7 @@ async def opened(
 
 
 async def dialled(
-    door: NodeDoor, context: ssl.SSLContext | None, source: str = "127.0.0.1"
+    door: NodeListener, context: ssl.SSLContext | None, source: str = "127.0.0.1"
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     named = None if context is None else ""
     return await asyncio.open_connection(
@@ -81,7 +81,7 @@ async def dialled(
     )
 
 
-async def linked(door: NodeDoor) -> NodeLink:
+async def linked(door: NodeListener) -> NodeLink:
     """Dial as a node does."""
     loop = asyncio.get_running_loop()
     _, stream = await loop.create_connection(LinkStream, "127.0.0.1", door.port, ssl=node_side(), server_hostname="")

@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gateway.cluster.store import NodeSnapshots
 from gateway.store.store import Store, StoreSpec
 from manager.errors import CapacityExceeded, Conflict, NotFound, SnapshotLost
 from manager.function import Network, SandboxSpec
-from runtimes.node.protocol import ChannelError, SnapshotsKept
-from runtimes.node.remote import RemoteNode, RemoteSnapshots
+from runtimes.node.protocol import HEADER, ChannelError, SnapshotsKept, decode, encode
+from runtimes.node.remote import SNAPSHOTS_MAX, RemoteNode
 from runtimes.sandbox.snapshots import NodeSnapshotSettings, SnapshotRecord
 
 FIRST, SECOND = "1" * 12, "2" * 12
@@ -52,7 +53,7 @@ async def reopened(store: Store, **bounds: int) -> NodeSnapshots:
 
 def says(node: RemoteNode, *kept: SnapshotRecord) -> None:
     """The node says which it keeps, as a frame from it does."""
-    node.snapshots.take(SnapshotsKept.of(list(kept)))
+    node.snapshots.take(SnapshotsKept(list(kept)))
 
 
 async def on_record(store: Store) -> tuple[NodeSnapshots, RemoteNode]:
@@ -154,8 +155,16 @@ async def test_no_snapshot_is_asked_of_a_node_that_is_not_reached(store: Store) 
         await snapshots.take(node, "t")
 
 
-async def test_a_node_that_says_nonsense_is_cut(store: Store) -> None:
-    told: RemoteSnapshots = RemoteNode("n1").snapshots
-    for body in (b"", b"{}", b'[{"id": 1}]', b"\xff"):
+def test_a_node_that_says_nonsense_is_cut() -> None:
+    frame = encode(SnapshotsKept([]))
+    kind = HEADER.unpack_from(frame)[1]
+    nonsense: tuple[object, ...] = ("", {}, [{"id": 1}], b"\xff")
+    for records in nonsense:
         with pytest.raises(ChannelError):
-            told.take(SnapshotsKept(body))
+            decode(kind, msgspec.msgpack.encode([records]))
+    assert decode(kind, frame[HEADER.size :]) == SnapshotsKept([])
+
+
+async def test_a_node_that_tells_of_more_snapshots_than_it_may_keep_is_cut() -> None:
+    with pytest.raises(ChannelError):
+        RemoteNode("n1").snapshots.take(SnapshotsKept([record(FIRST)] * (SNAPSHOTS_MAX + 1)))

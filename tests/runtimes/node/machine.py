@@ -10,10 +10,9 @@ from pathlib import Path
 
 from manager.action import Action, Lease
 from manager.errors import ActionFailed, Reason
-from manager.executor import Executor
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.executor import LocalExecutor
-from runtimes.node.daemon import NodeModels, NodeSandboxes, ServedSnapshots, Trouble
+from runtimes.node.daemon import NodeSandboxes, NodeWork
 from runtimes.node.protocol import TrajectoryFacts
 from runtimes.runtime import Execution, Result
 from runtimes.sandbox.command import claims_of
@@ -117,8 +116,8 @@ class MachineRuntime:
     async def close(self) -> None: ...
 
 
-class MachineSandboxes:
-    """`NodeSandboxes` of a machine."""
+class MachineSandboxes(NodeSandboxes):
+    """The sandboxes of such a machine."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -129,6 +128,9 @@ class MachineSandboxes:
 
     def resumable(self) -> Collection[str]:
         return list(self._machine.commands)
+
+    def never_started(self, trajectory: str, claims: str) -> bool:
+        return trajectory in self._machine.trajectories and not self._machine.begun[claims]
 
     async def end_unclaimed(self, taken: Collection[str]) -> None:
         for claim in set(self._machine.commands) - set(taken):
@@ -158,16 +160,11 @@ class MachineSandboxes:
         self._machine.dying = True
 
 
-@dataclass(slots=True)
-class MachineWork:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineWork(NodeWork):
     """What an agent works with on such a machine."""
 
-    executor: Executor
-    sandboxes: NodeSandboxes
-    models: NodeModels | None = None
-    snapshots: ServedSnapshots | None = None
-    trouble: Trouble | None = None
-    prepared: list[str] = field(default_factory=list)
+    prepared: list[str]
 
     @classmethod
     def on(cls, machine: Machine) -> MachineWork:
@@ -179,13 +176,15 @@ class MachineWork:
 
         runtime = MachineRuntime(machine)
         executor = LocalExecutor({"exec": runtime, "handler": runtime}, open_environment=open_environment)
-        return cls(executor, MachineSandboxes(machine))
+        prepared: list[str] = []
 
-    async def prepare(self, function: FunctionSpec) -> None:
-        self.prepared.append(function.name)
+        async def prepare(function: FunctionSpec) -> None:
+            prepared.append(function.name)
 
-    def handlers_in_use(self) -> Collection[Path]:
-        return ()
+        async def close() -> None: ...
+
+        sandboxes = MachineSandboxes(machine)
+        return cls(executor=executor, sandboxes=sandboxes, prepare=prepare, close=close, prepared=prepared)
 
 
 def files_of(directory: Path) -> dict[str, str]:

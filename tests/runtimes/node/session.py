@@ -1,4 +1,4 @@
-"""A gateway's side and a node's side that find each other again after every fault, as roster and daemon do."""
+"""A gateway's side and a node's side that find each other again after every fault, as membership and daemon do."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Session:
         serving = asyncio.create_task(self.agent.serve(far))
         with suppress(CodedError):
             inventory = await near.receive(Inventory, STUCK_S, frame_max_bytes=2**20)
-            self.node.attach(near, inventory, recovering=self._recovering)
+            self.node.connect(near, inventory, recovering=self._recovering)
             if self._recovering:
                 await self._recover()
             self._epoch = inventory.epoch  # as `gateway.cluster.store.NodeRecords.compared`

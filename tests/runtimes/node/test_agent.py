@@ -16,7 +16,7 @@ from manager.function import FunctionSpec
 from runtimes.node import protocol
 from runtimes.node.daemon import Agent, AttemptJournal, HandlerStore
 from tests.runtimes.node.handlers.test_store import function
-from tests.runtimes.node.machine import Machine, MachineWork
+from tests.runtimes.node.machine import Machine, MachineWork, facts_of_trajectory
 from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import STUCK_S
 from tests.runtimes.node.test_wire import ACTION, LEASE
@@ -105,3 +105,28 @@ async def test_a_function_that_it_cannot_read_is_refused_and_nothing_else(agent:
     with pytest.raises(InvalidConfig, match="upgrade the node"):
         agent._functions.get("other")
     assert await end_of(agent) is not None
+
+
+@pytest.mark.parametrize("trajectory", ["t1", None])
+@pytest.mark.parametrize("started", [False, True])
+async def test_what_a_daemon_wrote_that_it_begins_and_never_began_is_begun_by_the_next_one(
+    tmp_path: Path, trajectory: str | None, started: bool
+) -> None:
+    machine = Machine()
+    machine.trajectories["t1"] = facts_of_trajectory("t1", "")
+    if started:
+        machine.begun["a.1/"] = 1
+    journal = AttemptJournal(tmp_path)
+    execute = replace(EXECUTE, action=dataclasses.replace(ACTION, id="a", trajectory=trajectory))
+    journal.begun(execute, protocol.function_bytes(FunctionSpec(name="f", runtime="exec")), lasting=True)
+    journal.close()
+    agent = Agent(tmp_path, MachineWork.on(machine))
+    await agent.start()
+    attempt = agent._attempts["a.1/"]
+    if attempt.task is not None:
+        await asyncio.wait([attempt.task], timeout=STUCK_S)
+    assert attempt.end is not None
+    certain = trajectory is not None and not started
+    assert machine.begun["a.1/"] == (1 if certain or started else 0)
+    assert protocol.outcome_of(attempt.end).state is (State.SUCCEEDED if certain else State.LOST)
+    await agent.close()

@@ -15,7 +15,7 @@ from manager.errors import CodedError, Conflict, InvalidConfig, Unauthorized
 from manager.executor import Call
 from runtimes.node import protocol
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
-from runtimes.node.daemon import Daemon, DaemonSettings, HostWork
+from runtimes.node.daemon import Daemon, DaemonSettings
 from runtimes.node.protocol import LinkStream, Message, NodeLink
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine, MachineWork, facts_of_trajectory
@@ -40,10 +40,10 @@ class StandInDoor:
 
     def __init__(self, certificate: NodeCertificate) -> None:
         self.certificate = certificate
-        self.node = RemoteNode("n1", on_event=self)
+        self.node = RemoteNode("n1")
+        self.node.on_message = self._hear
         self.hellos: list[protocol.NodeHello] = []
         self.drains: list[str] = []
-        self.fitnesses: list[tuple[str, bool]] = []
         self.goodbyes: list[tuple[str, bool]] = []
         self.inventories: list[protocol.Inventory] = []
         #: What is said to a hello.
@@ -53,18 +53,13 @@ class StandInDoor:
         self.changed = asyncio.Event()
         self._server: asyncio.Server | None = None
 
-    def draining(self, why: str) -> None:
-        self.drains.append(why)
+    def _hear(self, message: Message) -> None:
+        match message:
+            case protocol.NodeDraining():
+                self.drains.append(message.why)
+            case protocol.NodeGoodbye():
+                self.goodbyes.append((message.why, message.killed))
         self.changed.set()
-
-    def fitness(self, why: str, finishing: bool) -> None:
-        self.fitnesses.append((why, finishing))
-        self.changed.set()
-
-    def goodbye(self, why: str, killed: bool) -> None:
-        self.goodbyes.append((why, killed))
-
-    def sandbox_changed(self, facts: protocol.TrajectoryFacts) -> None: ...
 
     async def open(self) -> int:
         context = server_side(self.certificate)
@@ -83,7 +78,7 @@ class StandInDoor:
                 inventory = await link.receive(protocol.Inventory, STUCK_S, frame_max_bytes=2**20)
                 self.inventories.append(inventory)
                 self.gone.clear()
-                self.node.attach(link, inventory)
+                self.node.connect(link, inventory)
                 self.attached.set()
                 await self.node.serve(link)
         except CodedError:
@@ -129,12 +124,7 @@ async def daemon_of(door: StandInDoor, state_dir: Path, machine: Machine, **more
         "redial_s": 0.001,
         "agent": AGENT,
     }
-    work = MachineWork.on(machine)
-
-    async def closed() -> None: ...
-
-    host = HostWork(executor=work.executor, sandboxes=work.sandboxes, check=work.prepare, close=closed)
-    return Daemon(DaemonSettings(**{**known, **more}), host)  # type: ignore[arg-type]
+    return Daemon(DaemonSettings(**{**known, **more}), MachineWork.on(machine))  # type: ignore[arg-type]
 
 
 async def execute(node: RemoteNode, name: str = "a") -> Outcome:

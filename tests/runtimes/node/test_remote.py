@@ -99,7 +99,7 @@ async def test_what_runs_in_no_sandbox_is_let_go_before_it_asks(runtime: str, to
         return True
 
     node, (near, _) = RemoteNode("n1"), pair(see)
-    node.attach(near, protocol.Inventory(epoch="e", attempts=[], trajectories=[]))
+    node.connect(near, protocol.Inventory(epoch="e", attempts=[], trajectories=[]))
     function = FunctionSpec(name="instance", runtime=runtime)
     call = Call(function=function, input={}, log=DiscardedOutput(), announce=announce)
     execution = asyncio.create_task(node.execute(ACTION, LEASE, call))
@@ -260,7 +260,7 @@ async def test_what_a_gateway_before_began_is_begun_anew_only_in_a_life_in_which
     node, (near, far) = RemoteNode("n1", epoch=life), pair()
     waiting = resumed(node, function)
     await asyncio.sleep(0)
-    node.attach(near, inventory(), recovering=True)
+    node.connect(near, inventory(), recovering=True)
     await node.end_unclaimed({"a.1/"})
     if sent:
         await far.receive(protocol.DefineFunction, STUCK_S)
@@ -279,7 +279,7 @@ async def test_what_a_gateway_before_began_is_joined_where_it_runs_and_never_end
     node, (near, far) = RemoteNode("n1", epoch="another"), pair()
     waiting = None if late else resumed(node)
     await asyncio.sleep(0)
-    node.attach(near, inventory(facts(begun=begun)), recovering=True)
+    node.connect(near, inventory(facts(begun=begun)), recovering=True)
     await node.end_unclaimed({"a.1/"})
     waiting = waiting or resumed(node)
     assert (await far.receive(protocol.AttachAttempt, STUCK_S)).claim == "a.1/"
@@ -294,7 +294,7 @@ async def test_a_cancel_before_its_node_is_back_is_told_only_when_the_node_has_k
     waiting = resumed(node)
     await asyncio.sleep(0)
     waiting.cancel()
-    node.attach(near, inventory(facts(begun=True)), recovering=True)
+    node.connect(near, inventory(facts(begun=True)), recovering=True)
     await node.end_unclaimed({"a.1/"})
     await far.receive(protocol.AttachAttempt, STUCK_S)
     assert not (await far.receive(protocol.CancelAttempt, STUCK_S)).disowned
@@ -310,9 +310,9 @@ async def test_a_node_that_tells_of_too_many_trajectories_is_cut(monkeypatch: py
     facts = [facts_of_trajectory(f"t{number}", "task") for number in range(3)]
     node, (near, far) = RemoteNode("n1"), pair()
     with pytest.raises(protocol.ChannelError, match="more than 2 trajectories"):
-        node.attach(near, protocol.Inventory(epoch="e", attempts=[], trajectories=facts))
+        node.connect(near, protocol.Inventory(epoch="e", attempts=[], trajectories=facts))
     assert (node.attached, node.trajectories()) == (False, {})
-    node.attach(near, protocol.Inventory(epoch="e", attempts=[], trajectories=facts[:2]))
+    node.connect(near, protocol.Inventory(epoch="e", attempts=[], trajectories=facts[:2]))
     for each in (facts[1], msgspec.structs.replace(facts[0], sandbox=""), facts[2], facts[0]):
         far.send(protocol.SandboxChanged(each))
     async with asyncio.timeout(STUCK_S):

@@ -14,7 +14,20 @@ from manager.errors import CapacityExceeded
 from manager.executor import Call
 from manager.function import FunctionSpec
 from runtimes.node.daemon import ServedSessions
-from runtimes.node.protocol import KINDS, ChannelError, Message, NodeLink, SessionSaid
+from runtimes.node.protocol import (
+    KINDS,
+    AttachSession,
+    Message,
+    NodeLink,
+    SessionOpened,
+    SessionRoom,
+    SessionSaid,
+    SessionSteered,
+    SessionTold,
+    SessionTyped,
+    SteerSession,
+    TypeToSession,
+)
 from runtimes.node.remote import RemoteSessions
 from runtimes.sandbox.session import InteractiveSession, SessionPiece, SessionSettings, SessionTable, TerminalSize
 from tests.runtimes.node.memory_stream import pair
@@ -137,12 +150,12 @@ class RelayedWorld:
         self.served.detach(end)
 
     def _from_node(self, message: Message) -> None:
-        if not self.remote.take(message):
-            raise ChannelError("no message of a session")
+        assert isinstance(message, SessionOpened | SessionSaid | SessionTyped | SessionSteered | SessionTold)
+        self.remote.take(message)
 
     def _to_node(self, link: NodeLink, message: Message) -> None:
-        if not self.served.take(link, message):
-            raise ChannelError("no message of a session")
+        assert isinstance(message, AttachSession | SessionRoom | TypeToSession | SteerSession)
+        self.served.take(link, message)
 
 
 @pytest.fixture
