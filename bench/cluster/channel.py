@@ -52,7 +52,7 @@ class Way:
 
     name: str
     executor: Executor
-    acknowledge: Callable[[str | None, str], None] = lambda trajectory, claim: None
+    acknowledge: Callable[[str], None] = lambda claim: None
 
     async def act(self, function: FunctionSpec, given: Mapping[str, object], trajectory: str | None = None) -> None:
         """Execute one action to its end; raises RuntimeError unless it succeeded."""

@@ -30,7 +30,6 @@ def hello(name: str, ticket: str) -> protocol.NodeHello:
         protocol=protocol.PROTOCOL,
         version="bench",
         name=name,
-        boot="b",
         epoch=name,
         instance=name,
         ticket=ticket,
@@ -38,7 +37,6 @@ def hello(name: str, ticket: str) -> protocol.NodeHello:
         spec=NodeSpec(name=name, numa=(tuple(range(64)),), memory_bytes=2**38),
         labels={},
         isolation="",
-        sandboxes="plain",
     )
 
 

@@ -329,7 +329,6 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
     """Serve with the runtimes of this machine until a signal ends it."""
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     runtimes = make_runtimes(config, MonotonicClock())
-    info = runtimes.provider.info
     work = NodeWork(
         executor=runtimes.executor,
         sandboxes=NodeSandboxes(runtimes.environments),
@@ -340,7 +339,7 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
         snapshots=ServedSnapshots(runtimes.environments),
         trouble=runtimes.provider.trouble,
     )
-    daemon = Daemon(replace(settings, isolation=info.isolation, sandboxes=info.kind), work)
+    daemon = Daemon(replace(settings, isolation=runtimes.provider.info.isolation), work)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, daemon.drain, "SIGTERM")
     loop.add_signal_handler(signal.SIGINT, daemon.stop)

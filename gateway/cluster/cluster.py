@@ -327,38 +327,30 @@ class FleetReattachment(Reattachment):
         nodes: Callable[[], Iterable[RemoteNode]],
     ) -> None:
         super().__init__(environments)
+        self._here = Reattachment(environments)
         self._node = node
         self._nodes = nodes
 
-    def _elsewhere(self, invocation: LiveInvocation) -> NodeReattachment | None:
+    def _where(self, invocation: LiveInvocation) -> Reattachment | NodeReattachment:
         name = invocation.record.node
         node = None if name is None else self._node(name)
-        return None if node is None else NodeReattachment(node)
+        return self._here if node is None else NodeReattachment(node)
 
     def may_hold(self, invocation: LiveInvocation) -> bool:
-        other = self._elsewhere(invocation)
-        return super().may_hold(invocation) if other is None else other.may_hold(invocation)
+        return self._where(invocation).may_hold(invocation)
 
     async def leave(self, invocation: LiveInvocation) -> bool:
-        other = self._elsewhere(invocation)
-        return await (super().leave(invocation) if other is None else other.leave(invocation))
+        return await self._where(invocation).leave(invocation)
 
     def detached(self, invocation: LiveInvocation) -> None:
-        other = self._elsewhere(invocation)
-        if other is None:
-            super().detached(invocation)
-        else:
-            other.detached(invocation)
+        self._where(invocation).detached(invocation)
 
     def settled(self, invocation: LiveInvocation) -> None:
-        other = self._elsewhere(invocation)
-        if other is None:
-            super().settled(invocation)
-        else:
-            other.settled(invocation)
-        for attempt in range(1, invocation.record.attempt):  # earlier tries, wherever they were
+        record = invocation.record
+        self._where(invocation).settled(invocation)
+        for attempt in range(1, record.attempt):  # earlier tries, wherever they were
             for node in self._nodes():
-                node.acknowledge(claims_of_try(invocation.record, attempt))
+                node.acknowledge(claims_of_try(record, attempt))
 
 
 #: Seconds between two looks whether a draining node is empty.

@@ -80,8 +80,8 @@ from runtimes.node.protocol import (
     FilesStop,
     FilesTaken,
     FilesVerb,
+    FileTransfer,
     FitnessChanged,
-    Inflow,
     Inventory,
     LinkClosed,
     LinkSettings,
@@ -96,7 +96,6 @@ from runtimes.node.protocol import (
     NodeRefused,
     NodeRequest,
     NodeWelcome,
-    Outflow,
     ResizeAttempt,
     SandboxChanged,
     SessionOpened,
@@ -131,7 +130,6 @@ from runtimes.sandbox.exec import terminal_of
 from runtimes.sandbox.files import LocalFiles, SandboxFiles, unpack_tree
 from runtimes.sandbox.handler.sources import SOURCES_LIMIT_BYTES
 from runtimes.sandbox.session import InteractiveSession, SessionPiece, SessionTable, TerminalSize
-from runtimes.sandbox.spec import TASK
 from tangram.types import SnapshotId
 
 
@@ -167,18 +165,6 @@ class NodeAttempt:
     @property
     def claim(self) -> str:
         return self.execute.claim
-
-    def facts(self, now_s: float) -> AttemptFacts:
-        action = self.execute.action
-        return AttemptFacts(
-            claim=self.claim,
-            action_id=action.id,
-            attempt=action.attempt,
-            trajectory=action.trajectory,
-            begun=self.begun,
-            ended=self.end is not None,
-            ran_s=0.0 if self.began_s is None else now_s - self.began_s,
-        )
 
 
 def spool_name(claim: str) -> str:
@@ -222,31 +208,25 @@ class JournalEntry:
     end: AttemptEnd | None = None
 
 
-@dataclass(slots=True)
-class JournalContents:
-    """What a journal says."""
-
-    functions: dict[str, bytes] = field(default_factory=dict)
-    attempts: dict[str, JournalEntry] = field(default_factory=dict)
-
-
 class AttemptJournal:
     """Appends to the file in a directory; read once, at the beginning. Raises OSError where the disk refuses."""
 
     def __init__(self, directory: Path, settings: JournalSettings | None = None) -> None:
         self._path = directory / NAME
         self._settings = settings or JournalSettings()
-        self.contents = JournalContents()
+        #: What is known: functions by digest as they travelled, attempts by claim.
+        self.functions: dict[str, bytes] = {}
+        self.attempts: dict[str, JournalEntry] = {}
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size_bytes = self._read()
         self._compact_at = self._settings.compact_bytes
 
     def begun(self, execute: ExecuteAttempt, function: bytes, *, lasting: bool) -> None:
         """An attempt is about to begin: whatever happens, it does not begin again."""
-        if execute.function not in self.contents.functions:
+        if execute.function not in self.functions:
             self._append(DefineFunction(execute.function, function))
         self._write(_record(execute) + _record(AttemptGo(execute.claim, lasting, None)))
-        self.contents.attempts.setdefault(execute.claim, JournalEntry(execute, lasting=False)).lasting = lasting
+        self.attempts.setdefault(execute.claim, JournalEntry(execute, lasting=False)).lasting = lasting
         self._keep_short()
 
     def lasting(self, claim: str, lasting: bool) -> None:
@@ -285,10 +265,10 @@ class AttemptJournal:
             self._compact()
 
     def _note(self, message: Message) -> None:
-        attempts = self.contents.attempts
+        attempts = self.attempts
         match message:
             case DefineFunction():
-                self.contents.functions[message.digest] = message.function
+                self.functions[message.digest] = message.function
             case ExecuteAttempt():
                 attempts.setdefault(message.claim, JournalEntry(message, lasting=False))
             case AttemptGo() if message.claim in attempts:
@@ -319,11 +299,10 @@ class AttemptJournal:
 
     def _compact(self) -> None:
         """Write a new file with what still counts, and take it in place of the old one."""
-        contents = self.contents
-        used = {entry.execute.function for entry in contents.attempts.values()}
-        contents.functions = {digest: data for digest, data in contents.functions.items() if digest in used}
-        messages: list[Message] = [DefineFunction(digest, data) for digest, data in contents.functions.items()]
-        for entry in contents.attempts.values():
+        used = {entry.execute.function for entry in self.attempts.values()}
+        self.functions = {digest: data for digest, data in self.functions.items() if digest in used}
+        messages: list[Message] = [DefineFunction(digest, data) for digest, data in self.functions.items()]
+        for entry in self.attempts.values():
             messages += [entry.execute, AttemptGo(entry.execute.claim, entry.lasting, None)]
             messages += [] if entry.end is None else [entry.end]
         data = b"".join(_record(message) for message in messages)
@@ -360,7 +339,8 @@ def _record(message: Message) -> bytes:
     return SUM.pack(zlib.crc32(frame)) + frame
 
 
-# Telling a gateway of attempts: that each runs, their logs in turn, no faster than it takes them, and each end last.
+# The log shipper tells a gateway of attempts: that each runs, their logs in turn, no faster than it takes them, and
+# each end last.
 #
 # What is not urgent waits a moment: of a short attempt all is told at once, with its end, and its gateway wakes up
 # once.
@@ -369,7 +349,7 @@ logger = structlog.get_logger("node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TellingSettings:
+class LogShipperSettings:
     """How logs travel."""
 
     wait_s: Annotated[float, Setting("seconds for which a log waits for more before it is sent", ge=0)] = 0.02
@@ -377,10 +357,10 @@ class TellingSettings:
     unsent_bytes: Annotated[int, Setting("unsent bytes of the link beyond which logs wait", ge=1)] = 2**20
 
 
-class Telling:
+class LogShipper:
     """Which attempts have something to say, in the order in which it is said."""
 
-    def __init__(self, settings: TellingSettings, owes: Callable[[str], bool]) -> None:
+    def __init__(self, settings: LogShipperSettings, owes: Callable[[str], bool]) -> None:
         """``owes``: whether there is more than a log to be told before the end of a claim's attempt."""
         self._settings = settings
         self._owes = owes
@@ -418,7 +398,7 @@ class Telling:
     def _has_room(self, link: NodeLink) -> bool:
         return not link.closed.is_set() and link.unsent_bytes <= self._settings.unsent_bytes
 
-    async def talk_for_ever(self) -> None:
+    async def run(self) -> None:
         """Tell until it is cancelled."""
         while True:
             await self._talk.wait()
@@ -498,29 +478,16 @@ class NodeSandboxes:
     def _facts(self, trajectory: str) -> TrajectoryFacts:
         sandbox = self._environments.get(trajectory)
         if sandbox is None:
-            return TrajectoryFacts(
-                trajectory=trajectory,
-                task="",
-                sandbox="",
-                image="",
-                workdir="",
-                user="",
-                network="",
-                memory_bytes=0,
-                idle_ttl_s=0.0,
-                alive=False,
-            )
+            return TrajectoryFacts(trajectory=trajectory)
         spec = sandbox.spec
         return TrajectoryFacts(
             trajectory=trajectory,
-            task=sandbox.labels.get(TASK, ""),
             sandbox=sandbox.id,
             image=spec.image,
             workdir=spec.workdir,
             user=spec.user,
             network=spec.network.value,
             memory_bytes=spec.memory_bytes,
-            idle_ttl_s=spec.idle_ttl_s,
             alive=sandbox.alive,
         )
 
@@ -562,15 +529,10 @@ class NodeSandboxes:
             await self._environments.leave(claim)
 
 
-@dataclass(slots=True, eq=False)
-class _ServedTransfer:
+class _ServedTransfer(FileTransfer):
     """One transfer that is under way."""
 
-    ask: FilesAsk
-    link: NodeLink
-    inflow: Inflow
-    outflow: Outflow
-    task: asyncio.Task[None] | None = field(default=None)
+    task: asyncio.Task[None] | None = None
 
 
 class ServedTransfers:
@@ -590,15 +552,11 @@ class ServedTransfers:
     def take(self, message: FilesPiece | FilesTaken | FilesStop) -> None:
         """Take what the gateway says of a transfer, unless that has ended; raises ChannelError."""
         transfer = self._transfers.get(message.transfer)
-        match message:
-            case _ if transfer is None:
-                pass
-            case FilesPiece():
-                transfer.inflow.take(message.data)
-            case FilesTaken():
-                transfer.outflow.taken(message.size_bytes)
-            case FilesStop():
+        if transfer is not None:
+            if isinstance(message, FilesStop):
                 self._stop(transfer)
+            else:
+                transfer.take(message)
 
     def detach(self, link: NodeLink) -> None:
         """The link is gone: its transfers end."""
@@ -621,8 +579,7 @@ class ServedTransfers:
             refusal = facts_of(CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0))
             link.send(FilesEnded(ask.transfer, refusal, 0, b""))
             return
-        transfer = _ServedTransfer(ask, link, Inflow(ask.transfer, link), Outflow(ask.transfer, link))
-        self._transfers[ask.transfer] = transfer
+        transfer = self._transfers[ask.transfer] = _ServedTransfer(ask, link)
         transfer.task = asyncio.create_task(self._serve(transfer), name=f"{ask.verb} {ask.trajectory}:{ask.path}")
         self._ending.add(transfer.task)
         transfer.task.add_done_callback(self._ending.discard)
@@ -636,7 +593,7 @@ class ServedTransfers:
         ask, failure, size_bytes, entries = transfer.ask, None, 0, b""
         try:
             if ask.verb is FilesVerb.HANDLER:
-                size_bytes = await self._take_handler(ask.path, transfer.inflow.chunks())
+                size_bytes = await self._take_handler(ask.path, transfer.chunks())
             else:
                 size_bytes, entries = await self._with_sandbox(transfer)
         except CodedError as error:
@@ -665,7 +622,7 @@ class ServedTransfers:
         return 0, b""
 
     async def _put(self, files: SandboxFiles, transfer: _ServedTransfer) -> int:
-        ask, chunks = transfer.ask, transfer.inflow.chunks()
+        ask, chunks = transfer.ask, transfer.chunks()
         if ask.verb is FilesVerb.WRITE:
             return await files.write(ask.path, chunks, mode=ask.mode, user=ask.user)
         return await files.unpack(ask.path, chunks, limit_bytes=ask.limit_bytes, user=ask.user)
@@ -675,12 +632,12 @@ class ServedTransfers:
         if ask.verb is FilesVerb.READ:
             async with files.open(ask.path, limit_bytes=ask.limit_bytes, user=ask.user) as file:
                 transfer.link.send(FilesOpened(ask.transfer, file.size_bytes))
-                await transfer.outflow.send(file.chunks())
+                await transfer.send(file.chunks())
         else:
             archive = files.pack(ask.path, limit_bytes=ask.limit_bytes, user=ask.user, base=ask.base)
             async with archive as chunks:
                 transfer.link.send(FilesOpened(ask.transfer, None))
-                await transfer.outflow.send(chunks)
+                await transfer.send(chunks)
 
 
 # A node's side: it looks at its disk and its sandboxes, and says when nothing can begin there and when it can again.
@@ -1414,7 +1371,7 @@ class AgentSettings:
 
     attempts_max: Annotated[int, Setting("most attempts that run, or whose end is not acknowledged", ge=1)] = 16384
     functions_max: Annotated[int, Setting("most functions that are known at once", ge=1)] = 4096
-    logs: TellingSettings = field(default_factory=TellingSettings)
+    logs: LogShipperSettings = field(default_factory=LogShipperSettings)
     journal: JournalSettings = field(default_factory=JournalSettings)
     handlers: HandlerStoreSettings = field(default_factory=HandlerStoreSettings)
     fitness: FitnessSettings = field(default_factory=FitnessSettings)
@@ -1455,7 +1412,7 @@ class Agent:
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._transfers = ServedTransfers(work.sandboxes.files, self._handlers.take)
         self._sessions = ServedSessions(work.sandboxes.sessions, self._session_told)
-        self._telling = Telling(self.settings.logs, self._sessions.owes)
+        self._shipper = LogShipper(self.settings.logs, self._sessions.owes)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._handle_by: Mapping[type[Message], Callable[[NodeLink, Any], None]] = {
@@ -1487,10 +1444,9 @@ class Agent:
         """Adopt what a daemon before left: sandboxes and their commands; what it left and no sandbox holds, is lost."""
         await self._work.sandboxes.start()
         held = self._work.sandboxes.resumable()
-        contents = self._journal.contents
-        for digest, data in contents.functions.items():
+        for digest, data in self._journal.functions.items():
             self._functions.define(digest, data)
-        for claim, entry in list(contents.attempts.items()):
+        for claim, entry in list(self._journal.attempts.items()):
             attempt = self._enter(entry.execute, fresh=False)
             if attempt is None:
                 continue
@@ -1508,7 +1464,7 @@ class Agent:
             if stale.name not in known:
                 stale.unlink(missing_ok=True)
         self._left.clear()
-        self._spawn(self._telling.talk_for_ever())
+        self._spawn(self._shipper.run())
         self._spawn(self.fitness.watch_for_ever())
 
     def _never_started(self, attempt: NodeAttempt) -> bool:
@@ -1569,10 +1525,13 @@ class Agent:
     def inventory(self) -> Inventory:
         """Return all that is here."""
         self._forget_settled()
-        now_s = self._clock.now()
         return Inventory(
             epoch=self.epoch,
-            attempts=[attempt.facts(now_s) for attempt in self._attempts.values() if not attempt.disowned],
+            attempts=[
+                AttemptFacts(claim=each.claim, begun=each.begun, ended=each.end is not None)
+                for each in self._attempts.values()
+                if not each.disowned
+            ],
             trajectories=self._work.sandboxes.facts(),
         )
 
@@ -1582,7 +1541,7 @@ class Agent:
         link.send(FitnessChanged(self.fitness.why, self.fitness.newcomers))
         if self._work.models is not None and (models := self._work.models.facts()).services:
             link.send(models)
-        self._link = self._telling.link = link
+        self._link = self._shipper.link = link
         try:
             return await link.run(partial(self._handle, link))
         finally:
@@ -1593,7 +1552,7 @@ class Agent:
 
     def detach(self) -> None:
         """There is no gateway; everything goes on."""
-        self._link = self._telling.link = None
+        self._link = self._shipper.link = None
         if self._work.snapshots is not None:
             self._work.snapshots.detach()
         for attempt in self._attempts.values():
@@ -1794,7 +1753,7 @@ class Agent:
 
     def _started(self, attempt: NodeAttempt) -> None:
         attempt.began_s = self._clock.now()
-        self._telling.more(attempt)
+        self._shipper.more(attempt)
 
     def _conclude(self, attempt: NodeAttempt, outcome: Outcome) -> None:
         """It has ended, once and for all."""
@@ -1808,7 +1767,7 @@ class Agent:
         self._look(attempt)
         self._written(attempt.spool.flush)
         if not attempt.disowned:
-            self._telling.more(attempt, at_once=True)
+            self._shipper.more(attempt, at_once=True)
         if attempt.begun:  # behind the telling: nobody waits for the disk, and ends of one turn are one write
             if not self._ends:
                 self._loop.call_soon(self._write_ends)
@@ -1820,12 +1779,12 @@ class Agent:
         """All of a session's output is told: its end may follow."""
         attempt = self._attempts.get(claim)
         if attempt is not None:
-            self._telling.more(attempt, at_once=True)
+            self._shipper.more(attempt, at_once=True)
 
     def _said(self, claim: str) -> None:
         attempt = self._attempts.get(claim)
         if attempt is not None:
-            self._telling.more(attempt)
+            self._shipper.more(attempt)
 
     @property
     def _frame_bytes(self) -> int:
@@ -1879,7 +1838,7 @@ class Agent:
         del self._attempts[attempt.claim]
         self._settled.pop(attempt.claim, None)
         self._sessions.forget(attempt.claim)
-        self._telling.forget(attempt)
+        self._shipper.forget(attempt)
         attempt.spool.remove()
         self._work.sandboxes.acknowledge(attempt.execute.action.trajectory, attempt.claim)
         if attempt.successor is not None:
@@ -1906,7 +1865,7 @@ class Agent:
         attempt.told_bytes, attempt.began_told, attempt.end_told = min(log_offset, attempt.spool.end), False, False
         if attempt.asking and not attempt.go.done():
             self.say(AttemptBegins(attempt.claim))
-        self._telling.more(attempt, at_once=True)
+        self._shipper.more(attempt, at_once=True)
 
     def _look(self, attempt: NodeAttempt) -> None:
         """See whether its trajectory has another sandbox by now."""
@@ -1945,9 +1904,8 @@ class DaemonSettings:
     state_dir: Path
     #: This machine, with its name and labels.
     spec: NodeSpec
-    #: What its sandboxes are, and their kind (`runtimes.sandbox.spec.ProviderInfo`).
+    #: What its sandboxes are (`runtimes.sandbox.spec.ProviderInfo`).
     isolation: str = ""
-    sandboxes: str = ""
     greeting_s: Annotated[float, Setting("seconds for a connection and its greeting", gt=0)] = 10.0
     redial_s: Annotated[float, Setting("seconds until the next try, doubled each time, half of it by chance", gt=0)] = (
         0.5
@@ -2115,7 +2073,6 @@ class Daemon:
             protocol=PROTOCOL,
             version=_version(),
             name=settings.spec.name,
-            boot=BOOT_ID.read_text(encoding="ascii").strip(),
             epoch=agent.epoch,
             instance=self._instance,
             ticket=settings.ticket,
@@ -2123,7 +2080,6 @@ class Daemon:
             spec=settings.spec,
             labels=dict(settings.spec.labels),
             isolation=settings.isolation,
-            sandboxes=settings.sandboxes,
             draining=bool(self._draining),
             unfit=agent.fitness.why,
             newcomers=agent.fitness.newcomers,

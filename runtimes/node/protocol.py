@@ -33,6 +33,7 @@ from runtimes.sandbox.handler.sources import (
     handler_files,
     too_much,
 )
+from runtimes.sandbox.session import Window
 from runtimes.sandbox.snapshots import SnapshotRecord
 
 
@@ -319,8 +320,6 @@ class NodeHello(Message, kw_only=True):
     protocol: int
     version: str
     name: str
-    #: The kernel's boot id.
-    boot: str
     #: Which life of which state directory: while it stays the same, what an inventory does not list has never begun.
     epoch: str
     #: New for each process of the daemon.
@@ -331,9 +330,8 @@ class NodeHello(Message, kw_only=True):
     key: str
     spec: NodeSpec
     labels: dict[str, str]
-    #: What its sandboxes are, in a sentence, and their kind (`runtimes.sandbox.spec.ProviderInfo`).
+    #: What its sandboxes are, in a sentence (`runtimes.sandbox.spec.ProviderInfo`).
     isolation: str
-    sandboxes: str
     #: Whether it takes no new work.
     draining: bool = False
     #: Why nothing can begin there now; empty if anything can.
@@ -369,30 +367,23 @@ class AttemptFacts(Message, kw_only=True):
     """One attempt that a node knows of."""
 
     claim: str
-    action_id: str
-    attempt: int
-    trajectory: str | None
     #: Whether the caller's own work may have begun.
     begun: bool
     ended: bool
-    #: Seconds that the work has run.
-    ran_s: float
 
 
 class TrajectoryFacts(Message, kw_only=True):
     """One trajectory's sandbox on a node."""
 
     trajectory: str
-    task: str
-    #: Empty if it has none (any more).
-    sandbox: str
-    image: str
-    workdir: str
-    user: str
-    network: str
-    memory_bytes: int
-    idle_ttl_s: float
-    alive: bool
+    #: Empty if it has none (any more), and so is what follows.
+    sandbox: str = ""
+    image: str = ""
+    workdir: str = ""
+    user: str = ""
+    network: str = ""
+    memory_bytes: int = 0
+    alive: bool = False
 
 
 class Inventory(Message, kw_only=True):
@@ -1390,25 +1381,32 @@ AHEAD_BYTES = 256 * 2**10
 WINDOW_BYTES = 2**20
 
 
-class Inflow:
-    """The pieces that arrive, in order, for one reader."""
+class FileTransfer:
+    """The bytes of one transfer on one link, in pieces: those that arrive, for one reader, and those that leave."""
 
-    def __init__(self, transfer: int, link: NodeLink) -> None:
-        self._transfer = transfer
-        self._link = link
+    def __init__(self, ask: FilesAsk, link: NodeLink) -> None:
+        self.ask, self.link = ask, link
         self._waiting: deque[bytes] = deque()
-        self._held_bytes = self._untold_bytes = 0
+        self._inflow, self._outflow = Window(WINDOW_BYTES), Window(AHEAD_BYTES)
+        #: Bytes that were taken, which the other side was not told yet.
+        self._taken_bytes = 0
+        self._piece_bytes = min(PIECE_BYTES, link.settings.frame_max_bytes // 2)
         self._whole = False
         self._error: CodedError | None = None
         self._changed = asyncio.Event()
 
-    def take(self, data: bytes) -> None:
-        """A piece has arrived; raises ChannelError for more than there is room for."""
-        self._held_bytes += len(data)
-        if self._held_bytes + self._untold_bytes > WINDOW_BYTES:
+    def take(self, message: FilesPiece | FilesTaken) -> None:
+        """A piece has arrived, or the other side has room again; raises ChannelError for more than there was."""
+        if isinstance(message, FilesTaken):
+            if not 0 < message.size_bytes <= self._outflow.used_bytes:
+                raise ChannelError("more bytes of a file were taken than were sent")
+            self._outflow.free(message.size_bytes)
+            return
+        self._inflow.use(len(message.data))
+        if self._inflow.used_bytes > WINDOW_BYTES:
             raise ChannelError(f"more than {WINDOW_BYTES} bytes of a file were sent ahead")
-        if data:
-            self._waiting.append(data)
+        if message.data:
+            self._waiting.append(message.data)
         else:
             self._whole = True
         self._changed.set()
@@ -1419,13 +1417,21 @@ class Inflow:
         self._changed.set()
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the bytes as they come, to the last one; raises what `fail` was given if that did not come."""
+        """Yield the bytes as they come, to the last one; raises what `fail` was given if that did not come.
+
+        What was taken is told, a quarter of what is sent ahead at once.
+        """
         while True:
             while self._waiting:
                 data = self._waiting.popleft()
-                told = self._tell_taken(len(data))
+                self._taken_bytes += len(data)
+                due = self._taken_bytes >= AHEAD_BYTES // 4
+                if due:
+                    self.link.send(FilesTaken(self.ask.transfer, self._taken_bytes))
+                    self._inflow.free(self._taken_bytes)
+                    self._taken_bytes = 0
                 yield data
-                if told:
+                if due:
                     await asyncio.sleep(0)  # who takes them may not wait: a window of pieces would be one turn
             if self._whole:
                 return
@@ -1434,50 +1440,17 @@ class Inflow:
             self._changed.clear()
             await self._changed.wait()
 
-    def _tell_taken(self, size_bytes: int) -> bool:
-        """Tell of what was taken, a quarter of what is sent ahead at once; return whether it was told."""
-        self._held_bytes -= size_bytes
-        self._untold_bytes += size_bytes
-        if self._untold_bytes < AHEAD_BYTES // 4:
-            return False
-        self._link.send(FilesTaken(self._transfer, self._untold_bytes))
-        self._untold_bytes = 0
-        return True
-
-
-class Outflow:
-    """The pieces that leave."""
-
-    def __init__(self, transfer: int, link: NodeLink) -> None:
-        self._transfer = transfer
-        self._link = link
-        #: Bytes that were sent, and not taken as far as is known.
-        self._ahead_bytes = 0
-        self._piece_bytes = min(PIECE_BYTES, link.settings.frame_max_bytes // 2)
-        self._changed = asyncio.Event()
-
-    def taken(self, size_bytes: int) -> None:
-        """The other side has room again; raises ChannelError for more than was ever sent."""
-        self._ahead_bytes -= size_bytes
-        if size_bytes <= 0 or self._ahead_bytes < 0:
-            raise ChannelError("more bytes of a file were taken than were sent")
-        self._changed.set()
-
     async def send(self, chunks: AsyncIterator[bytes]) -> None:
         """Send all of it, one piece whenever the link has passed on what it had; raises what ``chunks`` raises."""
         async for chunk in chunks:
             for start in range(0, len(chunk), self._piece_bytes):
-                await self._send(chunk[start : start + self._piece_bytes])
-        self._link.send(FilesPiece(self._transfer, b""))
-
-    async def _send(self, piece: bytes) -> None:
-        while self._ahead_bytes >= AHEAD_BYTES:  # so that it is full: some only tell of so much at once
-            self._changed.clear()
-            await self._changed.wait()
-        self._ahead_bytes += len(piece)
-        self._link.send(FilesPiece(self._transfer, piece))
-        await self._link.drained()
-        await asyncio.sleep(0)  # where there is room, nothing above has waited: a window of pieces would be one turn
+                await self._outflow.room()  # of any size, so that it gets full: some only tell of so much at once
+                piece = chunk[start : start + self._piece_bytes]
+                self._outflow.use(len(piece))
+                self.link.send(FilesPiece(self.ask.transfer, piece))
+                await self.link.drained()
+                await asyncio.sleep(0)  # where there is room, nothing above has waited
+        self.link.send(FilesPiece(self.ask.transfer, b""))
 
 
 # The files of a handler as one archive, and the digest of all of them, which is their name on a node.

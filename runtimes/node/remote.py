@@ -46,10 +46,10 @@ from runtimes.node.protocol import (
     FilesStop,
     FilesTaken,
     FilesVerb,
+    FileTransfer,
     FitnessChanged,
     HandlerArchive,
     HandlerArchives,
-    Inflow,
     Inventory,
     Message,
     ModelsChanged,
@@ -58,7 +58,6 @@ from runtimes.node.protocol import (
     NodeGoodbye,
     NodeLink,
     NodeRequest,
-    Outflow,
     ResizeAttempt,
     SandboxChanged,
     SessionOpened,
@@ -340,19 +339,17 @@ class RemoteRequests:
 RETRY_AFTER_S = 1.0
 
 
-@dataclass(slots=True, eq=False)
-class _Transfer:
+class _Transfer(FileTransfer):
     """One transfer that waits for its end."""
 
-    ask: FilesAsk
-    link: NodeLink
-    inflow: Inflow
-    outflow: Outflow
-    opened: asyncio.Future[int | None]
-    ended: asyncio.Future[FilesEnded]
+    def __init__(self, ask: FilesAsk, link: NodeLink) -> None:
+        super().__init__(ask, link)
+        loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[int | None] = loop.create_future()
+        self.ended: asyncio.Future[FilesEnded] = loop.create_future()
 
     def fail(self, error: CodedError) -> None:
-        self.inflow.fail(error)
+        super().fail(error)
         for future in (self.opened, self.ended):
             if not future.done():
                 future.set_exception(error)
@@ -390,10 +387,8 @@ class RemoteTransfers:
             case FilesOpened():
                 if not transfer.opened.done():
                     transfer.opened.set_result(message.size_bytes)
-            case FilesPiece():
-                transfer.inflow.take(message.data)
-            case FilesTaken():
-                transfer.outflow.taken(message.size_bytes)
+            case FilesPiece() | FilesTaken():
+                transfer.take(message)
             case FilesEnded(error=None):
                 if not transfer.ended.done():
                     transfer.ended.set_result(message)
@@ -415,10 +410,7 @@ class RemoteTransfers:
             raise CapacityExceeded(told, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
         self._number += 1
         ask.transfer = self._number
-        loop = asyncio.get_running_loop()
-        inflow, outflow = Inflow(ask.transfer, link), Outflow(ask.transfer, link)
-        transfer = _Transfer(ask, link, inflow, outflow, loop.create_future(), loop.create_future())
-        self._transfers[ask.transfer] = transfer
+        transfer = self._transfers[ask.transfer] = _Transfer(ask, link)
         link.send(ask)
         try:
             yield transfer
@@ -433,7 +425,7 @@ class RemoteTransfers:
         Return the bytes that were written. Raises what the node says, and what `begin` raises.
         """
         async with self.begin(ask) as transfer:
-            sending = asyncio.create_task(transfer.outflow.send(chunks))
+            sending = asyncio.create_task(transfer.send(chunks))
             try:
                 either: tuple[asyncio.Future[Any], ...] = (sending, transfer.ended)
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -453,7 +445,7 @@ class _RemoteStream:
     transfer: _Transfer
 
     def chunks(self) -> AsyncIterator[bytes]:
-        return self.transfer.inflow.chunks()
+        return self.transfer.chunks()
 
     def close(self) -> None:
         """Its block ends the transfer."""
@@ -500,7 +492,7 @@ class RemoteFiles:
         ask = self._ask(FilesVerb.PACK, path, user, limit_bytes=limit_bytes, base=base)
         async with self._transfers.begin(ask) as transfer:
             await transfer.opened
-            yield transfer.inflow.chunks()
+            yield transfer.chunks()
 
     def _ask(
         self,
@@ -662,13 +654,9 @@ class RemoteSession:
             self._session.skip(told.start)
             self._session.passed(told.input_offset)
 
-    def said(self, told: SessionSaid) -> None:
+    def said(self, message: SessionSaid) -> None:
         """Keep what is new of a piece."""
-        session = self._session
-        session.skip(told.offset)
-        fresh = told.data[session.end - told.offset :]
-        if fresh:
-            session.said(told.stream, fresh)
+        self._session.said(message.stream, message.data, message.offset)
         self._tell_taken()
 
     def typed(self, told: SessionTyped) -> None:

@@ -25,6 +25,41 @@ UNDER_WAY_BYTES = 8 * 2**20
 PAGE_PIECES = 1024
 
 
+class Window:
+    """The credit of one direction of a stream: bytes that may be under way until the other side has taken some."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        #: Bytes that are under way; more than the window's where the other side does not keep to it.
+        self.used_bytes = 0
+        #: Whether nothing more is taken.
+        self.is_shut = False
+        self._changed = asyncio.Event()
+        self._changed.set()
+
+    def use(self, size_bytes: int) -> None:
+        """So many bytes are under way."""
+        self.used_bytes += size_bytes
+        if self.used_bytes >= self.size_bytes and not self.is_shut:
+            self._changed.clear()
+
+    def free(self, size_bytes: int) -> None:
+        """So many of them were taken."""
+        self.used_bytes -= size_bytes
+        if self.used_bytes < self.size_bytes:
+            self._changed.set()
+
+    def shut(self) -> None:
+        """Nothing more is taken."""
+        self.is_shut = True
+        self._changed.set()
+
+    async def room(self) -> int:
+        """Return how many bytes may be sent now, waiting for some; 0 if nothing more is taken."""
+        await self._changed.wait()
+        return 0 if self.is_shut else self.size_bytes - self.used_bytes
+
+
 class SessionPiece(NamedTuple):
     """What a session said, and where it begins."""
 
@@ -64,8 +99,8 @@ class _Block:
                 yield SessionPiece(self.offset + first, STREAMS[code], bytes(self.data[first:end]))
 
 
-class OutputTail:
-    """The last ``keep_bytes`` of an output, and a block more at most. Use from one thread."""
+class ByteLog:
+    """The last ``keep_bytes`` of an output by offset, and a block more at most. Use from one thread."""
 
     def __init__(self, keep_bytes: int, start: int = 0) -> None:
         self._keep_bytes = keep_bytes
@@ -203,7 +238,7 @@ class InteractiveSession:
         self.ended = False
         #: Whether it was ended because nobody was attached.
         self.abandoned = False
-        self._output = OutputTail(settings.output_bytes)
+        self._output = ByteLog(settings.output_bytes)
         self._grip: SessionGrip | None = None
         self._opened = asyncio.Event()
         self._changed = asyncio.Event()
@@ -227,7 +262,7 @@ class InteractiveSession:
 
     def open(self, grip: SessionGrip, *, start: int = 0, input_offset: int = 0) -> None:
         """Its command runs; one of an earlier gateway repeats what it has kept from ``start`` on."""
-        self._output = OutputTail(self.settings.output_bytes, start)
+        self._output = ByteLog(self.settings.output_bytes, start)
         self.input_offset = input_offset
         self._grip = grip
         self._opened.set()
@@ -244,8 +279,11 @@ class InteractiveSession:
         """Its command was sent so much of the input."""
         self.input_offset = input_offset
 
-    def said(self, stream: str, data: bytes) -> None:
-        """Keep what its command said."""
+    def said(self, stream: str, data: bytes, offset: int | None = None) -> None:
+        """Keep what its command said; with an ``offset`` what of it is new, and what lies before was not heard."""
+        if offset is not None:
+            self._output.skip(offset)
+            data = data[self.end - offset :]
         self._output.add(stream, data, self._unread)
         self._changed.set()
         if self._attached and not self._held and self.end - self._taken > self.settings.output_bytes // 4:

@@ -40,7 +40,7 @@ from manager.errors import (
 )
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.sandbox.sandbox import Sandbox
-from runtimes.sandbox.session import PAGE_BYTES, InteractiveSession, OutputTail, TerminalSize
+from runtimes.sandbox.session import PAGE_BYTES, ByteLog, InteractiveSession, TerminalSize
 from runtimes.sandbox.spec import ABOVE_SYSTEM, SYSTEM
 from tangram.types import SandboxChoice, TrajectoryOpening, explained
 
@@ -306,7 +306,7 @@ class MainCommand(AttendedCommand):
     ) -> None:
         super().__init__(services, calls, record, wish)
         self._keep_bytes = keep_bytes
-        self._output = OutputTail(keep_bytes)
+        self._output = ByteLog(keep_bytes)
         #: Where each of those stands who are attached and are waited for.
         self._readers: dict[object, int] = {}
         self._moved = asyncio.Event()

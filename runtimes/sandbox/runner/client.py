@@ -50,7 +50,7 @@ from runtimes.sandbox.command import (
 from runtimes.sandbox.runner import runner
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.runner import ProtocolError, as_json, encode
-from runtimes.sandbox.session import InteractiveSession
+from runtimes.sandbox.session import InteractiveSession, Window
 from runtimes.sandbox.spec import OtherSandbox
 
 COMPONENT = "sandbox"
@@ -334,10 +334,12 @@ class Stdin:
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._window = wire.WINDOW_BYTES
-        self._opened = asyncio.Event()
-        self._opened.set()
-        self.refused = False
+        self._window = Window(wire.WINDOW_BYTES)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the command reads no more."""
+        return self._window.is_shut
 
     async def feed(self, number: int, data: bytes) -> None:
         view = memoryview(data)
@@ -347,21 +349,16 @@ class Stdin:
 
     async def room(self) -> int:
         """Return how many bytes may be sent now, waiting for some; 0 if the command reads no more."""
-        await self._opened.wait()
-        return 0 if self.refused else min(self._window, wire.CHUNK_BYTES)
+        return min(await self._window.room(), wire.CHUNK_BYTES)
 
     async def send(self, number: int, piece: bytes) -> None:
         """Send what there is room for; it is on its way before the first wait."""
-        self._window -= len(piece)
-        if self._window <= 0:
-            self._opened.clear()
+        self._window.use(len(piece))
         await self._carrier.send(wire.encode(wire.STDIN, number, piece))
 
     def narrow(self, count: int) -> None:
         """Leave out of the window what an earlier connection sent, and the command has not taken."""
-        self._window -= count
-        if self._window <= 0:
-            self._opened.clear()
+        self._window.use(count)
 
     async def end(self, number: int) -> None:
         await self._carrier.send(wire.encode(wire.STDIN, number))
@@ -369,10 +366,9 @@ class Stdin:
     def taken(self, count: int | None) -> None:
         """Widen the window by what the runner passed on; None: the command reads no more."""
         if count is None:
-            self.refused = True
+            self._window.shut()
         else:
-            self._window += count
-        self._opened.set()
+            self._window.free(count)
 
 
 class Exchange:
@@ -413,17 +409,17 @@ class FileDownload(Exchange):
         self.size_bytes = 0
         self._carrier = carrier
         self._patience_s = patience_s
-        self._room = 0
+        self._window = Window(0)
         self._unread: deque[bytes] = deque()
         self._arrived = asyncio.Event()
 
     def sized(self, size_bytes: int) -> None:
-        self.size_bytes, self._room = size_bytes, min(size_bytes, WINDOW_BYTES)
+        self.size_bytes, self._window = size_bytes, Window(min(size_bytes, WINDOW_BYTES))
         self._arrived.set()
 
     def data(self, stream: int, data: bytes) -> None:
-        self._room -= len(data)
-        if self._room < 0:
+        self._window.use(len(data))
+        if self._window.used_bytes > self._window.size_bytes:
             raise wire.ProtocolError("more than was asked for")
         self._unread.append(data)
         self._arrived.set()
@@ -445,7 +441,7 @@ class FileDownload(Exchange):
                 data = self._unread.popleft()
                 yield data
                 if not self.end.done():
-                    self._room += len(data)
+                    self._window.free(len(data))
                     await self._carrier.send(wire.encode(wire.STDIN, self.number, str(len(data)).encode()))
             if self.end.done():
                 self.end.result()

@@ -197,13 +197,11 @@ def facts_of_trajectory(trajectory: str, task: str) -> TrajectoryFacts:
     """Return a trajectory that has a sandbox."""
     return TrajectoryFacts(
         trajectory=trajectory,
-        task=task,
         sandbox=f"box-{trajectory}",
         image="image",
         workdir="/workspace",
         user="auto",
         network="none",
         memory_bytes=1,
-        idle_ttl_s=60.0,
         alive=True,
     )

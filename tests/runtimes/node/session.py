@@ -16,7 +16,7 @@ from manager.errors import CodedError
 from manager.executor import Call
 from manager.function import FunctionSpec
 from runtimes.node import protocol as wire
-from runtimes.node.daemon import Agent, AgentSettings, TellingSettings
+from runtimes.node.daemon import Agent, AgentSettings, LogShipperSettings
 from runtimes.node.protocol import Inventory, Message
 from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.command import claims_of
@@ -26,7 +26,7 @@ from tests.runtimes.node.memory_stream import pair
 #: Seconds after which a test is taken for stuck.
 STUCK_S = 60.0
 FUNCTION = FunctionSpec(name="shell", runtime="exec")
-AGENT = AgentSettings(logs=TellingSettings(wait_s=0.0, piece_bytes=64))
+AGENT = AgentSettings(logs=LogShipperSettings(wait_s=0.0, piece_bytes=64))
 
 
 class KeptLog:
@@ -76,7 +76,6 @@ def hello(protocol: int = wire.PROTOCOL) -> wire.NodeHello:
         protocol=protocol,
         version="1",
         name="n1",
-        boot="b",
         epoch="e",
         instance="i",
         ticket="t",
@@ -84,7 +83,6 @@ def hello(protocol: int = wire.PROTOCOL) -> wire.NodeHello:
         spec=NodeSpec(name="n1", numa=((0,),), memory_bytes=1),
         labels={},
         isolation="",
-        sandboxes="plain",
     )
 
 

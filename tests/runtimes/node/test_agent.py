@@ -92,7 +92,7 @@ async def test_ends_are_written_down_behind_their_telling_and_before_they_are_fo
     await asyncio.wait([attempt.task for attempt in attempts.values() if attempt.task is not None], timeout=STUCK_S)
     agent._handle(link, protocol.AcknowledgeEnd("told.1/"))
     await agent.close()
-    known = AttemptJournal(tmp_path).contents.attempts
+    known = AttemptJournal(tmp_path).attempts
     assert {claim: entry.end for claim, entry in known.items()} == {"kept.1/": attempts["kept.1/"].end}
 
 

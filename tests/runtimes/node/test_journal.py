@@ -38,12 +38,12 @@ def written(directory: Path) -> None:
 
 def test_a_journal_tells_the_next_daemon_what_has_begun_and_how_it_ended(tmp_path: Path) -> None:
     written(tmp_path)
-    contents = AttemptJournal(tmp_path).contents
-    assert set(contents.attempts) == {"a.1/", "b.1/"}
-    assert contents.attempts["a.1/"].end == end("a.1/")
-    assert (contents.attempts["b.1/"].end, contents.attempts["b.1/"].lasting) == (None, True)
-    assert contents.attempts["b.1/"].execute == execute("b.1/")
-    assert contents.functions == {"digest": b"{}"}
+    journal = AttemptJournal(tmp_path)
+    assert set(journal.attempts) == {"a.1/", "b.1/"}
+    assert journal.attempts["a.1/"].end == end("a.1/")
+    assert (journal.attempts["b.1/"].end, journal.attempts["b.1/"].lasting) == (None, True)
+    assert journal.attempts["b.1/"].execute == execute("b.1/")
+    assert journal.functions == {"digest": b"{}"}
 
 
 def test_a_journal_torn_anywhere_tells_a_beginning_of_it_and_goes_on(tmp_path: Path) -> None:
@@ -52,11 +52,11 @@ def test_a_journal_torn_anywhere_tells_a_beginning_of_it_and_goes_on(tmp_path: P
     for size in range(len(data)):
         (tmp_path / "journal").write_bytes(data[:size])
         journal = AttemptJournal(tmp_path)
-        assert set(journal.contents.attempts) <= {"a.1/", "b.1/", "c.1/"}
+        assert set(journal.attempts) <= {"a.1/", "b.1/", "c.1/"}
         journal.begun(execute("d.1/"), b"{}", lasting=True)
         journal.close()
         after = AttemptJournal(tmp_path)
-        assert "d.1/" in after.contents.attempts
+        assert "d.1/" in after.attempts
         after.close()
 
 
@@ -66,8 +66,8 @@ def test_a_byte_gone_wrong_ends_the_reading_there(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 0xFF
     (tmp_path / "journal").write_bytes(bytes(data))
     journal = AttemptJournal(tmp_path)
-    assert "a.1/" in journal.contents.attempts
-    assert journal.contents.attempts["a.1/"].end is None
+    assert "a.1/" in journal.attempts
+    assert journal.attempts["a.1/"].end is None
 
 
 def test_a_journal_is_written_anew_when_it_has_grown_and_loses_nothing(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_journal_is_written_anew_when_it_has_grown_and_loses_nothing(tmp_path:
         journal.acknowledged(f"{number}.1/")
     assert (tmp_path / "journal").stat().st_size < 16 * 2**10
     journal.close()
-    assert set(AttemptJournal(tmp_path).contents.attempts) == {"kept.1/"}
+    assert set(AttemptJournal(tmp_path).attempts) == {"kept.1/"}
 
 
 def test_an_epoch_ends_with_the_directory_and_with_the_machines_life(tmp_path: Path) -> None:

@@ -241,9 +241,7 @@ def inventory(*attempts: protocol.AttemptFacts) -> protocol.Inventory:
 
 
 def facts(*, begun: bool) -> protocol.AttemptFacts:
-    return protocol.AttemptFacts(
-        claim="a.1/", action_id="a", attempt=1, trajectory=None, begun=begun, ended=False, ran_s=0.0
-    )
+    return protocol.AttemptFacts(claim="a.1/", begun=begun, ended=False)
 
 
 def resumed(node: RemoteNode, function: FunctionSpec = FUNCTION) -> asyncio.Task[Outcome]:

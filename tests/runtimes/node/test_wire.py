@@ -122,7 +122,6 @@ def test_fields_that_are_not_known_are_passed_over_and_those_with_defaults_may_b
         protocol=1,
         version="1",
         name="n1",
-        boot="b",
         epoch="e",
         instance="i",
         ticket="t",
@@ -130,7 +129,6 @@ def test_fields_that_are_not_known_are_passed_over_and_those_with_defaults_may_b
         spec=spec,
         labels={},
         isolation="",
-        sandboxes="plain",
         unfit="full",
     )
     told = protocol.encode(hello)

@@ -7,8 +7,19 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from runtimes.node.protocol import AHEAD_BYTES, PIECE_BYTES, WINDOW_BYTES, FilesPiece, Outflow
+from runtimes.node.protocol import (
+    AHEAD_BYTES,
+    PIECE_BYTES,
+    WINDOW_BYTES,
+    FilesAsk,
+    FilesPiece,
+    FilesTaken,
+    FilesVerb,
+    FileTransfer,
+)
 from tests.runtimes.node.memory_stream import close_all, pair
+
+ASK = FilesAsk(transfer=1, verb=FilesVerb.READ, trajectory="t", path="f", user="")
 
 
 async def test_others_have_a_turn_between_two_pieces_where_the_link_has_room_for_all() -> None:
@@ -25,7 +36,7 @@ async def test_others_have_a_turn_between_two_pieces_where_the_link_has_room_for
         yield bytes(AHEAD_BYTES)
 
     running = asyncio.create_task(others())
-    await Outflow(1, near).send(chunks())
+    await FileTransfer(ASK, near).send(chunks())
     running.cancel()
     assert turns >= AHEAD_BYTES // PIECE_BYTES
     await close_all()
@@ -36,7 +47,7 @@ async def test_one_that_tells_of_what_it_took_a_quarter_of_the_old_window_at_onc
     """So do gateways and nodes of before; what is under way stays within what every receiver allows."""
     near, far = pair()
     taken = untold = 0
-    outflow = Outflow(1, near)
+    transfer = FileTransfer(ASK, near)
     size_bytes = 100 * chunk_bytes
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -49,12 +60,12 @@ async def test_one_that_tells_of_what_it_took_a_quarter_of_the_old_window_at_onc
         taken, untold = taken + len(message.data), untold + len(message.data)
         assert untold <= WINDOW_BYTES
         if untold >= WINDOW_BYTES // 4:
-            outflow.taken(untold)
+            transfer.take(FilesTaken(1, untold))
             untold = 0
 
     running = asyncio.create_task(far.run(take))
     async with asyncio.timeout(60):
-        await outflow.send(chunks())
+        await transfer.send(chunks())
         while taken < size_bytes:  # noqa: ASYNC110  # what is waited for has no event, and every turn may bring it
             await asyncio.sleep(0)
     await close_all()

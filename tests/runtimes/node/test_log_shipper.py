@@ -11,7 +11,7 @@ import pytest
 from manager.action import Outcome, State
 from manager.function import FunctionSpec
 from runtimes.node import protocol
-from runtimes.node.daemon import NodeAttempt, Telling, TellingSettings
+from runtimes.node.daemon import LogShipper, LogShipperSettings, NodeAttempt
 from runtimes.node.protocol import Message, Spool
 from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import STUCK_S
@@ -20,18 +20,18 @@ from tests.runtimes.node.test_wire import ACTION, LEASE
 SUCCEEDED = Outcome(state=State.SUCCEEDED)
 
 
-class TellingNode:
+class ShippingNode:
     """The two ends of a link over which attempts are told of."""
 
     def __init__(self, directory: Path, **settings: float) -> None:
         self._directory = directory
         self.near, self._far = pair()
-        self.telling = Telling(TellingSettings(**settings), lambda claim: False)  # type: ignore[arg-type]
-        self.telling.link = self.near
+        self.shipper = LogShipper(LogShipperSettings(**settings), lambda claim: False)  # type: ignore[arg-type]
+        self.shipper.link = self.near
         self.heard: list[Message] = []
         self.changed = asyncio.Event()
         self._running: list[asyncio.Task[Any]] = [asyncio.create_task(self._far.run(self._hear))]
-        self._running.append(asyncio.create_task(self.telling.talk_for_ever()))
+        self._running.append(asyncio.create_task(self.shipper.run()))
 
     def _hear(self, message: Message) -> None:
         self.heard.append(message)
@@ -58,18 +58,18 @@ class TellingNode:
 
 @pytest.mark.parametrize("said", ["", "a line\n"])
 async def test_of_a_short_attempt_all_is_told_in_one_turn_and_in_order(tmp_path: Path, said: str) -> None:
-    told = TellingNode(tmp_path, wait_s=3600.0)
+    told = ShippingNode(tmp_path, wait_s=3600.0)
     attempt = told.attempt("a.1/")
     attempt.began_s = 1.0
-    told.telling.more(attempt)
+    told.shipper.more(attempt)
     if said:
         attempt.spool.write("stdout", said)
-        told.telling.more(attempt)
+        told.shipper.more(attempt)
     for _ in range(3):
         await asyncio.sleep(0)
     assert told.near.unsent_bytes == 0 and not told.heard, "that it runs waits for more"
     attempt.end = protocol.end_of(attempt.claim, SUCCEEDED, 0)
-    told.telling.more(attempt, at_once=True)
+    told.shipper.more(attempt, at_once=True)
     assert told.near.unsent_bytes > 0, "no turn of the loop lies between"
     log = [protocol.AttemptLog] if said else []
     wanted = [protocol.AttemptStarted, *log, protocol.AttemptEnd]
@@ -78,24 +78,24 @@ async def test_of_a_short_attempt_all_is_told_in_one_turn_and_in_order(tmp_path:
 
 
 async def test_that_a_long_attempt_runs_is_told_soon_and_once(tmp_path: Path) -> None:
-    told = TellingNode(tmp_path, wait_s=0.0)
+    told = ShippingNode(tmp_path, wait_s=0.0)
     attempt = told.attempt("a.1/")
     attempt.began_s = 1.0
-    told.telling.more(attempt)
+    told.shipper.more(attempt)
     assert await told.until_heard(1) == [protocol.AttemptStarted]
     attempt.spool.write("stdout", "a line\n")
-    told.telling.more(attempt)
+    told.shipper.more(attempt)
     assert await told.until_heard(2) == [protocol.AttemptStarted, protocol.AttemptLog]
     await told.close()
 
 
 async def test_an_end_waits_its_turn_where_the_link_has_no_room(tmp_path: Path) -> None:
-    told = TellingNode(tmp_path, wait_s=0.0, unsent_bytes=1)
+    told = ShippingNode(tmp_path, wait_s=0.0, unsent_bytes=1)
     told.near.send(protocol.AttemptBegins("b.1/"))
     attempt = told.attempt("a.1/")
     attempt.end = protocol.end_of(attempt.claim, SUCCEEDED, 0)
     before = told.near.unsent_bytes
-    told.telling.more(attempt, at_once=True)
+    told.shipper.more(attempt, at_once=True)
     assert told.near.unsent_bytes == before
     assert await told.until_heard(2) == [protocol.AttemptBegins, protocol.AttemptEnd]
     await told.close()

@@ -11,8 +11,8 @@ import pytest
 from runtimes.sandbox.session import (
     PAGE_PIECES,
     UNDER_WAY_BYTES,
+    ByteLog,
     InteractiveSession,
-    OutputTail,
     SessionPiece,
     SessionSettings,
 )
@@ -20,7 +20,7 @@ from runtimes.sandbox.session import (
 KEEP_BYTES = 64 * 2**10
 
 
-def told(tail: OutputTail, offset: int, most_bytes: int = 4096) -> list[SessionPiece]:
+def told(tail: ByteLog, offset: int, most_bytes: int = 4096) -> list[SessionPiece]:
     """All from an offset on, page by page."""
     found: list[SessionPiece] = []
     while pieces := tail.pieces(offset, most_bytes):
@@ -46,7 +46,7 @@ async def test_an_output_of_single_bytes_takes_a_few_times_its_bytes(streams: tu
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_kept_is_the_end_of_what_was_said_stream_by_stream(seed: int) -> None:
     chance = random.Random(seed)
-    tail, said = OutputTail(10_000), []
+    tail, said = ByteLog(10_000), []
     for _ in range(100):
         stream, data = chance.choice(("stdout", "stderr")), chance.randbytes(chance.choice((0, 1, 7, 300, 5_000)))
         tail.add(stream, data)
@@ -62,7 +62,7 @@ def test_what_is_kept_is_the_end_of_what_was_said_stream_by_stream(seed: int) ->
 
 
 def test_a_page_is_bounded_in_bytes_and_in_pieces() -> None:
-    tail = OutputTail(KEEP_BYTES)
+    tail = ByteLog(KEEP_BYTES)
     for number in range(3 * PAGE_PIECES):
         tail.add(("stdout", "stderr")[number % 2], b"x")
     assert len(tail.pieces(0, KEEP_BYTES)) == PAGE_PIECES
@@ -71,7 +71,7 @@ def test_a_page_is_bounded_in_bytes_and_in_pieces() -> None:
 
 
 def test_what_was_not_heard_is_a_hole_and_the_rest_keeps_its_numbers() -> None:
-    tail = OutputTail(100)
+    tail = ByteLog(100)
     tail.add("stdout", b"before")
     tail.skip(50)
     tail.skip(20)
@@ -84,7 +84,7 @@ def test_what_was_not_heard_is_a_hole_and_the_rest_keeps_its_numbers() -> None:
 
 
 def test_what_its_reader_has_not_had_is_kept_beyond_the_bound_and_that_has_a_bound_too() -> None:
-    tail = OutputTail(KEEP_BYTES)
+    tail = ByteLog(KEEP_BYTES)
     for _ in range(10):
         tail.add("stdout", bytes(KEEP_BYTES), 100)
     assert (tail.start, tail.end) == (100, 10 * KEEP_BYTES)
