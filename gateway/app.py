@@ -21,6 +21,7 @@ from gateway.auth import DoorTokens, Guard, PageSession, announced, check_doors,
 from gateway.cluster.cluster import Cluster, open_cluster
 from gateway.config.load import UPLOADS, GatewayConfig, HandlerUploads
 from gateway.dashboard.stream import LOST_SHOWN_S, ActionEnds, Activity, Observers, Troubles, Watch
+from gateway.dispatcher import GatewayDispatcher
 from gateway.facades.app import FacadeListeners
 from gateway.grpc.server import GrpcServer
 from gateway.http.app import HttpApp, HttpDoor
@@ -29,7 +30,7 @@ from gateway.http.streaming import GIVE_UP_STALLS
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import Admission, DeadLetters, HeldInputs, Invocations
 from gateway.invocations.logs import Logs
-from gateway.invocations.restart import DurableStarts, QuotaRecord, Reattachment, Restart, TrajectoryRecovery
+from gateway.invocations.restart import QuotaRecord, Reattachment, Restart, TrajectoryRecovery
 from gateway.limits import Room
 from gateway.metrics import Metrics, pool_units
 from gateway.registry import AppliedConfigs, KeptFunctions, Registry
@@ -39,7 +40,7 @@ from gateway.steps import TaskSteps
 from gateway.store.maintenance import StateDirectory, prune_for_ever
 from gateway.store.store import Durability, Store, StoreSpec
 from gateway.tls import Connections, address_of, ended_chore
-from gateway.trajectory_records import Leases, SnapshotCatalogue, TrajectoryTurns
+from gateway.trajectory_records import Leases, SnapshotCatalogue
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.engine import Engine
@@ -247,15 +248,19 @@ class App:
 
     def _make_engine(self) -> Engine:
         spec = self.registry.config.manager_spec(self.machines.specs, self._models.services)
-        everywhere = self.machines.executor(self.runtimes.executor, self._trajectories)
-        executor = everywhere if self.traces is None else self.traces.around(everywhere)
-        durable = DurableStarts(
-            executor, self.invocations, self.store, self._trajectories, self._quotas, self.steps.trajectory_ended
+        self._dispatcher = GatewayDispatcher(
+            self.machines.executor(self.runtimes.executor, self._trajectories),
+            invocations=self.invocations,
+            store=self.store,
+            trajectories=self._trajectories,
+            quotas=self._quotas,
+            on_end=self.steps.trajectory_ended,
+            wait_max_s=self.config.server.wait_max_s,
+            pass_trace=None if self.traces is None else self.traces.passed_on,
         )
-        self._turns = TrajectoryTurns(durable, self.config.server.wait_max_s)
         return Engine(
             build_core(spec, function_bounds=_bounds(self.registry.config)),
-            self._turns,
+            self._dispatcher,
             clock=self._clock,
             history=self.history,
             listeners=[self.invocations, ActionEnds(self.activity)],
@@ -301,7 +306,7 @@ class App:
             remove=self.registry.remove,
             sandboxes=lambda: self.runtimes.provider.info,
             snapshots=SnapshotCatalogue(self.runtimes.environments, self.machines),
-            turns=self._turns,
+            turns=self._dispatcher,
             images=self.runtimes.provider.images,
             models=self.runtimes.model.resources,
             machines=self.machines,

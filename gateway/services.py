@@ -10,6 +10,7 @@ from gateway.auth import Guard, PageSession
 from gateway.cluster.cluster import Cluster
 from gateway.config.schema import ServerConfig
 from gateway.dashboard.stream import Activity, Watch
+from gateway.dispatcher import GatewayDispatcher
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import Admission, DeadLetters, HeldInputs, Invocations
 from gateway.invocations.logs import Logs
@@ -17,7 +18,7 @@ from gateway.metrics import Metrics
 from gateway.registry import Readiness
 from gateway.steps import TaskSteps
 from gateway.store.store import Store
-from gateway.trajectory_records import Leases, SnapshotCatalogue, TrajectoryTurns
+from gateway.trajectory_records import Leases, SnapshotCatalogue
 from manager.config import TaskSpec
 from manager.engine import Engine
 from manager.errors import Unsupported
@@ -104,7 +105,7 @@ class Services:
     sandboxes: Callable[[], ProviderInfo]
     #: Snapshots of trajectories, and when one is taken.
     snapshots: SnapshotCatalogue
-    turns: TrajectoryTurns
+    turns: GatewayDispatcher
     #: The images of the sandboxes' engine; None where sandboxes have none.
     images: ImageKeeper | None
     #: The devices' processes, what is resident on them, and the counts of swaps.

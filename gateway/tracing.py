@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib.metadata import version
 
 import requests
@@ -35,9 +34,7 @@ from opentelemetry.trace import (
 from gateway.config.schema import TracesSection
 from gateway.invocations.record import Record, action_id_of
 from gateway.metrics import Metrics
-from manager.action import Action, Chunk, Lease, Outcome, State
-from manager.executor import Call, Executor
-from manager.function import FunctionSpec
+from manager.action import State
 
 PARTS = ("queue", "overhead", "execution")
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -117,10 +114,6 @@ class TraceExporter:
             return traceparent
         return f"00-{format_trace_id(context.trace_id)}-{format_span_id(execution_id(action_id))}-01"
 
-    def around(self, executor: Executor) -> Executor:
-        """Return an executor whose calls carry the trace context of their own execution."""
-        return TracedExecutor(executor, self)
-
     async def close(self) -> None:
         """Send what is left; after ``timeout_s`` nothing is tried again, and what is not sent is dropped."""
         closing = asyncio.create_task(asyncio.to_thread(self._processor.shutdown))
@@ -166,30 +159,6 @@ class _Collector(SpanExporter):
         with suppress(DecodeError):
             told = ExportTraceServiceResponse.FromString(answer.content)
             self._rejected = max(0, told.partial_success.rejected_spans)
-
-
-class TracedExecutor:
-    """Another executor, whose calls carry the trace context of their own execution."""
-
-    def __init__(self, executor: Executor, traces: TraceExporter) -> None:
-        self._executor = executor
-        self._traces = traces
-
-    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
-        traceparent = self._traces.passed_on(call.context["invocation_id"], action.id, call.traceparent)
-        return await self._executor.execute(action, lease, replace(call, traceparent=traceparent))
-
-    async def resize(self, action: Action, lease: Lease) -> None:
-        await self._executor.resize(action, lease)
-
-    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
-        return await self._executor.replicate(function, service, node, chunk)
-
-    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
-        await self._executor.open_trajectory(trajectory, task, function)
-
-    async def end_trajectory(self, trajectory: str) -> None:
-        await self._executor.end_trajectory(trajectory)
 
 
 # Spans, from records alone

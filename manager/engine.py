@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from manager.action import Action, Chunk, Lease, Outcome, Settlement, State
@@ -528,14 +527,13 @@ class Engine:
     async def _run(self, action: Action, lease: Lease, call: Call) -> Outcome:
         if action.trajectory is not None:
             await self._lifecycle.until_removed(action.trajectory)
-        call = replace(call, again=partial(self._again, action))
         try:
             return await self._executor.execute(action, lease, call)
         finally:
             self._tries.pop(action.id, None)
 
-    async def _again(self, action: Action) -> None:
-        """Return when a running action may make its call once more."""
+    async def try_again(self, action: Action) -> None:
+        """Return when a running action may make its call once more (`manager.executor.CallHooks.again`)."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tries.setdefault(action.id, []).append(granted)
         self._feed([TryAgain(action_id=action.id, attempt=action.attempt)])

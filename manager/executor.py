@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,26 @@ class LogSink(Protocol):
         ...
 
 
+class CallHooks:
+    """What a runtime asks of a gateway while it makes a call; here nothing is asked, and everything may go on."""
+
+    __slots__ = ()
+
+    async def announce(self) -> bool:
+        """Return whether the call goes on when this process is gone, for the next one to take over.
+
+        Awaited just before the caller's own work begins, by runtimes that take their time to get ready for it. Raises
+        ActionFailed if it must not begin.
+        """
+        return False
+
+    async def again(self) -> None:
+        """Return when what the first try of the call consumed was had once more; awaited before each further try."""
+
+    def begun(self) -> None:
+        """Note that the work begins; called for every runtime (`runtimes.runtime.Execution.begin`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """What the caller sent, beside what the scheduler needs to know: opaque to the thinking."""
@@ -33,15 +53,9 @@ class Call:
     traceparent: str | None = None
     tracestate: str | None = None
     context: Mapping[str, str] = field(default_factory=dict)
-    #: Awaited just before the caller's own work begins, by runtimes that take their time to get ready for it: whether
-    #: it goes on when this process is gone, for the next one to take over. Raises ActionFailed if it must not begin.
-    announce: Callable[[], Awaitable[bool]] | None = None
-    #: Awaited before each further try of the same call: returns when what its first try consumed was had once more.
-    again: Callable[[], Awaitable[None]] | None = None
     #: Whether an earlier process may have begun it already: it is joined, and begun only where it never was.
     resumed: bool = False
-    #: Called when that work begins, by every runtime (`runtimes.runtime.Execution.begin`).
-    begun: Callable[[], None] | None = None
+    hooks: CallHooks = CallHooks()  # noqa: RUF009 (it has no state)
 
 
 class Executor(Protocol):

@@ -454,8 +454,7 @@ class ApiRuntime:
             _log(execution, rendered, f"{line}, attempt {attempt} of {retry.max_attempts}, again in {wait_s:.3f} s")
             before_s = execution.execution_s
             await asyncio.sleep(wait_s)
-            if execution.call.again is not None:
-                await execution.call.again()
+            await execution.call.hooks.again()
             waited_s += execution.execution_s - before_s
         raise AssertionError("the last attempt returns or raises")
 

@@ -35,8 +35,7 @@ class Execution:
         """``ran_s``: seconds that it has run already, under an earlier gateway."""
         if self.began_s is None:
             self.began_s = self.clock.now() - ran_s
-            if self.call.begun is not None:
-                self.call.begun()
+            self.call.hooks.begun()
 
     def end(self) -> None:
         if self.began_s is not None and self.ended_s is None:

@@ -21,7 +21,7 @@ from bench.sandbox import DiscardedOutput
 from bench.serving import IMAGE
 from gateway.cluster.listener import NodeListener, bind
 from manager.action import Action, Grant, Lease, State
-from manager.executor import Call, Executor
+from manager.executor import Call, CallHooks, Executor
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.executor import LocalExecutor
 from runtimes.node import protocol
@@ -46,6 +46,13 @@ SHELL = FunctionSpec(
 _NUMBERS = count(1)
 
 
+class LastingCall(CallHooks):
+    """Lets a call go on without its gateway."""
+
+    async def announce(self) -> bool:
+        return True
+
+
 @dataclass(slots=True)
 class Way:
     """One way to have an action executed."""
@@ -57,13 +64,9 @@ class Way:
     async def act(self, function: FunctionSpec, given: Mapping[str, object], trajectory: str | None = None) -> None:
         """Execute one action to its end; raises RuntimeError unless it succeeded."""
         action = Action(id=f"{self.name}-{next(_NUMBERS)}", function=function.name, trajectory=trajectory)
-
-        async def announce() -> bool:
-            return True
-
         grants = {"cpu": Grant(pool="cpu:bench", units=1, cores=(0,))} if function.sandbox is not None else {}
         lease = Lease(action_id=action.id, node="bench", grants=grants)
-        call = Call(function=function, input=given, log=DiscardedOutput(), announce=announce)
+        call = Call(function=function, input=given, log=DiscardedOutput(), hooks=LastingCall())
         outcome = await self.executor.execute(action, lease, call)
         if outcome.state is not State.SUCCEEDED:
             raise RuntimeError(f"{self.name}: {outcome.state.value}: {outcome.message}")

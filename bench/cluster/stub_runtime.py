@@ -30,8 +30,7 @@ class StubRuntime:
     async def prepare(self, function: object) -> None: ...
 
     async def execute(self, execution: Execution) -> Result:
-        if execution.call.announce is not None:
-            await execution.call.announce()
+        await execution.call.hooks.announce()
         execution.begin()
         if self._on_first is not None:
             self._on_first(time.monotonic())

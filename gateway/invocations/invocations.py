@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -783,14 +782,12 @@ class Invocations:
         invocation.action = None
         invocation.action_id = action.id
         self._by_action[action.id] = invocation
-        began = partial(self._work_began, record, record.attempt)
         call = Call(
             function=function,
             input=invocation.input,
             log=invocation.log,
             **record.trace,
             context={"invocation_id": record.id},
-            begun=None if invocation.inside or invocation.resumed else began,
             resumed=invocation.resumed,
         )
         return Submission(action=action, call=call)
@@ -819,10 +816,11 @@ class Invocations:
         record.begin(self._wall())
         self._store.save(record)
 
-    def _work_began(self, record: Record, attempt: int) -> None:
-        """Its runtime is ready for it: until now it was overhead, for whoever asks while it runs."""
-        if record.attempt == attempt and record.state is State.RUNNING:
-            record.begin(self._wall())
+    def work_began(self, action_id: str) -> None:
+        """Note that the runtime is ready for a started action: until now it was overhead, for whoever asks."""
+        invocation = self._by_action.get(action_id)
+        if invocation is not None and not invocation.resumed and invocation.record.state is State.RUNNING:
+            invocation.record.begin(self._wall())
 
     def settled(self, settlement: Settlement) -> None:
         """The action has ended: so has its invocation, or it waits for another try."""

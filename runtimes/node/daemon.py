@@ -46,7 +46,7 @@ from manager.errors import (
     Unsupported,
     exhaustion,
 )
-from manager.executor import Call, Executor
+from manager.executor import Call, CallHooks, Executor
 from manager.function import FunctionSpec, SandboxSpec, Setting
 from runtimes.kinds import KINDS
 from runtimes.model.runtime import ModelRuntime
@@ -1377,6 +1377,21 @@ class AgentSettings:
     fitness: FitnessSettings = field(default_factory=FitnessSettings)
 
 
+class _AttemptHooks(CallHooks):
+    """Has an agent answer what the runtime of an attempt asks."""
+
+    __slots__ = ("_agent", "_attempt")
+
+    def __init__(self, agent: Agent, attempt: NodeAttempt) -> None:
+        self._agent, self._attempt = agent, attempt
+
+    async def announce(self) -> bool:
+        return await self._agent.announce(self._attempt)
+
+    def begun(self) -> None:
+        self._agent.started(self._attempt)
+
+
 class Agent:
     """Executes what gateways ask for, each attempt at most once. Use from one event loop."""
 
@@ -1686,14 +1701,13 @@ class Agent:
             traceparent=execute.traceparent,
             tracestate=execute.tracestate,
             context=execute.context,
-            announce=partial(self._announce, attempt),
-            begun=partial(self._started, attempt),
+            hooks=_AttemptHooks(self, attempt),
         )
         try:
             kind = KINDS.get(function.runtime)
             async with nullcontext() if function.handler is None else self._handlers.held(function):
                 if not attempt.begun and (kind is None or not kind.works_in_sandbox):
-                    await self._announce(attempt)  # its runtime does not ask
+                    await self.announce(attempt)  # its runtime does not ask
                 outcome = await self._work.executor.execute(execute.action, execute.lease, call)
         except CodedError as error:
             outcome = failed(error)
@@ -1712,7 +1726,7 @@ class Agent:
         if attempt.end is None and not self._closing:
             self._conclude(attempt, Outcome(state=state, reason=reason, message=message, component=COMPONENT))
 
-    async def _announce(self, attempt: NodeAttempt) -> bool:
+    async def announce(self, attempt: NodeAttempt) -> bool:
         """Ask whether it may begin, and write down that it does; every command outlives the daemon.
 
         Raises ActionFailed if it may not.
@@ -1751,7 +1765,8 @@ class Agent:
             attempt.lasting = go.lasting
             self._written(partial(self._journal.lasting, go.claim, go.lasting))
 
-    def _started(self, attempt: NodeAttempt) -> None:
+    def started(self, attempt: NodeAttempt) -> None:
+        """Note that the attempt's work begins, and say so."""
         attempt.began_s = self._clock.now()
         self._shipper.more(attempt)
 

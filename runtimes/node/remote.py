@@ -1321,8 +1321,7 @@ class RemoteNode:
         remote = self._calls.get(message.claim)
         if remote is not None and not remote.started:
             remote.started = True
-            if remote.call.begun is not None:
-                remote.call.begun()
+            remote.call.hooks.begun()
 
     def _take_begin(self, message: AttemptBegins) -> None:
         remote = self._calls.get(message.claim)
@@ -1346,8 +1345,7 @@ class RemoteNode:
         """Find out whether it may begin; from the moment that it may, it has begun as far as anybody knows."""
         lasting, refusal = True, None
         try:
-            if remote.call.announce is not None:
-                lasting = await remote.call.announce()
+            lasting = await remote.call.hooks.announce()
         except CodedError as error:
             refusal = facts_of(error)
         remote.go = AttemptGo(claim, lasting, refusal)

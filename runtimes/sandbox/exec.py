@@ -220,8 +220,8 @@ async def begin(execution: Execution, sandbox: Sandbox) -> bool:
     now_s = time.monotonic()
     held = [held.run_s(now_s) for claim, held in sandbox.resumable.items() if claim.startswith(claims)]
     detached = bool(held)
-    if not held and execution.call.announce is not None:
-        detached = await execution.call.announce()
+    if not held:
+        detached = await execution.call.hooks.announce()
     ran_s = sum(held)
     execution.begin(ran_s)
     if ran_s >= execution.action.timeout_s - DEADLINE_MARGIN_S:

@@ -86,8 +86,8 @@ class MachineRuntime:
     async def execute(self, execution: Execution) -> Result:
         machine, action = self._machine, execution.action
         claim = claims_of(action.id, action.attempt)
-        if claim not in machine.commands and execution.call.announce is not None:
-            await execution.call.announce()
+        if claim not in machine.commands:
+            await execution.call.hooks.announce()
         execution.begin()
         command = await machine.begin(claim, execution.lease)
         try:

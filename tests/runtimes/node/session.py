@@ -13,7 +13,7 @@ from pathlib import Path
 from manager.action import Action, Lease, Outcome
 from manager.config import NodeSpec
 from manager.errors import CodedError
-from manager.executor import Call
+from manager.executor import Call, CallHooks
 from manager.function import FunctionSpec
 from runtimes.node import protocol as wire
 from runtimes.node.daemon import Agent, AgentSettings, LogShipperSettings
@@ -68,6 +68,17 @@ class SessionAction:
     @property
     def claim(self) -> str:
         return claims_of(self.action.id, self.action.attempt)
+
+
+@dataclass(slots=True, eq=False)
+class SessionHooks(CallHooks):
+    """Puts on record that an action begins, and lets it."""
+
+    kept: SessionAction
+
+    async def announce(self) -> bool:
+        self.kept.begun, self.kept.asked = True, self.kept.asked + 1
+        return True
 
 
 def hello(protocol: int = wire.PROTOCOL) -> wire.NodeHello:
@@ -129,11 +140,7 @@ class Session:
         kept.task = asyncio.create_task(self._end(kept, self.node, resumed=resumed))
 
     async def _end(self, kept: SessionAction, node: RemoteNode, *, resumed: bool) -> None:
-        async def announce() -> bool:
-            kept.begun, kept.asked = True, kept.asked + 1
-            return True
-
-        call = Call(function=kept.function, input=kept.given, log=kept.log, announce=announce, resumed=resumed)
+        call = Call(function=kept.function, input=kept.given, log=kept.log, hooks=SessionHooks(kept), resumed=resumed)
         outcome = await node.execute(kept.action, Lease(action_id=kept.action.id, node="n1"), call)
         kept.ends.append(outcome)
         node.acknowledge(kept.claim)

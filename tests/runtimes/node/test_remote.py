@@ -95,13 +95,10 @@ async def test_what_runs_in_no_sandbox_is_let_go_before_it_asks(runtime: str, to
         kinds.append(protocol.KINDS[kind])
         return True
 
-    async def announce() -> bool:
-        return True
-
     node, (near, _) = RemoteNode("n1"), pair(see)
     node.connect(near, protocol.Inventory(epoch="e", attempts=[], trajectories=[]))
     function = FunctionSpec(name="instance", runtime=runtime)
-    call = Call(function=function, input={}, log=DiscardedOutput(), announce=announce)
+    call = Call(function=function, input={}, log=DiscardedOutput())
     execution = asyncio.create_task(node.execute(ACTION, LEASE, call))
     for _ in range(5):
         await asyncio.sleep(0)

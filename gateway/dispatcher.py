@@ -1,0 +1,228 @@
+"""Execute leased actions: put on record that their work begins, and hand them to this machine or to a node."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from gateway.invocations.invocations import Invocations
+from gateway.invocations.restart import QuotaRecord, TrajectoryRecovery
+from gateway.store.store import Store
+from manager.action import Action, Chunk, Lease, Outcome, State
+from manager.engine import Engine, Submission
+from manager.errors import CodedError, Conflict, NotFound, Reason
+from manager.executor import Call, CallHooks, Executor
+from manager.function import FunctionSpec
+from runtimes.kinds import kind_of
+
+COMPONENT = "trajectories"
+T = TypeVar("T")
+#: Any: each piece of work has a result of its own type, which `GatewayDispatcher.take` hands to whoever gave it.
+_Work = Callable[[], Coroutine[Any, Any, None]]
+#: Invocation, action and the caller's ``traceparent`` -> that of the action (`gateway.tracing.TraceExporter`).
+PassTrace = Callable[[str, str, str | None], str | None]
+
+
+class _Silence:
+    """The log of an action that nobody reads."""
+
+    def write(self, stream: str, data: str) -> None:
+        """Say nothing."""
+
+    def omit(self, size_bytes: int) -> None:
+        """Count nothing."""
+
+
+class GatewayDispatcher:
+    """The `manager.executor.Executor` of a gateway, over that of its machines.
+
+    Durable work begins only when its start is on disk, so that a killed gateway can tell. What is done in a sandbox is
+    put on record as begun at the last moment, when its sandbox is ready: before, it can be queued again whatever it is,
+    and of a trajectory's first environment nothing is lost. An idempotent action, and one whose caller waits on the
+    connection, begin at once: neither is ever run twice by mistake. While the disk refuses, durable work waits here in
+    its lease: it is neither lost nor failed for that. A call that consumes a quota is counted on disk before it is
+    made, whoever waits for it.
+
+    Work that was given to `take` it does itself, when the core says that its turn has come.
+    """
+
+    def __init__(
+        self,
+        machines: Executor,
+        *,
+        invocations: Invocations,
+        store: Store,
+        trajectories: TrajectoryRecovery,
+        quotas: QuotaRecord,
+        on_end: Callable[[str], None],
+        wait_max_s: float,
+        pass_trace: PassTrace | None = None,
+    ) -> None:
+        """``machines`` execute what they are given: this one, or all of a fleet.
+
+        ``on_end`` is told of each trajectory that ends, as its environment begins to go; ``wait_max_s`` is how long
+        work waits for its turn, and how long it may take.
+        """
+        self._machines = machines
+        self._invocations = invocations
+        self._store = store
+        self._trajectories = trajectories
+        self._quotas = quotas
+        self._on_end = on_end
+        self._wait_max_s = wait_max_s
+        self._pass_trace = pass_trace
+        self._work: dict[str, _Work] = {}
+
+    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        """Run the action to its end where its lease says."""
+        work = self._work.pop(action.id, None)
+        if work is not None:
+            return await _in_turn(action, work)
+        traceparent, function = call.traceparent, call.function
+        if self._pass_trace is not None:
+            traceparent = self._pass_trace(call.context["invocation_id"], action.id, traceparent)
+        inside, used = kind_of(function).works_in_sandbox, self._quotas.begin(lease)
+        hooks = _Hooks(
+            self._invocations,
+            self._store,
+            self._trajectories,
+            self._quotas,
+            action,
+            function,
+            inside,
+            used,
+            call.resumed,
+        )
+        try:
+            if used or ((not inside or self._store.failure is not None) and hooks.begins_once()):
+                await self._store.durable()
+            return await self._machines.execute(action, lease, replace(call, traceparent=traceparent, hooks=hooks))
+        finally:
+            if used:
+                self._quotas.end(used)
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        """Give a running action other cores, where it runs."""
+        await self._machines.resize(action, lease)
+
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
+        """Copy a service on the node's devices; return False where it cannot be."""
+        return await self._machines.replicate(function, service, node, chunk)
+
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
+        """Make the trajectory's environment, once it is on record; raises CodedError."""
+        if self._trajectories.opened(trajectory, task, function):
+            await self._store.durable()
+        await self._machines.open_trajectory(trajectory, task, function)
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        """Remove the trajectory's environment, then its record."""
+        self._on_end(trajectory)
+        await self._machines.end_trajectory(trajectory)
+        self._trajectories.ended(trajectory)
+
+    async def take(self, engine: Engine, trajectory: str, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Do work in a trajectory when all that was asked of it before has ended, and before what comes later.
+
+        ``what`` is shown where waiting actions are. Raises NotFound if there is no such trajectory, Conflict if it ends
+        or the turn does not come in time, and what ``work`` raises.
+        """
+        living = engine.trajectory(trajectory)
+        if living is None or living["state"] == "ending":
+            raise NotFound(f"no trajectory {trajectory!r}", component=COMPONENT)
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        async def do() -> None:
+            done.set_result(await work())
+
+        action = Action(
+            id=f"{what}-{secrets.token_hex(8)}",
+            function=f"({what})",
+            task=str(living["task"]),
+            trajectory=trajectory,
+            timeout_s=self._wait_max_s,
+            queue_timeout_s=self._wait_max_s,
+        )
+        function = FunctionSpec(name=action.function, runtime=what)
+        call = Call(function=function, input={}, log=_Silence(), context={"invocation_id": action.id})
+        failures: list[CodedError] = []
+        self._work[action.id] = lambda: _caught(do(), failures)
+        (settled,) = engine.submit([Submission(action=action, call=call)])
+        try:
+            settlement = await settled
+        except asyncio.CancelledError:
+            engine.cancel(action.id, "its caller has gone")
+            raise
+        finally:
+            self._work.pop(action.id, None)
+        if failures:
+            raise failures[0]
+        if settlement.outcome.state is not State.SUCCEEDED:
+            why = settlement.outcome.message or str(settlement.outcome.reason)
+            raise Conflict(f"no {what} of trajectory {trajectory!r}: {why}", component=COMPONENT)
+        return done.result()
+
+
+@dataclass(slots=True, eq=False)
+class _Hooks(CallHooks):
+    """Puts on record what becomes of one call."""
+
+    invocations: Invocations
+    store: Store
+    trajectories: TrajectoryRecovery
+    quotas: QuotaRecord
+    action: Action
+    function: FunctionSpec
+    #: Whether it is done in a sandbox; what is not is on record as begun from its lease on.
+    inside: bool
+    #: The quota units that it consumes.
+    used: Mapping[str, int]
+    #: Whether an earlier gateway began it, and put that on record.
+    resumed: bool
+
+    def begins_once(self) -> bool:
+        """Whether it must not be run a second time by a later gateway."""
+        return not self.function.idempotent and self.invocations.outlives_caller(self.action.id)
+
+    async def announce(self) -> bool:
+        """Its sandbox is ready, if it has one, and nothing was done in it yet."""
+        action = self.action
+        if self.inside:
+            name = action.trajectory
+            if name is not None and self.trajectories.opened(name, action.task, self.function):
+                await self.store.durable()
+            self.invocations.begin(action.id)
+            if self.begins_once():
+                await self.store.durable()
+        return self.invocations.outlives_caller(action.id)
+
+    async def again(self) -> None:
+        """Its quotas have room for another try, and that is on disk."""
+        await self.invocations.engine.try_again(self.action)
+        if self.used:
+            self.quotas.again(self.used)
+            await self.store.durable()
+
+    def begun(self) -> None:
+        if not self.inside and not self.resumed:
+            self.invocations.work_began(self.action.id)
+
+
+async def _in_turn(action: Action, work: _Work) -> Outcome:
+    try:
+        await asyncio.wait_for(work(), action.timeout_s)
+    except TimeoutError:
+        message = f"it took longer than {action.timeout_s:g} s"
+        return Outcome(state=State.TIMED_OUT, reason=Reason.TIMEOUT, message=message, component=COMPONENT)
+    return Outcome(state=State.SUCCEEDED)
+
+
+async def _caught(work: Coroutine[Any, Any, None], failures: list[CodedError]) -> None:
+    """Do the work, and keep its typed error for whoever gave it."""
+    try:
+        await work
+    except CodedError as error:
+        failures.append(error)
