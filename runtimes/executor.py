@@ -115,7 +115,8 @@ class LocalExecutor:
                 logger.error("action %s outlived its kill by %g s", action.id, self._deadlines.kill_s)
                 self._left_behind.add(task)
                 task.add_done_callback(self._left_behind.discard)
-        execution.end()
+        if execution.ended_s is None:
+            execution.end()
         return _outcome(task, execution, watch.overrun)
 
     async def resize(self, action: Action, lease: Lease) -> None:
@@ -176,8 +177,9 @@ class _Watched(Execution):
         self.on_phase()
 
     def end(self) -> None:
-        Execution.end(self)
-        self.on_phase()
+        if self.began_s is not None and self.ended_s is None:
+            self.ended_s = self.clock.now()
+            self.on_phase()
 
 
 class _Alarm:
@@ -247,9 +249,9 @@ class _Watch:
         finally:
             self._finish()
 
-    async def end(self) -> None:
-        """Until the work is over, or was killed and will not die."""
-        await self._over
+    def end(self) -> asyncio.Future[None]:
+        """Return what is done when the work is over, or was killed and will not die."""
+        return self._over
 
     async def kill(self) -> None:
         """Cancel the work and wait for its end (bounded); further cancellations change nothing."""
@@ -264,22 +266,23 @@ class _Watch:
     def _arm(self) -> None:
         if self._killing or self._task is None:
             return
-        ran_s = self._execution.execution_s if self._execution.ended_s is None else 0.0
-        self._alarm.set(self._loop, self, max(0.0, self._phase()[0] - ran_s), self._missed)
-
-    def _phase(self) -> tuple[float, str]:
-        """Seconds that the present phase may take, and what is said of one that takes longer."""
-        if self._execution.ended_s is not None:
-            seconds = self._deadlines.finish_s
-            return seconds, f"its runtime did not return within {seconds:g} s of its end"
-        if self._execution.began_s is not None:
-            seconds = self._execution.action.timeout_s
-            return seconds, f"ran longer than timeout, {seconds:g} s"
-        seconds = self._deadlines.prepare_s
-        return seconds, f"was not ready to begin within {seconds:g} s"
+        execution = self._execution
+        if execution.ended_s is not None:
+            left_s = self._deadlines.finish_s
+        elif execution.began_s is not None:
+            left_s = execution.action.timeout_s - execution.execution_s
+        else:
+            left_s = self._deadlines.prepare_s
+        self._alarm.set(self._loop, self, max(0.0, left_s), self._missed)
 
     def _missed(self) -> None:
-        self.overrun = self._phase()[1]
+        execution, deadlines = self._execution, self._deadlines
+        if execution.ended_s is not None:
+            self.overrun = f"its runtime did not return within {deadlines.finish_s:g} s of its end"
+        elif execution.began_s is not None:
+            self.overrun = f"ran longer than timeout, {execution.action.timeout_s:g} s"
+        else:
+            self.overrun = f"was not ready to begin within {deadlines.prepare_s:g} s"
         self._kill()
 
     def _kill(self) -> None:

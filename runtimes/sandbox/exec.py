@@ -166,22 +166,21 @@ class ExecRuntime:
         await self._environments.warm(function.sandbox)
 
     async def execute(self, execution: Execution) -> Result:
-        function = execution.call.function
         action = execution.action
-        command = command_of(execution.call.input, function, timeout_s=action.timeout_s)
-        claim = f"{claims_of(action.id, action.attempt)}1"
-        command = replace(command, claim=claim, env=traced(execution.call, command.env))
-        if "session" in execution.call.input:
+        call, claim = execution.call, f"{claims_of(action.id, action.attempt)}1"
+        command = command_of(call, timeout_s=action.timeout_s, claim=claim)
+        if "session" in call.input:
             return await self._attended(execution, command)
-        lines = LogLines(execution.call.log)
+        lines = LogLines(call.log)
         async with self._stage.enter(execution) as sandbox:
             try:
                 result = await carry_out(execution, sandbox, command, lines.write)
             finally:
                 lines.close()
             if result.forks_refused:
-                execution.call.log.write("system", processes_refused(result.forks_refused, sandbox.spec.pids) + "\n")
-        execution.call.log.omit(sum(result.unshown.values()))
+                call.log.write("system", processes_refused(result.forks_refused, sandbox.spec.pids) + "\n")
+        if any(result.unshown.values()):
+            call.log.omit(sum(result.unshown.values()))
         return conclude(result, command)
 
     async def _attended(self, execution: Execution, command: Command) -> Result:
@@ -216,12 +215,11 @@ async def begin(execution: Execution, sandbox: Sandbox) -> bool:
 
     What an earlier gateway started has run since then, and its time may be over already.
     """
-    claims = claims_of(execution.action.id, execution.action.attempt)
-    now_s = time.monotonic()
-    held = [held.run_s(now_s) for claim, held in sandbox.resumable.items() if claim.startswith(claims)]
-    detached = bool(held)
-    if not held:
-        detached = await execution.call.hooks.announce()
+    held = []
+    if sandbox.resumable:
+        claims, now_s = claims_of(execution.action.id, execution.action.attempt), time.monotonic()
+        held = [held.run_s(now_s) for claim, held in sandbox.resumable.items() if claim.startswith(claims)]
+    detached = bool(held) or await execution.call.hooks.announce()
     ran_s = sum(held)
     execution.begin(ran_s)
     if ran_s >= execution.action.timeout_s - DEADLINE_MARGIN_S:
@@ -252,10 +250,14 @@ class LogLines:
 
     def __init__(self, sink: LogSink) -> None:
         self._sink = sink
-        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in ("stdout", "stderr")}
+        #: Of the streams that said something.
+        self._decoders: dict[str, codecs.IncrementalDecoder] = {}
 
     def write(self, stream: str, data: bytes) -> None:
-        text = self._decoders[stream].decode(data)
+        decoder = self._decoders.get(stream)
+        if decoder is None:
+            decoder = self._decoders[stream] = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(data)
         if text:
             self._sink.write(stream, text)
 
@@ -288,9 +290,9 @@ def invalid(path: str, message: str, component: str = COMPONENT) -> ActionFailed
     return ActionFailed(Reason.INVALID_INPUT, f"{path} {message}", component=component, detail={"path": path})
 
 
-def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s: float) -> Command:
+def command_of(call: Call, *, timeout_s: float, claim: str = "") -> Command:
     """Return the caller's input as a command; raises ActionFailed(invalid_input) with the path at fault."""
-    values = checked(value, ExecInput)
+    values, function = checked(call.input, ExecInput), call.function
     if ("command" in values) == ("argv" in values):
         raise invalid("$", "needs exactly one of command and argv")
     if values.get("command") == "":
@@ -308,21 +310,22 @@ def command_of(value: Mapping[str, object], function: FunctionSpec, *, timeout_s
         argv=tuple(values.get("argv", ())),
         shell=texts["command"],
         cwd=texts["cwd"],
-        env=values.get("env", {}),
+        env=traced(call, values.get("env", {})),
         user="" if texts["user"] == AUTO else texts["user"],
         stdin=_stdin(values),
         merge=values.get("merge", False),
         timeout_s=timeout_s,
         output_limit_bytes=function.output_limit_bytes,
         shown_limit_bytes=function.log_limit_bytes,
+        claim=claim,
     )
 
 
 def traced(call: Call, env: Mapping[str, str]) -> Mapping[str, str]:
     """Return the environment with the trace context that the command is part of, unless the caller set its own."""
-    context = {"TRACEPARENT": call.traceparent, "TRACESTATE": call.tracestate}
     if call.traceparent is None or "TRACEPARENT" in env:
         return env
+    context = {"TRACEPARENT": call.traceparent, "TRACESTATE": call.tracestate}
     return {name: value for name, value in context.items() if value is not None} | dict(env)
 
 
@@ -346,14 +349,22 @@ def _stdin(inputs: ExecInput) -> bytes:
 
 def _check_sizes(inputs: ExecInput) -> None:
     """Raise ActionFailed(invalid_input) for what the kernel would not take; a long ``command`` it takes in pieces."""
-    argv = {f"$.argv[{index}]": text for index, text in enumerate(inputs.get("argv", ()))}
-    for path, text in {**argv, **{f"$.env.{name}": text for name, text in inputs.get("env", {}).items()}}.items():
-        if len(text.encode("utf-8", "surrogatepass")) >= ARGUMENT_MAX_BYTES - 256:
-            raise invalid(path, "is longer than the kernel lets one be, 128 KiB; give it as stdin, or upload a file")
-    sizes = [len(text.encode("utf-8", "surrogatepass")) for text in (*argv.values(), inputs.get("command", ""))]
-    if sum(sizes) > COMMAND_MAX_BYTES:
-        name = "argv" if argv else "command"
-        raise invalid(f"$.{name}", f"has {sum(sizes)} bytes, more than {COMMAND_MAX_BYTES}; upload a file and run that")
+    size_bytes = len(inputs.get("command", "").encode("utf-8", "surrogatepass"))
+    for index, text in enumerate(inputs.get("argv", ())):
+        size_bytes += _checked_size(f"$.argv[{index}]", text)
+    for name, text in inputs.get("env", {}).items():
+        _checked_size(f"$.env.{name}", text)
+    if size_bytes > COMMAND_MAX_BYTES:
+        name = "argv" if inputs.get("argv") else "command"
+        raise invalid(f"$.{name}", f"has {size_bytes} bytes, more than {COMMAND_MAX_BYTES}; upload a file and run that")
+
+
+def _checked_size(path: str, text: str) -> int:
+    """Return the bytes of an argument or variable; raises ActionFailed for more than the kernel takes."""
+    size_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if size_bytes >= ARGUMENT_MAX_BYTES - 256:
+        raise invalid(path, "is longer than the kernel lets one be, 128 KiB; give it as stdin, or upload a file")
+    return size_bytes
 
 
 def conclude(result: CommandResult, command: Command) -> Result:

@@ -110,6 +110,8 @@ class Cgroup:
         self.version = version
         self.places = places
         self._weight = CpuWeight.ACTION
+        #: As last written; None before.
+        self._cores: tuple[int, ...] | None = None
 
     @property
     def writable(self) -> bool:
@@ -130,12 +132,15 @@ class Cgroup:
 
     def set_cores(self, cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None:
         """Exactly these cores, and no more than their time."""
-        _write(self.places["cpuset"] / "cpuset.cpus", ",".join(map(str, cores)))
-        quota_us = len(cores) * PERIOD_US
-        if self.version == 2:
-            _write(self.places["cpu"] / "cpu.max", f"{quota_us} {PERIOD_US}")
-        else:
-            _write(self.places["cpu"] / "cpu.cfs_quota_us", str(quota_us))
+        if self._cores != tuple(cores):
+            self._cores = None
+            _write(self.places["cpuset"] / "cpuset.cpus", ",".join(map(str, cores)))
+            quota_us = len(cores) * PERIOD_US
+            if self.version == 2:
+                _write(self.places["cpu"] / "cpu.max", f"{quota_us} {PERIOD_US}")
+            else:
+                _write(self.places["cpu"] / "cpu.cfs_quota_us", str(quota_us))
+            self._cores = tuple(cores)
         if weight is not self._weight:
             self.set_weight(weight)
 

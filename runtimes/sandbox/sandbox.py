@@ -225,7 +225,10 @@ class Sandbox:
         if command.claim:
             self._under_way[command.claim] = command.detached
         try:
-            await self.thaw()
+            if self._frozen or self._rest_due is not None:
+                await self.thaw()
+            else:
+                self._require()
             result = await self._client.run(fitting(command), on_output)
             if self._under_way.get(command.claim):
                 self._unacknowledged.append(command.claim)
@@ -233,8 +236,9 @@ class Sandbox:
             raise await self._explained(failure) from None
         finally:
             self._under_way.pop(command.claim, None)
-        failed_for = 0 if result.exit_code == 0 else self._control.forks_refused() - refused
-        return self.with_shortage(replace(result, forks_refused=failed_for))
+        if result.exit_code == 0:
+            return result
+        return self.with_shortage(replace(result, forks_refused=self._control.forks_refused() - refused))
 
     def with_shortage(self, result: CommandResult) -> CommandResult:
         """Return how a command ended, with what the kernel says of memory if it failed. Each kill is told once."""

@@ -72,6 +72,7 @@ from runtimes.sandbox.runner.client import (
     ISOLATED,
     RUNNER,
     KeptOutput,
+    RunnerEnd,
     SandboxProcess,
     SocketStream,
     StreamClient,
@@ -675,13 +676,13 @@ class ExecClient:
         except CodedError as error:
             raise await self._explained(error) from None
         signal = code - 128 if code is not None and timed_out and code > 128 else None
-        result = CommandResult(
-            exit_code=None if signal is not None else code,
+        end = RunnerEnd(
+            code=None if signal is not None else code,
             signal=signal,
             timed_out=timed_out,
             duration_s=time.monotonic() - started_s,
         )
-        return output.completed(result)
+        return output.result(end)
 
     async def spawn(self, command: Command) -> SandboxProcess:
         raise Unsupported(

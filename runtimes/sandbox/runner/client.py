@@ -136,13 +136,23 @@ class RunnerEnd(msgspec.Struct, frozen=True, kw_only=True):
     #: Processes that a sweep has ended.
     swept: int = 0
 
-    def result(self) -> CommandResult:
-        """Return it as a result without output."""
+    def result(
+        self,
+        *,
+        stdout: bytes = b"",
+        stderr: bytes = b"",
+        truncated: tuple[bool, bool] = (False, False),
+        unshown: Mapping[str, int] | None = None,
+    ) -> CommandResult:
+        """Return it as a result, with what was kept of the output, if anything was."""
         return CommandResult(
             exit_code=self.code,
             signal=self.signal,
-            stdout_truncated=self.truncated[0],
-            stderr_truncated=self.truncated[1],
+            stdout=stdout,
+            stderr=stderr,
+            stdout_truncated=self.truncated[0] or truncated[0],
+            stderr_truncated=self.truncated[1] or truncated[1],
+            unshown=unshown or {},
             timed_out=self.timed_out,
             out_of_memory=self.out_of_memory,
             duration_s=self.duration_s,
@@ -465,10 +475,9 @@ class RunnerAnswer(Exchange):
 class KeptStream:
     """The beginning and the end of what a command says on one stream, and how much is missing in between."""
 
-    def __init__(self, command: Command) -> None:
-        self._head_bytes = command.output_limit_bytes - command.tail_bytes
-        self._tail_bytes = command.tail_bytes
-        self._room = command.shown_bytes
+    def __init__(self, head_bytes: int, tail_bytes: int, shown_bytes: int) -> None:
+        self._head_bytes, self._tail_bytes = head_bytes, tail_bytes
+        self._room = shown_bytes
         self._head, self._tail = bytearray(), bytearray()
         self._said = 0
         self.unshown = 0
@@ -497,7 +506,7 @@ class KeptStream:
     def joined(self) -> bytes:
         """Return what is kept, cut between characters, with a line that counts what is missing."""
         head, tail = bytes(self._head), bytes(self._tail[max(0, len(self._tail) - self._tail_bytes) :])
-        if not self.truncated:
+        if self._said <= self._head_bytes + self._tail_bytes:
             return head + tail
         head, tail = _without_half(head), tail[_leading_half(tail) :]
         return head + MARKER % (self._said - len(head) - len(tail)) + tail
@@ -522,7 +531,9 @@ class KeptOutput:
 
     def __init__(self, command: Command, on_output: OnOutput | None) -> None:
         self._on_output = on_output
-        self.streams = {"stdout": KeptStream(command), "stderr": KeptStream(command)}
+        tail_bytes = command.tail_bytes
+        bounds = command.output_limit_bytes - tail_bytes, tail_bytes, command.shown_bytes
+        self.streams = {"stdout": KeptStream(*bounds), "stderr": KeptStream(*bounds)}
 
     def add(self, stream: str, data: bytes) -> None:
         shown = self.streams[stream].add(data)
@@ -533,16 +544,17 @@ class KeptOutput:
         """Return its output so far."""
         return {name: kept.joined().decode("utf-8", "replace") for name, kept in self.streams.items()}
 
-    def completed(self, result: CommandResult) -> CommandResult:
-        """Return the result with the output that is kept."""
+    def result(self, end: RunnerEnd) -> CommandResult:
+        """Return how the command ended, with the output that is kept."""
         out, err = self.streams["stdout"], self.streams["stderr"]
-        return replace(
-            result,
+        if end.dropped != (0, 0):
+            out.miss(end.dropped[0])
+            err.miss(end.dropped[1])
+        return end.result(
             stdout=out.joined(),
             stderr=err.joined(),
-            stdout_truncated=result.stdout_truncated or out.truncated,
-            stderr_truncated=result.stderr_truncated or err.truncated,
-            unshown={name: kept.unshown for name, kept in self.streams.items()},
+            truncated=(out.truncated, err.truncated),
+            unshown={"stdout": out.unshown, "stderr": err.unshown},
         )
 
 
@@ -572,10 +584,7 @@ class CommandExchange(Exchange):
         return self.output.text()
 
     async def result(self) -> CommandResult:
-        end = await asyncio.shield(self.end)
-        for kept, dropped in zip(self.output.streams.values(), end.dropped, strict=True):
-            kept.miss(dropped)
-        return self.output.completed(end.result())
+        return self.output.result(await asyncio.shield(self.end))
 
 
 class SessionExchange(Exchange):
