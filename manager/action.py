@@ -491,7 +491,7 @@ class State(StrEnum):
 
     @property
     def terminal(self) -> bool:
-        return self not in (State.QUEUED, State.RUNNING)
+        return self in TERMINAL
 
 
 TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.TIMED_OUT, State.CANCELLED, State.LOST})

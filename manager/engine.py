@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from manager.action import Action, Chunk, Lease, Outcome, Settlement, State
@@ -71,7 +72,7 @@ class TrajectoryLifecycle:
         self._placing: dict[str, asyncio.Future[None]] = {}
         self._leaving: dict[str, asyncio.Future[None]] = {}
         #: Removals under way; each waits for an earlier one of its name.
-        self._removals: dict[str, asyncio.Task[None]] = {}
+        self.removals: dict[str, asyncio.Task[None]] = {}
 
     async def open(self, trajectory: str, task: str, function: FunctionSpec) -> None:
         """Hold memory on a node, then make the environment that the function describes; idempotent.
@@ -122,7 +123,7 @@ class TrajectoryLifecycle:
         known = self._core.state.trajectories.get(trajectory)
         if living and (known is None or known.ending):
             raise TrajectoryHasEnded(f"trajectory {trajectory!r} has ended", component="engine")
-        crowded = self._core.crowded(trajectory)
+        crowded = self._core.crowded(trajectory) if known is None else None
         if crowded is not None:
             raise crowded
 
@@ -139,7 +140,7 @@ class TrajectoryLifecycle:
 
     async def until_removed(self, trajectory: str) -> None:
         """Wait until an earlier environment of this name is gone."""
-        removal = self._removals.get(trajectory)
+        removal = self.removals.get(trajectory)
         if removal is not None:
             await asyncio.wait([removal])
 
@@ -162,8 +163,8 @@ class TrajectoryLifecycle:
         leaving = self._leaving.pop(trajectory, None)
         if leaving is not None and not leaving.done():
             leaving.set_result(None)
-        removal = self._spawn(self._remove(trajectory, self._removals.get(trajectory)))
-        self._removals[trajectory] = removal
+        removal = self._spawn(self._remove(trajectory, self.removals.get(trajectory)))
+        self.removals[trajectory] = removal
         removal.add_done_callback(lambda done: self._removed(trajectory, done))
 
     async def _remove(self, trajectory: str, earlier: asyncio.Task[None] | None) -> None:
@@ -172,8 +173,8 @@ class TrajectoryLifecycle:
         await self._executor.end_trajectory(trajectory)
 
     def _removed(self, trajectory: str, done: asyncio.Task[None]) -> None:
-        if self._removals.get(trajectory) is done:
-            del self._removals[trajectory]
+        if self.removals.get(trajectory) is done:
+            del self.removals[trajectory]
 
     async def _wait_for_place(self, trajectory: str, timeout_s: float) -> None:
         found = self._core.state.trajectories.get(trajectory)
@@ -444,7 +445,9 @@ class Engine:
         if self.fault is not None:
             return
         try:
-            self._obey(self._core.apply(events, self._clock.now()))
+            commands = self._core.apply(events, self._clock.now())
+            if commands:
+                self._obey(commands)
         except Exception as error:  # noqa: BLE001 (as in `_schedule`)
             self._fail(error)
         else:
@@ -459,12 +462,15 @@ class Engine:
         if self.fault is not None:
             return
         try:
-            self._obey(self._core.schedule(self._clock.now()))
+            commands = self._core.schedule(self._clock.now())
+            if commands:
+                self._obey(commands)
         except Exception as error:  # noqa: BLE001 (a lost pass would be a silence for ever)
             self._fail(error)
-        for pool in self.policy_faults.keys() - self._told_faults:
+        faults = self._core.state.faults
+        for pool in faults.keys() - self._told_faults if faults else ():
             self._told_faults.add(pool)
-            logger.error("a policy failed", extra={"pool": pool, "why": self.policy_faults[pool]})
+            logger.error("a policy failed", extra={"pool": pool, "why": faults[pool]})
 
     def _fail(self, error: Exception) -> None:
         """Stop asking the core after a bug: it stands between two states, and what it says next may not be believed.
@@ -520,12 +526,12 @@ class Engine:
         task = asyncio.get_running_loop().create_task(self._run(action, lease, job.call), name=f"action {action.id}")
         self._tasks[key] = task
         self._idle.clear()
-        task.add_done_callback(lambda done: self._done(key, done))
+        task.add_done_callback(partial(self._done, key))
         for listener in self._listeners:
             listener.started(action, lease, command.queue_s)
 
     async def _run(self, action: Action, lease: Lease, call: Call) -> Outcome:
-        if action.trajectory is not None:
+        if action.trajectory is not None and self._lifecycle.removals:
             await self._lifecycle.until_removed(action.trajectory)
         try:
             return await self._executor.execute(action, lease, call)

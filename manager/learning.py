@@ -635,7 +635,7 @@ class History:
 
         A new key of a known function is trusted half as far, on a logarithmic scale, as the function.
         """
-        own, whole = (self._profiles.get((function, name)) for name in (key, ""))
+        own, whole = self._profiles.get((function, key)), self._profiles.get((function, ""))
         if own is not None and own.fit.weight:
             return math.ceil(WIDENING * own.fit.widest)
         widest = whole.fit.widest if whole is not None else 0.0

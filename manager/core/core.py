@@ -203,7 +203,8 @@ class Core:
         self._advance(now_s)
         for event in events:
             self._apply(event)
-        return self._take_commands()
+        commands, self._state.commands = self._state.commands, []
+        return commands
 
     def schedule(self, now_s: float) -> list[Command]:
         """Settle what waited too long, then run one scheduling pass."""
@@ -219,11 +220,12 @@ class Core:
             self._settling.end_trajectory(trajectory)
         self._order.place()
         self._scheduling.run()
-        while self._lend():  # what the children had reserved may serve others
+        while state.children and self._lend():  # what the children had reserved may serve others
             self._scheduling.run()
         self._replication.run()
         self._wake()
-        return self._take_commands()
+        commands, state.commands = state.commands, []
+        return commands
 
     def refusal(self, action: Action) -> CodedError | None:
         """Return why an action would not be accepted now; None if it would."""
@@ -444,10 +446,7 @@ class Core:
 
     def _lend(self) -> bool:
         """Start children that still wait on what their parents hold, one at a time; return whether any was started."""
-        state = self._state
-        if not state.children:
-            return False
-        lent = False
+        state, lent = self._state, False
         for parent_id, child in state.children.first():
             parent = state.executing.get(parent_id)
             if parent is not None and child.group is not None and state.executing.can_borrow(child, parent):
@@ -462,7 +461,10 @@ class Core:
         wished.append(state.now_s if self._order.has_free_turns else state.queue.next_release_s())
         if state.resources.timed:
             wished += [pool.next_return_s() for pool in self._awaited()]
-        wake_s = min([instant for instant in wished if instant is not None], default=None)
+        wake_s = None
+        for instant in wished:
+            if instant is not None and (wake_s is None or instant < wake_s):
+                wake_s = instant
         if wake_s != self._wake_s or (wake_s is not None and wake_s <= state.now_s):
             self._wake_s = wake_s
             state.commands.append(WakeAt(instant_s=wake_s))
@@ -471,7 +473,3 @@ class Core:
         """Return the pools whose units return with time and for which something waits."""
         timed = self._state.resources.timed
         return [pool for pool in timed if self._state.queue.groups_of(pool.kind) or pool.wants_again()]
-
-    def _take_commands(self) -> list[Command]:
-        commands, self._state.commands = self._state.commands, []
-        return commands

@@ -751,11 +751,11 @@ class Queue:
 
     def next_deadline_s(self) -> float | None:
         """Return the instant at which the next waiting action's patience ends; None if nothing waits."""
-        return self._deadlines.next_s()
+        return self._deadlines.next_s() if self._waiting else None
 
     def expired(self, now_s: float) -> list[Waiting]:
         """Return the waiting actions whose ``queue_timeout`` has passed."""
-        return self._deadlines.take(now_s, len(self._waiting))
+        return self._deadlines.take(now_s, len(self._waiting)) if self._waiting else []
 
     def check(self) -> None:
         """Assert that the counters and the groups agree with what waits."""
@@ -888,7 +888,8 @@ class Trajectories:
         self._living: dict[str, TrajectoryState] = {}
         #: In order of arrival, among them some that wait no more.
         self._waiting: deque[TrajectoryState] = deque()
-        self._still_waiting = 0
+        #: How many wait for memory.
+        self.still_waiting = 0
         self._expiries = Expiries(self._is_stale)
 
     def __iter__(self) -> Iterator[TrajectoryState]:
@@ -911,18 +912,18 @@ class Trajectories:
     def wait_for_memory(self, trajectory: TrajectoryState) -> None:
         if not trajectory.waiting:
             trajectory.waiting = True
-            self._still_waiting += 1
+            self.still_waiting += 1
             self._waiting.append(trajectory)
 
     def wait_no_more(self, trajectory: TrajectoryState) -> None:
         """Note that a trajectory has its place, or needs none any more."""
         if trajectory.waiting:
             trajectory.waiting = False
-            self._still_waiting -= 1
+            self.still_waiting -= 1
 
     def waiting(self) -> Iterator[TrajectoryState]:
         """Return those that wait for memory, the longest first; they may cease to wait meanwhile."""
-        if len(self._waiting) > 64 + 2 * self._still_waiting:
+        if len(self._waiting) > 64 + 2 * self.still_waiting:
             self._waiting = deque(dict.fromkeys(trajectory for trajectory in self._waiting if trajectory.waiting))
         while self._waiting and not self._waiting[0].waiting:
             self._waiting.popleft()

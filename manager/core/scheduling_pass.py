@@ -39,7 +39,10 @@ class Changes:
         Each action counts once for each kind that it needs.
         """
         state = self._state
-        for group, count in state.queue.take_arrived().items():
+        arrived = state.queue.take_arrived()
+        if not arrived and not self._groups:
+            return
+        for group, count in arrived.items():
             names = state.pools_of(group)
             for name in names:
                 state.executing.load(name).arrivals.add(state.now_s, count * len(group.demand) / len(names))
@@ -54,7 +57,8 @@ class Changes:
         for group in state.queue.take_forsaken():
             # In strict order it may have stood in the way of everything behind it.
             pools.update((pool.name for pool in state.resources) if state.spec.strict else state.pools_of(group))
-        self._compare_caps(pools)
+        if state.capped or self._rooms:
+            self._compare_caps(pools)
         self._compare_memory(pools)
         if state.wakes:
             for pool, wake_s in list(state.wakes.items()):
@@ -945,7 +949,14 @@ class SchedulingPass:
                 break
             if not pools and self._start_alone(groups):
                 break  # nobody else's units, memory or cap has changed with it
+            if self._is_idle(pools):
+                break
             self._round(pools, groups)
+
+    def _is_idle(self, pools: set[str]) -> bool:
+        """Return whether nothing waits, and nothing that runs in these pools can be resized: there is no choice."""
+        state = self._state
+        return not state.queue.has_groups and not any(map(state.executing.can_resize, pools))
 
     def _start_alone(self, groups: set[QueueGroup]) -> bool:
         """Start the only action that anything changed for, if it waits alone; return whether it did."""

@@ -58,7 +58,7 @@ class SchedulerState:
     #: What that one needs.
     memory_waits_bytes: int = 0
     #: Those of the tasks that have caps.
-    _capped: Mapping[str, TaskSpec] = field(init=False)
+    capped: Mapping[str, TaskSpec] = field(init=False)
 
     def __post_init__(self) -> None:
         self.declare(self.tasks)
@@ -66,7 +66,7 @@ class SchedulerState:
     def declare(self, tasks: Mapping[str, TaskSpec]) -> None:
         """Let these tasks hold from now on."""
         self.tasks = self.queue.bounds.tasks = tasks
-        self._capped = {name: task for name, task in tasks.items() if task.caps}
+        self.capped = {name: task for name, task in tasks.items() if task.caps}
 
     def policy(self, pool: Pool) -> Policy:
         """Return what decides on a pool now."""
@@ -94,7 +94,7 @@ class SchedulerState:
         """Return the units that each task's caps leave, by task and kind."""
         return {
             (task, kind): max(0, cap - self.executing.held_by(task, kind))
-            for task, spec in self._capped.items()
+            for task, spec in self.capped.items()
             for kind, cap in spec.caps.items()
         }
 
@@ -534,6 +534,8 @@ class TrajectoryOrder:
         """Give memory to those that wait for it, first come first served, and note the first that gets none."""
         state = self._state
         state.memory_waits_from, state.memory_waits_bytes = None, 0
+        if not state.trajectories.still_waiting:
+            return
         for trajectory in state.trajectories.waiting():
             place = trajectory.demand, trajectory.memory_bytes, trajectory.placement
             node = state.nodes.choose(*place)
