@@ -20,7 +20,7 @@ from gateway import limits
 from gateway.auth import DoorTokens, Guard, PageSession, announced, check_doors, open_tokens
 from gateway.cluster.cluster import Cluster, open_cluster
 from gateway.config.load import UPLOADS, GatewayConfig, HandlerUploads
-from gateway.dashboard.stream import LOST_SHOWN_S, ActionEnds, Activity, Observers, Troubles, Watch
+from gateway.dashboard.stream import LOST_SHOWN_S, Troubles, Watch
 from gateway.dispatcher import GatewayDispatcher
 from gateway.facades.app import FacadeListeners
 from gateway.grpc.server import GrpcServer
@@ -36,6 +36,7 @@ from gateway.metrics import Metrics, pool_units
 from gateway.registry import AppliedConfigs, KeptFunctions, Registry
 from gateway.runtime_factory import ModelServices, Runtimes, handler_copies, make_runtimes
 from gateway.services import Services
+from gateway.stats import Stats
 from gateway.steps import TaskSteps
 from gateway.store.maintenance import StateDirectory, prune_for_ever
 from gateway.store.store import Durability, Store, StoreSpec
@@ -189,7 +190,7 @@ class App:
         grpc = Connections(limit=self._room.connections_max)
         self.connections = {"http": self._door.connections, "grpc": grpc, **self.facades.connections}
         self.logs = Logs(self.store, server.logs, wall=self.wall)
-        self.metrics, self.activity = Metrics(), Activity(self._clock.now, self.wall)
+        self.metrics, self.stats = Metrics(), Stats(self._clock.now, self.wall)
         self.traces = None
         if server.traces.endpoint:
             from gateway.tracing import TraceExporter  # its SDK is in an extra
@@ -210,7 +211,6 @@ class App:
             logs=self.logs,
             admission=self.admission,
             held=self.held,
-            observer=Observers(self.metrics, self.activity, self.steps, *([self.traces] if self.traces else [])),
             now=self._clock.now,
             wall=self.wall,
         )
@@ -238,6 +238,11 @@ class App:
         self.invocations.bind(self.engine)
         self.invocations.on_detach.append(reattachment.detached)
         self.invocations.on_settled.append(reattachment.settled)
+        self.invocations.on_accept += [self.stats.accepted, self.steps.accepted]
+        self.invocations.on_start.append(self.steps.started)
+        self.invocations.on_end += [self.stats.ended, self.steps.ended]
+        if self.traces is not None:
+            self.invocations.on_end.append(self.traces.ended)
         self.invocations.on_end.append(self.callbacks.ended)
         self.invocations.on_end.append(lambda record: self.runtimes.environments.sessions.close(record.id))
         self.registry.on_switch.append(self._switched)
@@ -263,7 +268,7 @@ class App:
             self._dispatcher,
             clock=self._clock,
             history=self.history,
-            listeners=[self.invocations, ActionEnds(self.activity)],
+            listeners=[self.invocations, self.stats],
             on_fault=partial(self.stop, keep_environments=True),
             repeat_lost=False,  # a lost try goes on record, as any other, and the next is claimed by its own name
         )
@@ -271,7 +276,7 @@ class App:
     def _make_watch(self) -> Watch:
         return Watch(
             glance=self.engine.glance,
-            activity=self.activity,
+            stats=self.stats,
             functions=self.registry.health,
             steps=self.steps.recent,
             troubles=lambda: Troubles(self._unready(), self.machines.lost(LOST_SHOWN_S)),
@@ -297,7 +302,7 @@ class App:
             leases=self.leases,
             steps=self.steps,
             metrics=self.metrics,
-            activity=self.activity,
+            stats=self.stats,
             watch=self.watch,
             callbacks=self.callbacks,
             learned=self.history.describe,
@@ -445,6 +450,7 @@ class App:
         watch("tangram_store_failing", "1 while the disk refuses records", lambda: float(self._unready() is not None))
         dropped = "Log records dropped because the disk was too slow"
         watch("tangram_log_records_dropped", dropped, lambda: self.store.log_records_dropped, counter=True)
+        self.metrics.watch_invocations(self.stats, lambda: (each.record for each in self.invocations.living))
         self.logs.measured_by(self.metrics)
         for door, counted in self.connections.items():
             counted.measured_by(self.metrics, door)

@@ -195,9 +195,10 @@ class _Hooks(CallHooks):
             if name is not None and self.trajectories.opened(name, action.task, self.function):
                 await self.store.durable()
             self.invocations.begin(action.id)
-            if self.begins_once():
-                await self.store.durable()
-        return self.invocations.outlives_caller(action.id)
+        lasting = self.invocations.outlives_caller(action.id)
+        if lasting and self.inside and not self.function.idempotent:
+            await self.store.durable()
+        return lasting
 
     async def again(self) -> None:
         """Its quotas have room for another try, and that is on disk."""

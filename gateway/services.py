@@ -9,13 +9,14 @@ from typing import Literal, Protocol
 from gateway.auth import Guard, PageSession
 from gateway.cluster.cluster import Cluster
 from gateway.config.schema import ServerConfig
-from gateway.dashboard.stream import Activity, Watch
+from gateway.dashboard.stream import Watch
 from gateway.dispatcher import GatewayDispatcher
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import Admission, DeadLetters, HeldInputs, Invocations
 from gateway.invocations.logs import Logs
 from gateway.metrics import Metrics
 from gateway.registry import Readiness
+from gateway.stats import Stats
 from gateway.steps import TaskSteps
 from gateway.store.store import Store
 from gateway.trajectory_records import Leases, SnapshotCatalogue
@@ -87,8 +88,8 @@ class Services:
     leases: Leases
     steps: TaskSteps
     metrics: Metrics
-    #: Rates, times and failures of the last minutes.
-    activity: Activity
+    #: Counts of invocations and tries; rates, times and failures of the last minutes.
+    stats: Stats
     #: What the page is told, as it changes.
     watch: Watch
     callbacks: CallbackSender

@@ -117,7 +117,7 @@ class TrajectoryLookup(Protocol):
 
 
 class TaskSteps:
-    """The steps that were told of, an observer of the invocations. Use from one event loop.
+    """The steps that were told of. Use from one event loop.
 
     Of each task the newest `STEPS_MAX` are kept, and of tasks the `TASKS_MAX` that were told of last.
     What changes is noted in the store at once, in one transaction with the record that changed it.
@@ -200,7 +200,7 @@ class TaskSteps:
         if step is not None:
             self._end(step, step.trajectories.pop(trajectory))
 
-    # An observer of the invocations (`gateway.invocations.invocations.Observer`)
+    # What becomes of the invocations
 
     def accepted(self, record: Record) -> None:
         """A call that names a step begins a rollout, or brings its trajectory under the step."""
@@ -223,12 +223,12 @@ class TaskSteps:
         if since_s == record.accepted_s and record.started_s is None:
             self._unbegun.add(trajectory)
 
-    def moved(self, record: Record) -> None:
+    def started(self, record: Record) -> None:
         """A trajectory begins with the first start of its calls."""
         if record.trajectory is not None and record.started_s is not None:
             self._unbegun.discard(record.trajectory)
 
-    def settled(self, record: Record) -> None:
+    def ended(self, record: Record) -> None:
         """The end of a call of no trajectory is that of a rollout, unless the scheduler never took it.
 
         The end of a trajectory is told, unless the scheduler never took any call of it.

@@ -51,7 +51,7 @@ Attribute = str | int | float | bool
 
 
 class TraceExporter:
-    """An observer of invocations (`gateway.invocations.invocations.Observer`) that sends what has ended."""
+    """Sends the spans of what has ended."""
 
     def __init__(
         self,
@@ -91,13 +91,7 @@ class TraceExporter:
         metrics.watch("tangram_trace_spans_sent", told, lambda: self.sent, counter=True)
         metrics.watch("tangram_trace_spans_dropped", lost, lambda: self.dropped, counter=True)
 
-    def accepted(self, record: Record) -> None:
-        """Do nothing: a span is told once, when it has ended."""
-
-    def moved(self, record: Record) -> None:
-        """Do nothing, likewise."""
-
-    def settled(self, record: Record) -> None:
+    def ended(self, record: Record) -> None:
         """Queue the spans of an ended invocation, all of them or none."""
         spans = spans_of(record, self._spec.share, self._resource)
         if self._queued - self._collector.taken + len(spans) > self._queue_max:

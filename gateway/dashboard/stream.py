@@ -5,357 +5,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import zlib
-from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple, cast
 
 import structlog
-from msgspec.structs import replace
 
 from gateway import serialization
-from gateway.invocations.invocations import Observer
-from gateway.invocations.record import Record
-from gateway.metrics import BUCKETS_S, Metrics
-from manager.action import Action, Lease, Settlement, State
+from gateway.metrics import Metrics
+from gateway.stats import RATE_S, Bar, Stats
 from manager.core.state import CauseKind
-from manager.core.views import runs_of
-from manager.errors import CapacityExceeded, Reason
-from tangram.types import ActivityInfo, ActSplit, FailureCount, FunctionActivity, StepInfo
-
-# Activity: rates, times and failures of the last minutes, and the bars of the timeline. Time is passed in.
-#
-# Everything is counted as it happens and costs a few microseconds an invocation, whether anybody looks or not.
-
-#: Seconds of failures that are kept, and of rates that are told.
-KEPT_S, RATE_S = 900, 60
-#: Ended bars that are kept, and rows of failures that are told.
-BARS_MAX, FAILURES_MAX = 20_000, 24
-#: Ends of each function that are kept, and functions of which they are.
-ENDS_MAX, FUNCTIONS_MAX = 200, 512
-
-
-@dataclass(slots=True)
-class _Second:
-    """What happened in one second."""
-
-    second: int
-    accepted: int = 0
-    ended: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    #: By function, reason and task.
-    reasons: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
-    #: Ended ones by their function.
-    functions: Counter[str] = field(default_factory=Counter)
-    #: Of those that were completed.
-    completed: int = 0
-    queue_s: float = 0.0
-    overhead_s: float = 0.0
-    execution_s: float = 0.0
-    #: Completed ones by their ACT.
-    spread: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
-
-
-class _End(NamedTuple):
-    """One invocation that has ended."""
-
-    at_s: float
-    #: None for one that was not completed: it has no ACT.
-    act_s: float | None
-    failed: bool
-
-
-@dataclass(slots=True, kw_only=True)
-class Bar:
-    """One try of an action on the timeline; times are wall-clock seconds."""
-
-    number: int
-    id: str
-    function: str
-    task: str
-    trajectory: str | None
-    queue_s: float
-    start_s: float
-    #: (pool, first unit, units); first is -1 where units have no number.
-    places: tuple[tuple[str, int, int], ...]
-    overhead_s: float = 0.0
-    execution_s: float = 0.0
-    #: None while it runs, empty if it went well, else the reason.
-    reason: str | None = None
-
-    @property
-    def end_s(self) -> float:
-        """When it ended, if it has."""
-        return self.start_s + self.overhead_s + self.execution_s
-
-
-class Activity:
-    """Counts as an observer of the invocations and a listener of the engine. Use from one thread."""
-
-    def __init__(self, now: Callable[[], float], wall: Callable[[], float]) -> None:
-        self._now, self._wall = now, wall
-        self.began_s = now()
-        self.began_wall_s = wall()
-        self._seconds: deque[_Second] = deque()
-        #: The last time of each failure that is still counted.
-        self._last: dict[tuple[str, Reason, str], float] = {}
-        #: The last ends of each function.
-        self._functions: dict[str, deque[_End]] = {}
-        self._number = 0
-        self.running: dict[str, Bar] = {}
-        self.ended: deque[Bar] = deque(maxlen=BARS_MAX)
-        #: Bars that began, and that ended, since they were last taken.
-        self._begun: deque[Bar] = deque(maxlen=BARS_MAX)
-        self._done: deque[Bar] = deque(maxlen=BARS_MAX)
-
-    # An observer of the invocations (`gateway.invocations.invocations.Observer`)
-
-    def accepted(self, record: Record) -> None:
-        self._second().accepted += 1
-
-    def moved(self, record: Record) -> None:
-        """Starts are told by the engine, with their leases."""
-
-    def settled(self, record: Record) -> None:
-        """An invocation has ended for good."""
-        second = self._second()
-        second.ended += 1
-        times = (record.queue_s or 0.0, record.overhead_s or 0.0, record.execution_s or 0.0)
-        if record.completed:
-            second.completed += 1
-            second.queue_s += times[0]
-            second.overhead_s += times[1]
-            second.execution_s += times[2]
-            second.spread[bisect_left(BUCKETS_S, sum(times))] += 1
-        second.functions[record.function] += 1
-        if record.state is State.CANCELLED:
-            second.cancelled += 1
-            return
-        failed = record.state is not State.SUCCEEDED
-        ends = self._ends_of(record.function)
-        ends.append(_End(self._now(), sum(times) if record.completed else None, failed))
-        if failed:
-            second.failed += 1
-            key = (record.function, record.reason or Reason.INTERNAL, record.task)
-            second.reasons[key] += 1
-            self._last[key] = self._wall()
-
-    # What the engine tells (`ActionEnds` joins it to the engine)
-
-    def began(self, action: Action, lease: Lease, queue_s: float) -> None:
-        """A try was leased."""
-        self._number += 1
-        bar = Bar(
-            number=self._number,
-            id=action.id.partition(".")[0],
-            function=action.function,
-            task=action.task,
-            trajectory=action.trajectory,
-            queue_s=queue_s,
-            start_s=self._wall(),
-            places=tuple(_places(lease)),
-        )
-        self.running[action.id] = bar
-        self._begun.append(bar)
-
-    def finished(self, settlement: Settlement) -> None:
-        """A try has ended."""
-        bar = self.running.pop(settlement.action.id, None)
-        if bar is None:
-            return
-        bar.overhead_s, bar.execution_s = settlement.overhead_s, settlement.execution_s
-        bar.reason = "" if settlement.outcome.reason is None else settlement.outcome.reason.value
-        self.ended.append(bar)
-        self._done.append(bar)
-
-    # What is read
-
-    def take_bars(self) -> tuple[list[Bar], list[Bar]]:
-        """Return the bars that began, and that ended, since the last call."""
-        taken = list(self._begun), list(self._done)
-        self._begun.clear()
-        self._done.clear()
-        return taken
-
-    def recent_bars(self, since_s: float, limit: int) -> tuple[list[Bar], float]:
-        """Return running bars, and the newest ended ones that ran after ``since_s`` (wall clock), oldest first.
-
-        With them goes the instant from when on these are all that there were.
-        """
-        found: list[Bar] = []
-        known_s = max(since_s, self.began_wall_s)
-        for bar in reversed(self.ended):
-            if bar.end_s < since_s:
-                break
-            if len(found) >= limit:
-                known_s = max(known_s, bar.end_s)
-                break
-            found.append(bar)
-        else:
-            if len(self.ended) == BARS_MAX:
-                known_s = max(known_s, self.ended[0].end_s)
-        return [*reversed(found), *list(self.running.values())[-limit:]], known_s
-
-    def per_second(self, seconds: int) -> list[int]:
-        """Return how many ended in each of the last whole seconds, oldest first."""
-        last = int(self._now())
-        ended = {each.second: each.ended for each in self._newest(seconds + 1)}
-        return [ended.get(second, 0) for second in range(last - seconds, last)]
-
-    def info(self) -> ActivityInfo:
-        """Return rates and times of the last minute, and failures of the last 15."""
-        self._prune()
-        minute = list(self._newest(RATE_S))
-        ended = sum(each.ended for each in minute)
-        spread = [sum(column) for column in zip(*(each.spread for each in minute), strict=True)]
-        completed = sum(each.completed for each in minute)
-        mean = [sum(getattr(each, part) for each in minute) / max(1, completed) for part in _PARTS]
-        reasons = Counter[tuple[str, Reason, str]]()
-        for each in self._seconds:
-            reasons.update(each.reasons)
-        return ActivityInfo(
-            started_at_s=self.began_wall_s,
-            uptime_s=self._now() - self.began_s,
-            accepted=sum(each.accepted for each in minute),
-            ended=ended,
-            failed=sum(each.failed for each in minute),
-            cancelled=sum(each.cancelled for each in minute),
-            act=ActSplit(
-                completed=completed,
-                queue_s=mean[0],
-                overhead_s=mean[1],
-                execution_s=mean[2],
-                p50_s=_quantile(spread, 0.5),
-                p99_s=_quantile(spread, 0.99),
-            ),
-            failures=tuple(
-                [
-                    FailureCount(
-                        function=key[0], reason=key[1].value, task=key[2], count=count, last_at_s=self._last[key]
-                    )
-                    for key, count in reasons.most_common(FAILURES_MAX)
-                ]
-            ),
-            failed_15min=sum(reasons.values()),
-            ended_15min=sum(each.ended for each in self._seconds),
-            cancelled_15min=sum(each.cancelled for each in self._seconds),
-        )
-
-    def whole_info(self) -> ActivityInfo:
-        """Return the same, and how each function has fared: that costs more than a look twice a second may."""
-        return replace(self.info(), functions=self.by_function())
-
-    def by_function(self) -> dict[str, FunctionActivity]:
-        """Return how each function has fared of late."""
-        ended = Counter[str]()
-        for each in self._newest(RATE_S):
-            ended.update(each.functions)
-        return {name: _fared(recent, ended[name]) for name, recent in self._functions.items()}
-
-    def _ends_of(self, name: str) -> deque[_End]:
-        found = self._functions.get(name)
-        if found is None:
-            if len(self._functions) >= FUNCTIONS_MAX:  # the one that has ended nothing for longest goes
-                del self._functions[min(self._functions, key=lambda each: self._functions[each][-1].at_s)]
-            found = self._functions[name] = deque(maxlen=ENDS_MAX)
-        return found
-
-    def _second(self) -> _Second:
-        second = int(self._now())
-        if not self._seconds or self._seconds[-1].second != second:
-            self._prune()
-            self._seconds.append(_Second(second))
-        return self._seconds[-1]
-
-    def _newest(self, seconds: int) -> Iterator[_Second]:
-        since = int(self._now()) - seconds
-        for each in reversed(self._seconds):
-            if each.second <= since:
-                return
-            yield each
-
-    def _prune(self) -> None:
-        since = int(self._now()) - KEPT_S
-        while self._seconds and self._seconds[0].second <= since:
-            self._seconds.popleft()
-        if len(self._last) > 4 * FAILURES_MAX:
-            known = {key for each in self._seconds for key in each.reasons}
-            self._last = {key: at_s for key, at_s in self._last.items() if key in known}
-
-
-_PARTS = ("queue_s", "overhead_s", "execution_s")
-
-
-def _places(lease: Lease) -> Iterable[tuple[str, int, int]]:
-    for grant in lease.grants.values():
-        if grant.chunk is not None:
-            yield grant.pool, grant.chunk.start, grant.chunk.size
-        elif grant.cores:
-            yield from ((grant.pool, first, count) for first, count in runs_of(grant.cores))
-        else:
-            yield grant.pool, -1, grant.units
-
-
-def _fared(recent: deque[_End], ended: int) -> FunctionActivity:
-    spread = sorted(each.act_s for each in recent if each.act_s is not None)
-    last = len(spread) - 1
-    return FunctionActivity(
-        ended=ended,
-        of=len(recent),
-        failed=sum(each.failed for each in recent),
-        p50_s=spread[last // 2] if spread else None,
-        p99_s=spread[99 * last // 100] if spread else None,
-    )
-
-
-def _quantile(spread: list[int], share: float) -> float | None:
-    """Return the seconds that ``share`` of what is spread over the buckets stayed below; None if there is nothing."""
-    wanted, reached = share * sum(spread), 0
-    if not wanted:
-        return None
-    for index, count in enumerate(spread):
-        if count and reached + count >= wanted:
-            low = BUCKETS_S[index - 1] if index else 0.0
-            high = BUCKETS_S[min(index, len(BUCKETS_S) - 1)]
-            return low + (high - low) * (wanted - reached) / count
-        reached += count
-    return float(BUCKETS_S[-1])
-
-
-class ActionEnds:
-    """Tells an `Activity` of the engine's starts and ends (a `manager.engine.Listener`)."""
-
-    def __init__(self, activity: Activity) -> None:
-        self._activity = activity
-
-    def started(self, action: Action, lease: Lease, queue_s: float) -> None:
-        self._activity.began(action, lease, queue_s)
-
-    def settled(self, settlement: Settlement) -> None:
-        self._activity.finished(settlement)
-
-
-class Observers:
-    """Several observers of the invocations as one."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-    def accepted(self, record: Record) -> None:
-        for each in self._observers:
-            each.accepted(record)
-
-    def moved(self, record: Record) -> None:
-        for each in self._observers:
-            each.moved(record)
-
-    def settled(self, record: Record) -> None:
-        for each in self._observers:
-            each.settled(record)
-
+from manager.errors import CapacityExceeded
+from tangram.types import ActivityInfo, StepInfo
 
 # Sections: what the page shows, as small values that are compared from one look to the next.
 #
@@ -408,14 +71,14 @@ class Names:
 
 def sections(
     seen: Shown,
-    activity: Activity,
+    stats: Stats,
     wall_s: float,
     troubles: Troubles,
     functions: Mapping[str, tuple[str, str]],
     wanted: Collection[str],
 ) -> dict[str, object]:
     """Return everything that is shown of a glance at the core, by name. Functions cost the ``wanted`` kinds."""
-    info = activity.info()
+    info = stats.info()
     return {
         "run": seen["running"],
         "wait": seen["waiting"],
@@ -656,7 +319,7 @@ class Watch:
         self,
         *,
         glance: Callable[[], Shown],
-        activity: Activity,
+        stats: Stats,
         functions: Callable[[], Mapping[str, tuple[str, str]]],
         steps: Callable[[], Sequence[StepInfo]],
         troubles: Callable[[], Troubles],
@@ -667,7 +330,7 @@ class Watch:
         """``functions`` tells each one's readiness and problem, ``steps`` the steps of tasks that a screen is shown,
         ``wanted`` the kinds of resources that functions cost.
         """
-        self._glance, self._activity, self._functions, self._steps = glance, activity, functions, steps
+        self._glance, self._stats, self._functions, self._steps = glance, stats, functions, steps
         self._troubles, self._wanted = troubles, wanted
         self._wall, self._tick_s = wall, tick_s
         self._version = version("tangram-gateway")
@@ -764,10 +427,10 @@ class Watch:
     def _tick(self) -> None:
         """Look, and tell what has changed since the last look."""
         now_s = self._wall()
-        seen = sections(self._glance(), self._activity, now_s, self._troubles(), self._functions(), self._wanted())
+        seen = sections(self._glance(), self._stats, now_s, self._troubles(), self._functions(), self._wanted())
         seen["steps"] = step_rows(self._steps(), now_s)
         changes = _changes(self._shown, seen)
-        begun, ended = self._activity.take_bars()
+        begun, ended = self._stats.take_bars()
         if now_s - self._sent_s > 2 * HEARTBEAT_S:
             begun, ended = [], []  # nobody looked for a while: who comes is told the bars with the state
         started, finished = begun_rows(begun[-BEGUN_MAX:], self._names), ended_rows(ended)
@@ -804,7 +467,7 @@ class Watch:
 
     def _hello(self, view: WatchView, is_admin: bool) -> bytes:
         told: dict[str, object] = {"form": FORM, "epoch": self.epoch, "version": self._version, "admin": is_admin}
-        told |= {"now": round(self._wall() * 1000), "began": round(self._activity.began_wall_s * 1000)}
+        told |= {"now": round(self._wall() * 1000), "began": round(self._stats.began_wall_s * 1000)}
         return self._packed(view, _event("hello", told))
 
     def _state(self, view: WatchView) -> bytes:
@@ -821,9 +484,9 @@ class Watch:
     def _told_whole(self, view: WatchView, history_s: float, bars_max: int) -> bytes:
         since_s = self._wall() - history_s
         told: dict[str, object] = {"now": round(self._wall() * 1000), "d": self._shown}
-        told["spark"] = self._activity.per_second(int(HISTORY_S))
+        told["spark"] = self._stats.per_second(int(HISTORY_S))
         if view.bars:
-            recent, known_since_s = self._activity.recent_bars(since_s, bars_max)
+            recent, known_since_s = self._stats.recent_bars(since_s, bars_max)
             told["bars"] = {
                 "s": begun_rows(recent, self._names),
                 "e": ended_rows([bar for bar in recent if bar.reason is not None]),

@@ -284,7 +284,9 @@ class WaitingLine:
     def __init__(self, admission: Admission) -> None:
         self._waiting: OrderedDict[asyncio.Future[None], str] = OrderedDict()
         self._by_function: Counter[str] = Counter()
-        admission.on_leave.append(self._left)
+        self._admission = admission
+        #: Calls that wait, or have just been called; the admission is listened to while there are any.
+        self._attending = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -296,6 +298,9 @@ class WaitingLine:
     async def wait(self, function: str, timeout_s: float) -> None:
         """Return when it is this call's turn to try, or after ``timeout_s``."""
         turn = asyncio.get_running_loop().create_future()
+        if not self._attending:
+            self._admission.on_leave.append(self._left)
+        self._attending += 1
         self._waiting[turn] = function
         self._by_function[function] += 1
         try:
@@ -311,6 +316,9 @@ class WaitingLine:
             self._waiting.pop(turn, None)
             self._by_function[function] -= 1
             self._by_function += Counter()  # forgets those of whom none waits
+            self._attending -= 1
+            if not self._attending:
+                self._admission.on_leave.remove(self._left)
 
     def _left(self, function: str) -> None:
         """A call of ``function`` left the queue: the first that waits for it may try, else the first of all."""

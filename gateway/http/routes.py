@@ -478,7 +478,7 @@ class AdministrationOperations:
         return respond(list_queue(self._services, read_query(request, QueueQuery)))
 
     async def activity(self, request: Request) -> Response:
-        return respond(self._services.activity.whole_info())
+        return respond(self._services.stats.whole_info())
 
     async def health(self, request: Request) -> Response:
         """The process lives."""

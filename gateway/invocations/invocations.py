@@ -102,10 +102,14 @@ class InvocationRequest:
     def options(self, function: FunctionSpec) -> dict[str, object]:
         """What a restart must know of it, and the function's bound where a longer one was asked for."""
         names = ("step", "timeout_s", "max_age_s", "callback_url", "traceparent", "tracestate", "redrive_of")
-        given = {name: getattr(self, name) for name in names}
+        options: dict[str, object] = {}
+        for name in names:
+            value = getattr(self, name)
+            if value is not None:
+                options[name] = value
         if self.timeout_s is not None and self.timeout_s > function.timeout_s:
-            given["timeout_capped_s"] = function.timeout_s
-        return {name: value for name, value in given.items() if value is not None}
+            options["timeout_capped_s"] = function.timeout_s
+        return options
 
 
 class FunctionLookup(Protocol):
@@ -118,16 +122,6 @@ class FunctionLookup(Protocol):
     def readiness(self, name: str) -> Readiness:
         """Whether the function's actions may start."""
         ...
-
-
-class Observer(Protocol):
-    """Who counts: `gateway.metrics.Metrics`."""
-
-    def accepted(self, record: Record) -> None: ...
-
-    def moved(self, record: Record) -> None: ...
-
-    def settled(self, record: Record) -> None: ...
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -264,8 +258,12 @@ class Admission:
                 component="admission",
                 retry_after_s=self._retry_after_s(self.queued - self._total_max + 1),
             )
-        self._bound("function", function.name, self._by_function[function.name], function.max_queued)
-        self._bound("task", task, self._by_task[task], self._task_max(task))
+        waiting, limit = self._by_function[function.name], function.max_queued
+        if waiting >= limit:
+            raise self._full("function", function.name, waiting, limit)
+        waiting, limit = self._by_task[task], self._task_max(task)
+        if waiting >= limit:
+            raise self._full("task", task, waiting, limit)
 
     def enter(self, function: str, task: str) -> None:
         """One more waits."""
@@ -290,13 +288,12 @@ class Admission:
         """Invocations of the function that wait now."""
         return self._by_function[function]
 
-    def _bound(self, kind: str, name: str, waiting: int, limit: int) -> None:
-        if waiting >= limit:
-            raise QuotaExceeded(
-                f"{waiting} invocations of {kind} {name!r} wait already ({kind}s.{name}.max_queued)",
-                component="admission",
-                retry_after_s=self._retry_after_s(waiting - limit + 1),
-            )
+    def _full(self, kind: str, name: str, waiting: int, limit: int) -> QuotaExceeded:
+        return QuotaExceeded(
+            f"{waiting} invocations of {kind} {name!r} wait already ({kind}s.{name}.max_queued)",
+            component="admission",
+            retry_after_s=self._retry_after_s(waiting - limit + 1),
+        )
 
     def _retry_after_s(self, places: int) -> float:
         """Seconds until so many places are free at the present pace, within bounds."""
@@ -570,7 +567,6 @@ class Invocations:
         logs: Logs,
         admission: Admission,
         held: HeldInputs,
-        observer: Observer,
         now: Callable[[], float],
         wall: Callable[[], float] = time.time,
         chance: Callable[[], float] = CHANCE.random,
@@ -581,7 +577,6 @@ class Invocations:
         self._store, self._logs = store, logs
         self._admission = admission
         self._held = held
-        self._observer = observer
         self._inputs = Inputs()
         self._now = now
         self._wall = wall
@@ -593,7 +588,9 @@ class Invocations:
         self.held_back = HeldBack(functions, self._late, now)
         self._closing = False
         self._losses = EnvironmentLosses(lambda: self.living, self._stop)
-        #: Called with each ended record (callbacks).
+        #: Called with each record that is accepted or recovered, that starts, and that has ended.
+        self.on_accept: list[Callable[[Record], None]] = []
+        self.on_start: list[Callable[[Record], None]] = []
         self.on_end: list[Callable[[Record], None]] = []
         #: Called when one goes on without its caller, and when no later gateway can want its end (takeover).
         self.on_detach: list[Callable[[LiveInvocation], None]] = []
@@ -629,6 +626,7 @@ class Invocations:
         """Accept and submit many with one commit and one scheduling pass; each has its own verdict."""
         verdicts: list[LiveInvocation | CodedError] = []
         fresh: list[LiveInvocation] = []
+        durable = False
         for index, request in enumerate(requests, 1):
             if index % BREATH == 0:
                 await asyncio.sleep(0)
@@ -641,10 +639,13 @@ class Invocations:
                 verdicts.append(invocation)
             except Exception as error:  # noqa: BLE001  # a fault in one leaves no other without its scheduler
                 verdicts.append(as_refusal(error))
-        if any(request.durable for request in requests):
+            durable = durable or request.durable
+        if durable:
             await self._make_durable(fresh)
             verdicts = [unless_refused(verdict) for verdict in verdicts]
-        self.submit([invocation for invocation in fresh if not invocation.record.terminal])
+        if durable or len(fresh) > 1:  # there was time for some to end
+            fresh = [invocation for invocation in fresh if not invocation.record.terminal]
+        self.submit(fresh)
         return verdicts
 
     def _accept(self, request: InvocationRequest) -> LiveInvocation:
@@ -691,7 +692,8 @@ class Invocations:
         self._held.take(len(record.input or b""))
         if record.state is State.QUEUED:
             self._admission.enter(record.function, record.task)
-        self._observer.accepted(record)
+        for on_accept in self.on_accept:
+            on_accept(record)
 
     def _parent(self, parent: str | None) -> str | None:
         if parent is not None and seq_of(parent) not in self._living:
@@ -728,6 +730,8 @@ class Invocations:
             parent=None if parent is None else parent.action_id,
             attempt=record.attempt,
         )
+        if record.mode is not Mode.ASYNC:
+            return action
         left_s = record.age_left_s(self._wall(), self._server.max_age_s)
         return action if left_s is None else replace(action, queue_timeout_s=min(action.queue_timeout_s, left_s))
 
@@ -735,7 +739,9 @@ class Invocations:
         """Hand the present tries to the scheduler in one pass."""
         ready: list[LiveInvocation] = []
         submissions: list[Submission] = []
-        for invocation in (each for each in invocations if not self.held_back.take(each)):
+        for invocation in invocations:
+            if self.held_back.take(invocation):
+                continue
             try:
                 submissions.append(self._submission(invocation, self.held_back.leave(invocation)))
                 ready.append(invocation)
@@ -806,7 +812,8 @@ class Invocations:
             record.start(self._wall(), begun=not invocation.inside)
         record.grant(lease)
         self._store.save(record)
-        self._observer.moved(record)
+        for on_start in self.on_start:
+            on_start(record)
 
     def begin(self, action_id: str) -> None:
         """The work of a started action begins; raises ActionFailed where the next gateway is to begin it."""
@@ -837,18 +844,19 @@ class Invocations:
     def _end(self, invocation: LiveInvocation, settlement: Settlement) -> None:
         """Try again, or take the end of the last try."""
         assert invocation.function is not None
-        record = invocation.record
-        left_s = record.age_left_s(self._wall(), self._server.max_age_s)
-        patience_s = record.patience_s(self._wall(), invocation.function.queue_timeout_s)
-        settlement = replace(settlement, outcome=self._losses.see(invocation, settlement.outcome))
-        alone, outcome = record.trajectory is None, settlement.outcome
+        record, now_s = invocation.record, self._wall()
+        left_s = record.age_left_s(now_s, self._server.max_age_s)
+        patience_s = record.patience_s(now_s, invocation.function.queue_timeout_s)
+        alone, outcome = record.trajectory is None, self._losses.see(invocation, settlement.outcome)
+        if outcome is not settlement.outcome:
+            settlement = replace(settlement, outcome=outcome)
         tried = (invocation.function, record.attempt, outcome, self._chance(), left_s)
         wait_s = next_try_s(*tried, alone=alone, patience_s=patience_s)
         if wait_s is not None and (record.detached or not self._admission.draining):
             self._try_again(invocation, settlement, wait_s)
             return
         waited = record.state is State.QUEUED
-        record.settle(settlement, self._wall())
+        record.settle(settlement, now_s)
         failed = record.state in (State.FAILED, State.TIMED_OUT, State.LOST) and CANCEL_ASKED not in outcome.detail
         record.dead = record.dead or (failed and record.mode is Mode.ASYNC)
         self.finish(invocation, waited=waited)
@@ -892,7 +900,6 @@ class Invocations:
         record = invocation.record
         record.take_back()
         self._admission.enter(record.function, record.task)
-        self._observer.moved(record)
         self._store.save(record)
 
     def _refuse(self, invocation: LiveInvocation, error: BaseException | None) -> None:
@@ -912,7 +919,6 @@ class Invocations:
         if waited:
             self._admission.leave(record.function, record.task)
         self._store.save(record)
-        self._observer.settled(record)
         logger.info("settled", **record.summary())
         for on_end in self.on_end:
             on_end(record)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway import serialization
-from manager.action import COMPLETED, LEGAL_MOVES, Lease, Outcome, Settlement, State
+from manager.action import COMPLETED, LEGAL_MOVES, TERMINAL, Lease, Outcome, Settlement, State
 from manager.errors import NotFound, Reason
 from tangram.types import Attempt, Delivery, Invocation
 
@@ -31,6 +31,9 @@ class ActTimes(NamedTuple):
     queue_s: float
     overhead_s: float
     execution_s: float
+
+
+NO_TIME = ActTimes(0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +83,7 @@ class Record:
 
     @property
     def terminal(self) -> bool:
-        return self.state.terminal
+        return self.state in TERMINAL
 
     @property
     def begun(self) -> bool:
@@ -152,7 +155,7 @@ class Record:
         ``execution_s`` is that of the present try, by default as long as its own work is under way.
         """
         total_s = max(0.0, now_s - self.accepted_s)
-        past = self._past()
+        past = self._past() if self.attempts else NO_TIME
         if execution_s is None:
             execution_s = self._under_way_s(now_s)
         execution_s = min(total_s, past.execution_s + execution_s)
@@ -165,7 +168,7 @@ class Record:
     def _past(self) -> ActTimes:
         """Return the times of the tries that have ended."""
         if not self.attempts:
-            return ActTimes(0.0, 0.0, 0.0)
+            return NO_TIME
         tries = [(each.queue_ms or 0.0, each.overhead_ms or 0.0, each.execution_ms or 0.0) for each in self.attempts]
         return ActTimes(*(sum(part) / 1000 for part in zip(*tries, strict=True)))
 

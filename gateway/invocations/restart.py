@@ -108,7 +108,7 @@ class Reattachment:
 
     def settled(self, invocation: LiveInvocation) -> None:
         """No gateway asks for its end again: no sandbox needs to keep it."""
-        if self.may_hold(invocation) and invocation.record.detached:
+        if invocation.record.detached and self.may_hold(invocation):
             self._environments.acknowledge(invocation.record.trajectory, claims_of_try(invocation.record))
 
 
@@ -435,7 +435,10 @@ class QuotaRecord:
     def begin(self, lease: Lease) -> Mapping[str, int]:
         """Note the quota units that an action consumes, if any; they are to be durable before it asks."""
         resources = self._resources()
-        used = {kind: grant.units for kind, grant in lease.grants.items() if isinstance(resources.get(kind), QuotaSpec)}
+        used = {}
+        for kind, grant in lease.grants.items():
+            if isinstance(resources.get(kind), QuotaSpec):
+                used[kind] = grant.units
         for name, units in used.items():
             self._window(name).running += units
             self._save(name)

@@ -94,7 +94,8 @@ def row_of(record: Record) -> list[object]:
     """Return the values of `SAVE`."""
     row: list[object] = list(_values(record))
     for index in _JSON:
-        row[index] = serialization.encode(row[index]).decode()
+        value = row[index]
+        row[index] = "{}" if value == {} else "[]" if value == () else serialization.encode(value).decode()
     return row
 
 
@@ -654,7 +655,8 @@ class Store:
         loop, within_s = asyncio.get_running_loop(), self._spec.soon_s if self._soon else self._spec.lazy_s
         sooner = self._timer is not None and self.failure is None and loop.time() + within_s < self._timer.when()
         if self._timer is None or sooner:
-            self._stop_timer()
+            if self._timer is not None:
+                self._timer.cancel()
             self._timer = loop.call_later(within_s, self._write_next)
 
     def _stop_timer(self) -> None:

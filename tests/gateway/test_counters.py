@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from gateway.metrics import BUCKETS_S, FUNCTIONS_MAX, OTHER, Counters, Spread
+from gateway.metrics import Metrics
+from gateway.stats import BUCKETS_S, FUNCTIONS_MAX, OTHER, Spread, Stats
 
 
 @given(seconds=st.lists(st.one_of(st.sampled_from(BUCKETS_S), st.floats(0, 10_000)), max_size=30))
@@ -27,11 +28,12 @@ def test_seconds_fall_into_the_buckets_of_a_prometheus_histogram(seconds: list[f
 
 
 def test_functions_beyond_the_bound_share_one_tally() -> None:
-    tallies = Counters()
+    stats, metrics = Stats(lambda: 1.0, lambda: 1e9), Metrics()
+    metrics.watch_invocations(stats, tuple)
     for number in range(FUNCTIONS_MAX + 2):
-        tallies.of(f"f{number}").accepted += 1
-    (accepted, *_) = tallies.collect()
+        stats.of(f"f{number}").accepted += 1
+    accepted = next(each for each in metrics.registry.collect() if each.name == "tangram_invocations_accepted")
     counts = {sample.labels["function"]: sample.value for sample in accepted.samples}
     assert len(counts) == FUNCTIONS_MAX + 1
     assert counts[OTHER] == 2
-    assert tallies.of("f0") is not tallies.of("another")
+    assert stats.of("f0") is not stats.of("another")

@@ -30,7 +30,7 @@ def address(gateway: RunningGateway, path: str = "/ui/now") -> str:
 
 async def busy(gateway: RunningGateway) -> None:
     """Return when there is something to see in every view."""
-    seen = gateway.app.activity
+    seen = gateway.app.stats
     await until(lambda: seen.info().ended > 10 and len(seen.running) > 4)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.dashboard.stream import Activity, Names, Troubles, sections, verdict
+from gateway.dashboard.stream import Names, Troubles, sections, verdict
+from gateway.stats import Stats
 
 
 def seen(**given: object) -> dict[str, Any]:
@@ -80,8 +81,8 @@ def test_devices_of_a_processor_are_shown_where_a_function_wants_some(kind: str,
     }
     glance = seen(causes_left_out=0, nodes={}, tasks={}, longest=[], trajectories={})
     glance["pools"] = {"gpu": {**pool, "regions": {"n0": [0, 1, kind]}}}
-    activity = Activity(lambda: 1.0, lambda: 1e9)
-    pools: Any = sections(glance, activity, 1e9, Troubles(), {}, wanted)["pools"]
+    stats = Stats(lambda: 1.0, lambda: 1e9)
+    pools: Any = sections(glance, stats, 1e9, Troubles(), {}, wanted)["pools"]
     assert ("gpu" in pools) is shown
     if shown:
         assert pools["gpu"]["warm"] == 75 and pools["gpu"]["devices"] == [[2, 1, [["teacher", 1]]]]

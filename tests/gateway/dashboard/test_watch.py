@@ -16,7 +16,8 @@ import pytest
 
 from gateway import serialization
 from gateway.dashboard import stream as watching
-from gateway.dashboard.stream import GZIP_HEAD, LAG_MAX, VIEWERS_MAX, Activity, Troubles, Watch, WatchView, packed
+from gateway.dashboard.stream import GZIP_HEAD, LAG_MAX, VIEWERS_MAX, Troubles, Watch, WatchView, packed
+from gateway.stats import Stats
 from manager.errors import CapacityExceeded
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 
@@ -182,7 +183,7 @@ def quiet_watch(**given: Any) -> Watch:
     }
     usual: dict[str, Any] = {
         "glance": lambda: glance,
-        "activity": Activity(lambda: 1.0, lambda: 1e9),
+        "stats": Stats(lambda: 1.0, lambda: 1e9),
         "functions": dict,
         "steps": tuple,
         "troubles": Troubles,

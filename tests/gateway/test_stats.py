@@ -1,11 +1,11 @@
-"""Activity: what happened lately is counted as it happens, and forgotten in time."""
+"""Stats: what happened lately is counted as it happens, and forgotten in time."""
 
 from __future__ import annotations
 
 import pytest
 
-from gateway.dashboard.stream import BARS_MAX, ENDS_MAX, FAILURES_MAX, FUNCTIONS_MAX, KEPT_S, Activity
 from gateway.invocations.record import Mode, Record, new_id
+from gateway.stats import BARS_MAX, ENDS_MAX, FAILURES_MAX, KEPT_S, RECENT_FUNCTIONS_MAX, Stats
 from manager.action import Action, Grant, Lease, Outcome, Settlement, State, UnitSet
 from manager.errors import Reason
 
@@ -29,8 +29,8 @@ def clocks() -> Clocks:
 
 
 @pytest.fixture
-def activity(clocks: Clocks) -> Activity:
-    return Activity(clocks.now, clocks.wall)
+def stats(clocks: Clocks) -> Stats:
+    return Stats(clocks.now, clocks.wall)
 
 
 def record(
@@ -67,126 +67,124 @@ def action(name: str = "a") -> Action:
 LEASE = Lease(action_id="a", node="n0", grants={"cpu": Grant(pool="cpu:n0", units=3, cores=(0, 1, 5))})
 
 
-def test_the_last_minute_is_told_and_no_more(activity: Activity, clocks: Clocks) -> None:
-    activity.accepted(record())
-    activity.settled(record())
-    activity.settled(record(Reason.TIMEOUT, times=(3.0, 0.5, 4.0)))
-    found = activity.info()
+def test_the_last_minute_is_told_and_no_more(stats: Stats, clocks: Clocks) -> None:
+    stats.accepted(record())
+    stats.ended(record())
+    stats.ended(record(Reason.TIMEOUT, times=(3.0, 0.5, 4.0)))
+    found = stats.info()
     assert (found.accepted, found.ended, found.failed) == (1, 2, 1)
     assert (found.act.queue_s, found.act.overhead_s, found.act.execution_s) == (2.0, 0.5, 3.0)
     assert found.act.p50_s is not None and found.act.p99_s is not None
     assert 2.5 <= found.act.p50_s <= 5.0 <= found.act.p99_s <= 10.0
     clocks.now_s += 61
-    found = activity.info()
+    found = stats.info()
     assert (found.accepted, found.ended, found.failed, found.act.p50_s) == (0, 0, 0, None)
     assert found.failed_15min == 1
 
 
-def test_failures_are_counted_by_function_reason_and_task_for_fifteen_minutes(
-    activity: Activity, clocks: Clocks
-) -> None:
+def test_failures_are_counted_by_function_reason_and_task_for_fifteen_minutes(stats: Stats, clocks: Clocks) -> None:
     for _ in range(3):
-        activity.settled(record(Reason.TIMEOUT))
+        stats.ended(record(Reason.TIMEOUT))
     clocks.now_s += 5
-    activity.settled(record(Reason.OUT_OF_MEMORY, function="g"))
-    rows = [(each.function, each.reason, each.task, each.count) for each in activity.info().failures]
+    stats.ended(record(Reason.OUT_OF_MEMORY, function="g"))
+    rows = [(each.function, each.reason, each.task, each.count) for each in stats.info().failures]
     assert rows == [("f", "timeout", "rl", 3), ("g", "out_of_memory", "rl", 1)]
-    assert activity.info().failures[1].last_at_s == clocks.wall()
+    assert stats.info().failures[1].last_at_s == clocks.wall()
     clocks.now_s += KEPT_S - 5
-    assert [each.function for each in activity.info().failures] == ["g"]
+    assert [each.function for each in stats.info().failures] == ["g"]
     clocks.now_s += 6
-    assert activity.info().failures == ()
+    assert stats.info().failures == ()
 
 
-def test_what_was_cancelled_has_not_failed(activity: Activity) -> None:
+def test_what_was_cancelled_has_not_failed(stats: Stats) -> None:
     one = record(Reason.CANCELLED)
     one.state = State.CANCELLED
-    activity.settled(one)
-    assert (activity.info().ended, activity.info().failed) == (1, 0)
+    stats.ended(one)
+    assert (stats.info().ended, stats.info().failed) == (1, 0)
 
 
-def test_callers_invent_names_and_what_is_kept_stays_bounded(activity: Activity, clocks: Clocks) -> None:
+def test_callers_invent_names_and_what_is_kept_stays_bounded(stats: Stats, clocks: Clocks) -> None:
     for number in range(3 * KEPT_S):
         clocks.now_s += 1
-        activity.settled(record(Reason.TIMEOUT, task=f"task-{number}"))
-    assert len(activity.info().failures) == FAILURES_MAX
-    assert len(activity._seconds) <= KEPT_S
-    assert len(activity._last) <= KEPT_S + 1
+        stats.ended(record(Reason.TIMEOUT, task=f"task-{number}"))
+    assert len(stats.info().failures) == FAILURES_MAX
+    assert len(stats._seconds) <= KEPT_S
+    assert len(stats._last) <= KEPT_S + 1
 
 
-def test_a_bar_tells_its_units_as_runs_and_how_it_ended(activity: Activity) -> None:
-    activity.began(action(), LEASE, 0.25)
-    (bar,), done = activity.take_bars()
+def test_a_bar_tells_its_units_as_runs_and_how_it_ended(stats: Stats) -> None:
+    stats.started(action(), LEASE, 0.25)
+    (bar,), done = stats.take_bars()
     assert done == [] and bar.places == (("cpu:n0", 0, 2), ("cpu:n0", 5, 1))
     assert (bar.queue_s, bar.reason) == (0.25, None)
     outcome = Outcome(state=State.FAILED, reason=Reason.TIMEOUT)
     settled = Settlement(action=action(), outcome=outcome, lease=LEASE, queue_s=0.25, overhead_s=0.5, execution_s=2.0)
-    activity.finished(settled)
-    assert activity.take_bars() == ([], [bar])
+    stats.settled(settled)
+    assert stats.take_bars() == ([], [bar])
     assert (bar.overhead_s, bar.execution_s, bar.reason) == (0.5, 2.0, "timeout")
-    assert activity.running == {} and list(activity.ended) == [bar]
-    assert activity.take_bars() == ([], [])
+    assert stats.running == {} and list(stats.done) == [bar]
+    assert stats.take_bars() == ([], [])
 
 
-def test_bars_that_nobody_takes_stay_bounded(activity: Activity) -> None:
+def test_bars_that_nobody_takes_stay_bounded(stats: Stats) -> None:
     outcome = Outcome(state=State.SUCCEEDED)
     for number in range(BARS_MAX + 10):
         one = action(f"a{number}")
-        activity.began(one, LEASE, 0.0)
-        activity.finished(
+        stats.started(one, LEASE, 0.0)
+        stats.settled(
             Settlement(action=one, outcome=outcome, lease=LEASE, queue_s=0.0, overhead_s=0.0, execution_s=0.0)
         )
-    begun, done = activity.take_bars()
-    assert len(begun) == len(done) == len(activity.ended) == BARS_MAX
+    begun, done = stats.take_bars()
+    assert len(begun) == len(done) == len(stats.done) == BARS_MAX
 
 
-def test_only_bars_that_ran_lately_are_shown_to_who_comes_new(activity: Activity, clocks: Clocks) -> None:
+def test_only_bars_that_ran_lately_are_shown_to_who_comes_new(stats: Stats, clocks: Clocks) -> None:
     outcome = Outcome(state=State.SUCCEEDED)
     for number in range(5):
         one = action(f"a{number}")
-        activity.began(one, LEASE, 0.0)
+        stats.started(one, LEASE, 0.0)
         clocks.now_s += 10
-        activity.finished(
+        stats.settled(
             Settlement(action=one, outcome=outcome, lease=LEASE, queue_s=0.0, overhead_s=0.0, execution_s=10.0)
         )
-    activity.began(action("late"), LEASE, 0.0)
-    began_s, since_s = activity.began_wall_s, clocks.wall() - 25
-    bars, known_since_s = activity.recent_bars(since_s, 100)
+    stats.started(action("late"), LEASE, 0.0)
+    began_s, since_s = stats.began_wall_s, clocks.wall() - 25
+    bars, known_since_s = stats.recent_bars(since_s, 100)
     assert ([bar.id for bar in bars], known_since_s) == (["a2", "a3", "a4", "late"], since_s)
-    bars, known_since_s = activity.recent_bars(0.0, 2)
+    bars, known_since_s = stats.recent_bars(0.0, 2)
     assert ([bar.id for bar in bars], known_since_s) == (["a3", "a4", "late"], began_s + 30), "a2 had ended by then"
-    assert activity.recent_bars(0.0, 100)[1] == began_s, "nothing was before the gateway"
+    assert stats.recent_bars(0.0, 100)[1] == began_s, "nothing was before the gateway"
 
 
-def test_each_function_is_told_by_its_own_last_ends(activity: Activity, clocks: Clocks) -> None:
+def test_each_function_is_told_by_its_own_last_ends(stats: Stats, clocks: Clocks) -> None:
     for number in range(1, ENDS_MAX + 1):
-        activity.settled(record(function="f", times=(0.0, 0.0, float(number))))
-    activity.settled(record(Reason.TIMEOUT, function="g", times=(1.0, 0.0, 2.0)))
-    found = activity.by_function()
+        stats.ended(record(function="f", times=(0.0, 0.0, float(number))))
+    stats.ended(record(Reason.TIMEOUT, function="g", times=(1.0, 0.0, 2.0)))
+    found = stats.by_function()
     assert (found["f"].ended, found["f"].of, found["f"].failed) == (ENDS_MAX, ENDS_MAX, 0)
     assert (found["f"].p50_s, found["f"].p99_s) == (100.0, 198.0)
     assert (found["g"].ended, found["g"].failed, found["g"].p50_s) == (1, 1, 3.0)
     clocks.now_s += 61
-    found = activity.by_function()
+    found = stats.by_function()
     assert (found["g"].ended, found["g"].of) == (0, 1), "its last ends stay, its rate does not"
 
 
-def test_functions_that_come_and_go_stay_bounded(activity: Activity, clocks: Clocks) -> None:
-    for number in range(FUNCTIONS_MAX + 3):
+def test_functions_that_come_and_go_stay_bounded(stats: Stats, clocks: Clocks) -> None:
+    for number in range(RECENT_FUNCTIONS_MAX + 3):
         clocks.now_s += 1
-        activity.settled(record(function=f"f{number}"))
-    found = activity.by_function()
-    assert len(found) == FUNCTIONS_MAX and "f2" not in found and "f3" in found
+        stats.ended(record(function=f"f{number}"))
+    found = stats.by_function()
+    assert len(found) == RECENT_FUNCTIONS_MAX and "f2" not in found and "f3" in found
 
 
-def test_an_act_is_of_what_was_completed(activity: Activity) -> None:
-    activity.settled(record(times=(0.0, 0.0, 1.0)))
-    activity.settled(record(Reason.TIMEOUT, times=(0.0, 0.0, 3.0), state=State.TIMED_OUT))
+def test_an_act_is_of_what_was_completed(stats: Stats) -> None:
+    stats.ended(record(times=(0.0, 0.0, 1.0)))
+    stats.ended(record(Reason.TIMEOUT, times=(0.0, 0.0, 3.0), state=State.TIMED_OUT))
     for started in (True, False):
-        activity.settled(record(Reason.CANCELLED, times=(60.0, 0.0, 0.0), state=State.CANCELLED, started=started))
-    activity.settled(record(Reason.QUEUE_TIMEOUT, times=(900.0, 0.0, 0.0), state=State.TIMED_OUT, started=False))
-    activity.settled(record(Reason.NODE_LOST, times=(0.0, 0.0, 50.0), state=State.LOST))
-    found = activity.whole_info()
+        stats.ended(record(Reason.CANCELLED, times=(60.0, 0.0, 0.0), state=State.CANCELLED, started=started))
+    stats.ended(record(Reason.QUEUE_TIMEOUT, times=(900.0, 0.0, 0.0), state=State.TIMED_OUT, started=False))
+    stats.ended(record(Reason.NODE_LOST, times=(0.0, 0.0, 50.0), state=State.LOST))
+    found = stats.whole_info()
     assert (found.ended, found.failed, found.cancelled) == (6, 3, 2)
     assert (found.ended_15min, found.failed_15min, found.cancelled_15min) == (6, 3, 2)
     assert (found.act.completed, found.act.queue_s, found.act.execution_s) == (2, 0.0, 2.0)
@@ -195,17 +193,17 @@ def test_an_act_is_of_what_was_completed(activity: Activity) -> None:
     assert (of.ended, of.of, of.failed, of.p50_s) == (6, 4, 3, 1.0)
 
 
-def test_a_function_of_which_nothing_was_completed_has_no_act(activity: Activity) -> None:
-    activity.settled(record(Reason.QUEUE_TIMEOUT, state=State.TIMED_OUT, started=False))
-    found = activity.whole_info()
+def test_a_function_of_which_nothing_was_completed_has_no_act(stats: Stats) -> None:
+    stats.ended(record(Reason.QUEUE_TIMEOUT, state=State.TIMED_OUT, started=False))
+    found = stats.whole_info()
     assert (found.act.completed, found.act.p50_s, found.functions["f"].p50_s) == (0, None, None)
     assert found.functions["f"].failed == 1
 
 
-def test_the_rate_is_told_second_by_second(activity: Activity, clocks: Clocks) -> None:
-    activity.settled(record())
-    activity.settled(record())
+def test_the_rate_is_told_second_by_second(stats: Stats, clocks: Clocks) -> None:
+    stats.ended(record())
+    stats.ended(record())
     clocks.now_s += 2
-    activity.settled(record())
+    stats.ended(record())
     clocks.now_s += 1
-    assert activity.per_second(4) == [0, 2, 0, 1]
+    assert stats.per_second(4) == [0, 2, 0, 1]
