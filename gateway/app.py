@@ -17,6 +17,7 @@ import orjson
 import structlog
 
 from gateway import limits
+from gateway.api import Api, Condition
 from gateway.auth import DoorTokens, Guard, PageSession, announced, check_doors, open_tokens
 from gateway.cluster.cluster import Cluster, open_cluster
 from gateway.config.load import UPLOADS, GatewayConfig, HandlerUploads
@@ -35,7 +36,6 @@ from gateway.limits import Room
 from gateway.metrics import Metrics, pool_units
 from gateway.registry import AppliedConfigs, KeptFunctions, Registry
 from gateway.runtime_factory import ModelServices, Runtimes, handler_copies, make_runtimes
-from gateway.services import Services
 from gateway.stats import Stats
 from gateway.steps import TaskSteps
 from gateway.store.maintenance import StateDirectory, prune_for_ever
@@ -226,11 +226,19 @@ class App:
         )
         self._quotas = QuotaRecord(self.store, lambda: self.registry.config.resources, self.wall)
         self.engine = self._make_engine()
+        self.condition = Condition(
+            engine=self.engine,
+            admission=self.admission,
+            state_dir=self._state_dir,
+            store=self.store,
+            room=self._room,
+            machines=self.machines,
+        )
         self.callbacks = CallbackSender(server.callbacks, self.store, wall=self.wall)
         self.watch = self._make_watch()
         self.leases = Leases(self._clock.now, self._idle_s, self.engine.end_trajectory)
-        self.services = self._make_services()
-        self.grpc = GrpcServer(self.services, self.connections["grpc"])
+        self.api = self._make_api()
+        self.grpc = GrpcServer(self.api, self.connections["grpc"])
         self._bind(reattachment)
 
     def _bind(self, reattachment: Reattachment) -> None:
@@ -279,46 +287,37 @@ class App:
             stats=self.stats,
             functions=self.registry.health,
             steps=self.steps.recent,
-            troubles=lambda: Troubles(self._unready(), self.machines.lost(LOST_SHOWN_S)),
+            troubles=lambda: Troubles(self.condition.unready(), self.machines.lost(LOST_SHOWN_S)),
             wanted=self.registry.kinds,
             wall=self.wall,
         )
 
-    def _make_services(self) -> Services:
-        return Services(
+    def _make_api(self) -> Api:
+        return Api(
+            server=self.config.server,
             guard=Guard(self.tokens),
             session=PageSession(self._clock.now),
-            bounds=self.config.server,
+            condition=self.condition,
             held=self.held,
             admission=self.admission,
             invocations=self.invocations,
             dead_letters=DeadLetters(self.invocations, self.store),
             logs=self.logs,
+            callbacks=self.callbacks,
             store=self.store,
             engine=self.engine,
             functions=self.registry,
-            environments=self.runtimes.environments,
-            sessions=self.runtimes.environments.sessions,
+            history=self.history,
+            runtimes=self.runtimes,
+            machines=self.machines,
             leases=self.leases,
+            turns=self._dispatcher,
+            snapshots=SnapshotCatalogue(self.runtimes.environments, self.machines),
             steps=self.steps,
             metrics=self.metrics,
             stats=self.stats,
             watch=self.watch,
-            callbacks=self.callbacks,
-            learned=self.history.describe,
-            configure=self.registry.configure,
-            put=self.registry.put,
-            remove=self.registry.remove,
-            sandboxes=lambda: self.runtimes.provider.info,
-            snapshots=SnapshotCatalogue(self.runtimes.environments, self.machines),
-            turns=self._dispatcher,
-            images=self.runtimes.provider.images,
-            models=self.runtimes.model.resources,
-            machines=self.machines,
             wall=self.wall,
-            unready=self._unready,
-            warnings=self._warnings,
-            record=lambda: self._state_dir.checked,
         )
 
     async def open(self, closers: AsyncExitStack) -> None:
@@ -362,7 +361,7 @@ class App:
         Raises CodedError if a bug has stopped the scheduler: the next gateway goes on from the record.
         """
         gc.set_threshold(*COLLECT_EVERY)
-        self._door.open(self.facades.open(self.services, HttpApp(self.services)))
+        self._door.open(self.facades.open(self.api, HttpApp(self.api)))
         try:
             stopping = asyncio.ensure_future(self._stopping.wait())
             await asyncio.wait({self._door.serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -401,7 +400,7 @@ class App:
     def page(self) -> str:
         """The address for a browser; the key in it opens the page once."""
         base = f"{'http' if self.config.server.tls is None else 'https'}://{address_of(self._http_socket)}/"
-        return base if self.tokens is None else f"{base}?key={self.services.session.key}"
+        return base if self.tokens is None else f"{base}?key={self.api.session.key}"
 
     @property
     def grpc_port(self) -> int:
@@ -429,25 +428,19 @@ class App:
         self.engine.tell(Reconfigured(services=dict(self._models.services)))
         self.invocations.submit(self.invocations.held_back.let_go())
 
-    def _unready(self) -> str | None:
-        if self.engine.fault is not None:
-            return self.engine.fault
-        if self.admission.draining:
-            return "draining"
-        return self._state_dir.lost or self._state_dir.damage or self.store.failure or self._room.shortage()
-
     def _idle_s(self, trajectory: str) -> float | None:
         found = self.engine.trajectory(trajectory)
         return None if found is None or found["state"] == "ending" else float(str(found["idle_s"]))
-
-    def _warnings(self) -> list[str]:
-        return [*self.engine.policy_faults.values(), *self.machines.warnings()]
 
     def _watch(self) -> None:
         watch = self.metrics.watch
         watch("tangram_store_commits", "Transactions written", lambda: self.store.commits, counter=True)
         watch("tangram_store_rows", "Records written", lambda: self.store.rows_written, counter=True)
-        watch("tangram_store_failing", "1 while the disk refuses records", lambda: float(self._unready() is not None))
+        watch(
+            "tangram_store_failing",
+            "1 while the disk refuses records",
+            lambda: float(self.condition.unready() is not None),
+        )
         dropped = "Log records dropped because the disk was too slow"
         watch("tangram_log_records_dropped", dropped, lambda: self.store.log_records_dropped, counter=True)
         self.metrics.watch_invocations(self.stats, lambda: (each.record for each in self.invocations.living))

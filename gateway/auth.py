@@ -176,10 +176,7 @@ class Guard:
 
     def __init__(self, tokens: DoorTokens | None) -> None:
         self._roles = () if tokens is None else ((tokens.admin, Role.ADMIN), (tokens.invoke, Role.INVOKE))
-
-    @property
-    def tokenless(self) -> bool:
-        return not self._roles
+        self.tokenless = tokens is None
 
     def role(self, authorization: bytes | None) -> Role:
         """Return what the Authorization value of a request allows; raises Unauthorized."""

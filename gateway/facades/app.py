@@ -6,15 +6,13 @@ import asyncio
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from traceback import clear_frames
 
-import structlog
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.api import Api
 from gateway.config.schema import ServerConfig
 from gateway.errors import MethodNotAllowed
 from gateway.facades.docker.api import DockerEngineApi
@@ -24,11 +22,10 @@ from gateway.facades.models import Models
 from gateway.facades.rewards import Rewards
 from gateway.facades.sandboxfusion import SandboxFusion
 from gateway.facades.swerex.app import Swerex
-from gateway.http.app import BoundedSend, Door, HttpDoor
+from gateway.http.app import GuardedApp, HttpDoor
 from gateway.http.server import listen
-from gateway.services import Services
 from gateway.tls import Connections
-from manager.errors import CodedError, InvalidInput, NotFound, exhaustion
+from manager.errors import CodedError, InvalidInput, NotFound
 
 #: Every door but MCP's, whose library is in an extra, by its name in ``server.facades``.
 FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, Models, Swerex)}
@@ -37,30 +34,26 @@ FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, San
 SHOWN = 200
 
 
-def make_facades(services: Services, calls: ForeignCalls) -> dict[str, Facade]:
+def make_facades(api: Api, calls: ForeignCalls) -> dict[str, Facade]:
     """Return the doors that the configuration opens, by name."""
-    opened = dict(services.bounds.facades.opened())
-    made = {name: FACADES[name](services, calls, section) for name, section in opened.items() if name in FACADES}
+    opened = dict(api.server.facades.opened())
+    made = {name: FACADES[name](api, calls, section) for name, section in opened.items() if name in FACADES}
     if "mcp" in opened:
         from gateway.facades.mcp import Mcp
 
-        made["mcp"] = Mcp(services, calls, opened["mcp"])
+        made["mcp"] = Mcp(api, calls, opened["mcp"])
     return made
 
 
-class FacadeApp:
-    """One door behind its guard; ASGI."""
+class FacadeApp(GuardedApp):
+    """One facade behind its guard; ASGI."""
 
     def __init__(self, facade: Facade) -> None:
         self._facade = facade
-        self._services = facade.services
-        self._log = structlog.get_logger("gateway.facades")
-        self._door = Door(self._services.guard, self._services.session, facade.media_types)
-        self._routes = facade.routes()
-        self._router = Router(
-            [Route(row.path, _checked(row.endpoint), methods=[row.method]) for row in self._routes],
-            redirect_slashes=False,
-        )
+        rows = facade.routes()
+        self._rows = ", ".join(f"{row.method} {row.path}" for row in rows)
+        super().__init__(facade.api, facade.name, facade.media_types)
+        self.route([Route(row.path, _checked(row.endpoint), methods=[row.method]) for row in rows])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,42 +63,17 @@ class FacadeApp:
         await self.serve(scope, receive, send, segments, token)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, segments: list[str], token: bytes | None) -> None:
-        """Answer one request, whose path has these segments within the door."""
-        bounded = BoundedSend(send, self._services.logs.spec.stall_s)
-        path = "/" + "/".join(segments)
-        scope = {
-            **with_bearer(self._facade.admitted(scope, segments), token),
-            "path": path,
-            "root_path": "",
-            "app": self,
-        }
-        try:
-            self._door.let_in(scope)
-            await self._router(scope, receive, bounded)
-        except ClientDisconnect:
-            return
-        except Exception as error:
-            response = self._failed(error, scope)
-            if bounded.started:
-                raise
-            clear_frames(error.__traceback__)  # they hold the request's body
-            await response(scope, receive, bounded)
+        """Answer one request, whose path has these segments within the facade."""
+        admitted = with_bearer(self._facade.admitted(scope, segments), token)
+        await self.answer({**admitted, "path": "/" + "/".join(segments), "root_path": ""}, receive, send)
 
-    def _failed(self, error: Exception, scope: Scope) -> Response:
-        told = self._coded(exhaustion(error, "facades") or error, scope)
-        self._services.metrics.refused(self._facade.name, told.code)
-        return self._facade.refuse(fault_of(told))
+    def refuse(self, error: CodedError, scope: Scope) -> Response:
+        return self._facade.refuse(fault_of(error))
 
-    def _coded(self, error: Exception, scope: Scope) -> CodedError:
-        if isinstance(error, CodedError):
-            return error
-        if isinstance(error, HTTPException):
-            asked = f"{scope['method']} {scope['path']}"[:SHOWN]
-            rows = ", ".join(f"{row.method} {row.path}" for row in self._routes)
-            kind = MethodNotAllowed if error.status_code == 405 else NotFound
-            return kind(f"no such route: {asked}; the door {self._facade.name} has {rows}", component="facades")
-        self._log.exception("a request failed", door=self._facade.name, error=str(error))
-        return CodedError("a fault of the gateway: its log tells more", component="facades")
+    def no_route(self, status: int, scope: Scope) -> CodedError:
+        asked = f"{scope['method']} {scope['path']}"[:SHOWN]
+        kind = MethodNotAllowed if status == 405 else NotFound
+        return kind(f"no such route: {asked}; the door {self._facade.name} has {self._rows}", component="facades")
 
 
 class FrontApp:
@@ -176,14 +144,14 @@ class FacadeListeners:
         opened = {} if self._docker is None else {"docker": self._docker.connections}
         return {name: door.connections for name, door in self._doors.items()} | opened
 
-    def open(self, services: Services, own: ASGIApp) -> ASGIApp:
+    def open(self, api: Api, own: ASGIApp) -> ASGIApp:
         """Open the doors, and return what answers at the gateway's own port: ``own`` behind those that are there."""
-        self.calls = ForeignCalls(services)
-        facades = make_facades(services, self.calls)
+        self.calls = ForeignCalls(api)
+        facades = make_facades(api, self.calls)
         for name, door in self._doors.items():
             door.open(FacadeApp(facades[name]))
-        if self._docker is not None and (section := services.bounds.facades.docker) is not None:
-            engine = DockerEngineApi(services, self.calls, section)
+        if self._docker is not None and (section := api.server.facades.docker) is not None:
+            engine = DockerEngineApi(api, self.calls, section)
             self._docker.on_close = engine.close
             self._docker.open(engine.serve)
         return FrontApp(list(facades.values()), own) if facades else own

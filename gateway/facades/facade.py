@@ -18,12 +18,12 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from gateway import serialization
+from gateway.api import JSON, Api
 from gateway.config.schema import FacadeSection
 from gateway.errors import retry_after
-from gateway.http.messages import JSON, read_body, read_call, read_headers, record_headers
+from gateway.http.messages import disconnected, read_body, read_call, read_headers, record_headers
 from gateway.invocations.invocations import Admission, HeldInputs, InvocationRequest, Invocations, LiveInvocation
 from gateway.invocations.record import Mode, Record
-from gateway.services import Services
 from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec
 from tangram.types import CallHeaders, explained
@@ -333,10 +333,10 @@ class WaitingLine:
 class ForeignCalls:
     """Makes the calls of all foreign doors."""
 
-    def __init__(self, services: Services) -> None:
-        self._invocations: Invocations = services.invocations
-        self._held: HeldInputs = services.held
-        self.line = WaitingLine(services.admission)
+    def __init__(self, api: Api) -> None:
+        self._invocations: Invocations = api.invocations
+        self._held: HeldInputs = api.held
+        self.line = WaitingLine(api.admission)
 
     async def run(self, request: Request, calls: Sequence[InvocationRequest], until_s: float) -> list[LiveInvocation]:
         """Return the calls' invocations, ended; the caller is watched meanwhile, and takes its calls with it.
@@ -346,7 +346,7 @@ class ForeignCalls:
         """
         loop = asyncio.get_running_loop()
         work = loop.create_task(self._run(calls, until_s))
-        watcher = loop.create_task(_gone(request))
+        watcher = loop.create_task(disconnected(request.receive))
         try:
             await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -429,12 +429,6 @@ def _late(message: str) -> CapacityExceeded:
     return CapacityExceeded(f"{message}; send it again", component="facades", retry_after_s=AGAIN_S)
 
 
-async def _gone(request: Request) -> None:
-    """Return when the connection closes."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 T = TypeVar("T", bound=msgspec.Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -461,8 +455,8 @@ class Facade(ABC):
     #: Media types of bodies that no web page can send to a stranger without asking first.
     media_types: ClassVar[frozenset[str]] = frozenset({JSON})
 
-    def __init__(self, services: Services, calls: ForeignCalls, section: FacadeSection) -> None:
-        self.services = services
+    def __init__(self, api: Api, calls: ForeignCalls, section: FacadeSection) -> None:
+        self.api = api
         self.calls = calls
         self.section = section
 
@@ -496,11 +490,11 @@ class Facade(ABC):
 
     def function(self, name: str) -> FunctionSpec:
         """Return the function as it is now; raises NotFound or InvalidInput."""
-        return self.services.functions.get(serialization.name(name, "function"))
+        return self.api.functions.get(serialization.name(name, "function"))
 
     async def read_object(self, request: Request) -> dict[str, object]:
         """Return the body, a JSON object; raises InvalidInput, TooLarge, CapacityExceeded, TooSlow."""
-        body = await read_body(request, self.services)
+        body = await read_body(request, self.api)
         if not body:
             raise InvalidInput("the body must be a JSON object, and there is none", detail={"path": "$"})
         return serialization.loads_object(body)

@@ -50,6 +50,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import serialization
+from gateway.api import JSON, Api
 from gateway.config.schema import FacadeSection, McpFacade
 from gateway.errors import retry_after
 from gateway.facades.facade import (
@@ -63,10 +64,9 @@ from gateway.facades.facade import (
     fault_of_end,
     result_of,
 )
-from gateway.http.messages import JSON, read_body, record_headers
+from gateway.http.messages import read_body, record_headers
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Record
-from gateway.services import Services
 from manager.errors import CapacityExceeded, CodedError, InvalidInput, TrajectoryHasEnded
 from manager.function import FunctionSpec
 from runtimes.kinds import input_schema, kind_of
@@ -133,8 +133,8 @@ class McpSession:
 class McpSessions:
     """The sessions, the one unused longest first; ``most`` at once."""
 
-    def __init__(self, services: Services, most: int) -> None:
-        self._services = services
+    def __init__(self, api: Api, most: int) -> None:
+        self._api = api
         self._most = most
         self._known: OrderedDict[str, McpSession] = OrderedDict()
 
@@ -161,19 +161,19 @@ class McpSessions:
     async def end(self, session: McpSession) -> None:
         """End it with its trajectory; calls that are under way are told so."""
         self._known.pop(session.name, None)
-        await self._services.engine.end_trajectory(session.name)
+        await self._api.engine.end_trajectory(session.name)
 
     def settle(self, session: McpSession) -> None:
         """Take note, after a call, of whether its sandbox has begun."""
-        session.begun = session.begun or self._services.environments.get(session.name) is not None
+        session.begun = session.begun or self._api.environments.get(session.name) is not None
 
     def _is_over(self, session: McpSession) -> bool:
         """Whether its trajectory has ended: by somebody's request, or idle for too long."""
-        return session.begun and not session.running and self._services.engine.trajectory(session.name) is None
+        return session.begun and not session.running and self._api.engine.trajectory(session.name) is None
 
     def _of_earlier_gateway(self, name: str) -> McpSession | None:
         """Return a session whose trajectory has outlived the gateway that opened it."""
-        if not name.startswith(PREFIX) or self._services.environments.get(name) is None:
+        if not name.startswith(PREFIX) or self._api.environments.get(name) is None:
             return None
         self._make_room()
         session = self._known[name] = McpSession(name, begun=True)
@@ -241,11 +241,11 @@ class Mcp(Facade):
     dialect: ClassVar[Dialect] = Dialect.MCP
     roots: ClassVar[frozenset[str]] = frozenset({"mcp"})
 
-    def __init__(self, services: Services, calls: ForeignCalls, section: FacadeSection) -> None:
-        super().__init__(services, calls, section)
+    def __init__(self, api: Api, calls: ForeignCalls, section: FacadeSection) -> None:
+        super().__init__(api, calls, section)
         assert isinstance(section, McpFacade)
         self._names = section.functions
-        self.sessions = McpSessions(services, section.sessions)
+        self.sessions = McpSessions(api, section.sessions)
         self._server: Server[Any] = Server(
             "tangram",
             version=version("tangram-gateway"),
@@ -277,7 +277,7 @@ class Mcp(Facade):
 
     async def post(self, request: Request) -> Response:
         """Answer one message."""
-        body = await read_body(request, self.services)
+        body = await read_body(request, self.api)
         message: JSONRPCRequest | JSONRPCNotification | None = None
         try:
             message = _read_message(body)
@@ -330,7 +330,7 @@ class Mcp(Facade):
 
     def _functions(self) -> list[FunctionSpec]:
         """Return the functions that are tools, as far as there are any of these names now."""
-        known = {each.name: each for each in self.services.functions.all()}
+        known = {each.name: each for each in self.api.functions.all()}
         return [known[name] for name in self._names if name in known]
 
     async def _tools(self, context: Context, params: PaginatedRequestParams) -> Told:
@@ -356,7 +356,7 @@ class Mcp(Facade):
         except InvalidInput as error:
             if not str(error.detail.get("path", "")).startswith(ARGUMENTS):
                 raise
-            self.services.metrics.refused(self.name, error.code)
+            self.api.metrics.refused(self.name, error.code)
             return _call_told([f"{function.name}: {error.code}: {error.message}"], failed=True)
         fault = fault_of_end(record)
         if fault is not None and fault.kind is FaultKind.BUSY:
@@ -405,7 +405,7 @@ class Mcp(Facade):
         self, request: Request, message: JSONRPCRequest | JSONRPCNotification | None, error: CodedError
     ) -> Response:
         """Return a refusal as an error of the request's id."""
-        self.services.metrics.refused(self.name, error.code)
+        self.api.metrics.refused(self.name, error.code)
         fault = fault_of(error)
         if not isinstance(error, RpcRefused):
             return self._error(request, message, fault, fault.said(self.dialect).code)

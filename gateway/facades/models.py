@@ -528,7 +528,7 @@ class Models(Facade):
     async def list_models(self, request: Request) -> Response:
         """Every model function, or the one of the path."""
         fixed = "function" in request.path_params
-        every = [self._model(request, None)] if fixed else self.services.functions.all()
+        every = [self._model(request, None)] if fixed else self.api.functions.all()
         rows = [
             {
                 "id": each.name,
@@ -557,7 +557,7 @@ class Models(Facade):
         name = request.path_params.get("function", name)
         if name is None:
             raise refusal("model", "must name a function, here or in the path: /models/NAME/...")
-        known = [each.name for each in self.services.functions.all() if each.model is not None]
+        known = [each.name for each in self.api.functions.all() if each.model is not None]
         if name not in known:
             told = f"the model {str(name)[:128]!r} does not exist; known: {', '.join(known)[:500] or 'none'}"
             raise NotFound(told, component=self.name)

@@ -176,7 +176,7 @@ class SandboxFusion(Facade):
         try:
             return await self._steps(request, program, trajectory)
         finally:
-            await self.services.engine.end_trajectory(trajectory)
+            await self.api.engine.end_trajectory(trajectory)
 
     async def _steps(self, request: Request, program: Program, trajectory: str) -> Response:
         compiled, language = None, program.language

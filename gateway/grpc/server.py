@@ -31,10 +31,10 @@ from h2.errors import ErrorCodes
 from h2.events import RemoteSettingsChanged, StreamReset, UnknownFrameReceived
 from h2.settings import SettingCodes
 
+from gateway.api import Api
 from gateway.errors import TooSlow
 from gateway.grpc.messages import status_error, trailers
 from gateway.grpc.service import GatewayService
-from gateway.services import Services
 from gateway.tls import LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets
 from manager.errors import CodedError, InvalidInput, TooLarge, Unsupported, exhaustion
 
@@ -65,17 +65,17 @@ logger = structlog.get_logger("gateway.grpc")
 class GrpcServer:
     """The gRPC server; `open` binds, `close` waits for open calls within a grace."""
 
-    def __init__(self, services: Services, connections: Connections) -> None:
-        self._services = services
+    def __init__(self, api: Api, connections: Connections) -> None:
+        self._api = api
         self._tls: RenewedContext | None = None
-        service = GatewayService(services)
-        self._readiness = ReadinessCheck(services.unready)
+        service = GatewayService(api)
+        self._readiness = ReadinessCheck(api.condition.unready)
         served: list[IServable] = [service, Health({service: [self._readiness]})]
         self._server = BoundedServer(ServerReflection.extend(served), connections)
         listen(self._server, RecvRequest, self._let_in)
 
     async def open(self, listener: socket.socket) -> None:
-        tls = self._services.bounds.tls
+        tls = self._api.server.tls
         self._tls = None if tls is None else RenewedContext(tls, ("h2",), "grpc")
         await self._server.start(sock=listener, ssl=None if self._tls is None else self._tls.context)
 
@@ -95,9 +95,9 @@ class GrpcServer:
         if not event.method_name.startswith(HEALTH):
             given = event.metadata.get("authorization")
             try:
-                self._services.guard.role(str(given).encode() if given is not None else None)
+                self._api.guard.role(str(given).encode() if given is not None else None)
             except CodedError as error:
-                self._services.metrics.refused("grpc", error.code)
+                self._api.metrics.refused("grpc", error.code)
                 raise status_error(error) from None
         event.method_func = partial(self._serve, event.method_func, event.method_name.removeprefix(SERVICE))
 
@@ -109,12 +109,12 @@ class GrpcServer:
         stream that it keeps in ``_stream``.
         """
         raw = stream._stream
-        bounds = CallBounds(self._services, name, raw.recv_data, raw.send_data)
+        bounds = CallBounds(self._api, name, raw.recv_data, raw.send_data)
         raw.recv_data, raw.send_data = bounds.recv_data, bounds.send_data  # type: ignore[method-assign]
         try:
             await method(stream)
         except CodedError as error:
-            self._services.metrics.refused("grpc", error.code)
+            self._api.metrics.refused("grpc", error.code)
             clear_frames(error.__traceback__)  # they hold the request
             told = status_error(error)
             await stream.send_trailing_metadata(
@@ -126,7 +126,7 @@ class GrpcServer:
             if short := exhaustion(error, "grpc"):
                 raise status_error(short) from error
             logger.exception("a call failed", error=str(error))
-            self._services.metrics.refused("grpc", "internal")
+            self._api.metrics.refused("grpc", "internal")
             raise GRPCError(Status.INTERNAL, "internal: a fault of the gateway: its log tells more") from error
 
 
@@ -181,19 +181,19 @@ class CallBounds:
 
     def __init__(
         self,
-        services: Services,
+        api: Api,
         name: str,
         receive: Callable[[int], Awaitable[bytes]],
         send: Callable[[bytes, bool], Awaitable[None]],
     ) -> None:
-        self._services = services
+        self._api = api
         self._receive = receive
         self._send = send
         self._is_lasting = name == LASTING
         self._follows_log = name in LOGS
         self._holds = name != UPLOAD
-        self._message_max = services.bounds.body_limit_bytes if self._holds else PIECE_MAX_BYTES
-        self._stall_s = None if self._is_lasting else services.logs.spec.stall_s
+        self._message_max = api.server.body_limit_bytes if self._holds else PIECE_MAX_BYTES
+        self._stall_s = None if self._is_lasting else api.logs.spec.stall_s
         self._reads = 0
 
     async def recv_data(self, size: int) -> bytes:
@@ -212,7 +212,7 @@ class CallBounds:
 
     async def _held(self, size: int) -> bytes:
         """Receive what counts among the inputs that arrive."""
-        held = self._services.held
+        held = self._api.held
         held.check(size)
         held.take(size)
         try:
@@ -221,7 +221,7 @@ class CallBounds:
             held.give(size)
 
     async def _timely(self, size: int) -> bytes:
-        timeout_s = self._services.bounds.body_timeout_s
+        timeout_s = self._api.server.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._received(size)
@@ -245,7 +245,7 @@ class CallBounds:
         except TimeoutError:
             told = f"what was sent was not read within {self._stall_s:g} s (server.logs.stall)"
             if self._follows_log:
-                self._services.logs.followers_dropped += 1
+                self._api.logs.followers_dropped += 1
                 told += ": a log can be resumed after its last offset"
             raise TooSlow(told, component="grpc") from None
 

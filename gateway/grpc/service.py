@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from grpclib.server import Stream
 
 from gateway import serialization
-from gateway.errors import TooSlow
+from gateway.api import Api, ReadCall, bounded_chunks, file_conflicts, placed_path, session_end
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayBase
 from gateway.grpc.messages import (
@@ -34,27 +34,12 @@ from gateway.grpc.messages import (
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.logs import PAGE_RECORDS
 from gateway.invocations.record import Mode, Record
-from gateway.operations import (
-    ReadCall,
-    as_files_are,
-    check_batch,
-    files_of,
-    invoke_batch,
-    open_session,
-    placed_path,
-    read_file,
-    session_end,
-    session_input,
-    session_of,
-    write_file,
-)
-from gateway.services import Services
 from gateway.store.store import LogRow
-from gateway.trajectories import open_trajectory
-from manager.errors import CodedError, InvalidInput, NotFound, TooLarge
+from manager.errors import CodedError, InvalidInput
 from runtimes.sandbox.session import InteractiveSession, TerminalSize
 from tangram.types import (
     BatchQuery,
+    FileHeaders,
     FileReadAtQuery,
     FileWriteAtQuery,
     SessionReadQuery,
@@ -76,9 +61,9 @@ WAITING_BYTES, PIECE_COST = 256 * 2**10, 64
 class GatewayService(GatewayBase):
     """One method for each rpc. A client that cancels its call, or whose deadline passes, leaves its invocation."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._invocations = services.invocations
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._invocations = api.invocations
 
     # --- invocations
 
@@ -103,7 +88,7 @@ class GatewayService(GatewayBase):
             record = started.record
             await _tell_replay(stream, started, call)
             await stream.send_message(pb.InvokeEvent(accepted=self._shown(record)))
-            async for page in self._services.logs.follow(record.seq, 0):
+            async for page in self._api.logs.follow(record.seq, 0):
                 for message in log_messages(page):
                     await stream.send_message(pb.InvokeEvent(log=message))
         await stream.send_message(pb.InvokeEvent(ended=self._shown(record)))
@@ -116,11 +101,11 @@ class GatewayService(GatewayBase):
 
     async def InvokeBatch(self, stream: Stream[pb.InvokeBatchRequest, pb.BatchVerdict]) -> None:  # noqa: N802
         request = await read_request(stream)
-        check_batch(self._services, len(request.calls))
+        self._api.check_batch(len(request.calls))
         asked = serialization.read(given(request, "wait"), BatchQuery)
         timeout_s = self._wait_s(request.timeout_s)
         calls = [self._call_or_refusal(each) for each in request.calls]
-        verdicts = await invoke_batch(self._services, calls, asked.wait, timeout_s)
+        verdicts = await self._api.invoke_batch(calls, asked.wait, timeout_s)
         for index, (call, told) in enumerate(zip(calls, verdicts, strict=True)):
             if isinstance(told, CodedError):
                 verdict = pb.BatchVerdict(index=index, problem=problem_message(told))
@@ -161,7 +146,7 @@ class GatewayService(GatewayBase):
     def _checked(self, message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
         call = read_call(message, mode)
         if call.callback_url is not None:
-            self._services.callbacks.check(call.callback_url)
+            self._api.callbacks.check(call.callback_url)
         return call
 
     def _call_or_refusal(self, message: pb.InvokeRequest) -> ReadCall:
@@ -173,7 +158,7 @@ class GatewayService(GatewayBase):
 
     def _wait_s(self, asked_s: float) -> float:
         """Return how long is waited for an end; raises InvalidInput."""
-        limit_s = self._services.bounds.wait_max_s
+        limit_s = self._api.server.wait_max_s
         return min(limit_s, seconds(asked_s, "timeout_s") or limit_s)
 
     @asynccontextmanager
@@ -187,10 +172,10 @@ class GatewayService(GatewayBase):
 
     async def _pages(self, seq: int, position: int, follow: bool) -> AsyncIterator[list[LogRow]]:
         if follow:
-            async for page in self._services.logs.follow(seq, position):
+            async for page in self._api.logs.follow(seq, position):
                 yield page
             return
-        while page := await self._services.logs.read(seq, position, PAGE_RECORDS):
+        while page := await self._api.logs.read(seq, position, PAGE_RECORDS):
             position = page[-1].position + 1
             yield page
 
@@ -198,15 +183,14 @@ class GatewayService(GatewayBase):
 
     async def OpenTrajectory(self, stream: Stream[pb.OpenTrajectoryRequest, pb.Trajectory]) -> None:  # noqa: N802
         request = await read_request(stream)
-        told = await open_trajectory(self._services, request.trajectory, read_opening(request))
+        told = await self._api.open_trajectory(request.trajectory, read_opening(request))
         await stream.send_message(pb.Trajectory(trajectory=told.trajectory, json=serialization.encode(told)))
 
     async def EndTrajectory(  # noqa: N802
         self, stream: Stream[pb.EndTrajectoryRequest, pb.EndTrajectoryResponse]
     ) -> None:
         name = serialization.name((await read_request(stream)).trajectory, "trajectory")
-        if not await self._services.engine.end_trajectory(name):
-            raise NotFound(f"no trajectory {name!r}")
+        await self._api.end_trajectory(name)
         await stream.send_message(pb.EndTrajectoryResponse())
 
     async def WriteFile(self, stream: Stream[pb.WriteFileRequest, pb.FileWritten]) -> None:  # noqa: N802
@@ -215,42 +199,24 @@ class GatewayService(GatewayBase):
             raise InvalidInput("the first message is the target, and this is none", component=COMPONENT)
         target = first.target
         asked = serialization.read(given(target, "path", "mode", "user"), FileWriteAtQuery)
-        files = files_of(self._services, target.trajectory, living=target.living)
-        written = await write_file(files, placed_path(asked.path, files.workdir), self._data(stream), asked)
+        name, headers = _target(target)
+        data = bounded_chunks(
+            lambda: _piece(stream),
+            self._api.server.file_limit_bytes,
+            "server.file_limit",
+            self._api.server.body_timeout_s,
+            COMPONENT,
+        )
+        written = await self._api.put_file_at(name, asked, headers, data)
         await stream.send_message(pb.FileWritten(path=written.path, size_bytes=written.size_bytes))
-
-    async def _data(self, stream: Stream[pb.WriteFileRequest, pb.FileWritten]) -> AsyncIterator[bytes]:
-        """Yield the data as it arrives, to its end, within the bounds of a file that HTTP has.
-
-        Raises TooLarge, TooSlow, and InvalidInput for a message that is no piece.
-        """
-        bounds = self._services.bounds
-        deadline_s, size_bytes = asyncio.get_running_loop().time() + bounds.body_timeout_s, 0
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    message = await read_message(stream)
-            except TimeoutError:
-                told = f"the data took longer than {bounds.body_timeout_s:g} s to arrive (server.body_timeout)"
-                raise TooSlow(told, component=COMPONENT) from None
-            if message is None:
-                return
-            if message.WhichOneof("request") != "data":
-                raise InvalidInput("after the target every message is data, and this is none", component=COMPONENT)
-            size_bytes += len(message.data)
-            if size_bytes > bounds.file_limit_bytes:
-                told = f"the data is larger than {bounds.file_limit_bytes} bytes (server.file_limit)"
-                raise TooLarge(told, component=COMPONENT)
-            if message.data:
-                yield message.data
 
     async def ReadFile(self, stream: Stream[pb.ReadFileRequest, pb.FilePiece]) -> None:  # noqa: N802
         request = await read_request(stream)
         asked = serialization.read(given(request, "path", "user"), FileReadAtQuery)
-        files = files_of(self._services, request.trajectory, living=request.living)
+        files = self._api.files_of(*_target(request))
         path = placed_path(asked.path, files.workdir)
-        with as_files_are():
-            async with read_file(self._services, files, path, asked) as file:
+        with file_conflicts():
+            async with self._api.read_file(files, path, asked) as file:
                 size_bytes = file.size_bytes
                 async for chunk in file.chunks():
                     for start in range(0, len(chunk), FILE_PIECE_BYTES):
@@ -261,13 +227,29 @@ class GatewayService(GatewayBase):
                     await stream.send_message(pb.FilePiece(size_bytes=size_bytes))
 
     async def Session(self, stream: Stream[pb.SessionRequest, pb.SessionEvent]) -> None:  # noqa: N802
-        await SessionCall(self._services, stream).serve()
+        await SessionCall(self._api, stream).serve()
 
 
 async def _tell_replay(stream: Stream[Any, Any], started: LiveInvocation, call: InvocationRequest) -> None:
     """Say at once that a call with a known key ran nothing."""
     if started.replays(call):
         await stream.send_initial_metadata(metadata={"tangram-idempotent-replay": "true"})
+
+
+def _target(message: pb.FileTarget | pb.ReadFileRequest) -> tuple[str, FileHeaders]:
+    """Return the trajectory whose files are meant, and whether it must live."""
+    name = serialization.name(message.trajectory, "trajectory")
+    return name, FileHeaders(expect="living" if message.living else None)
+
+
+async def _piece(stream: Stream[pb.WriteFileRequest, pb.FileWritten]) -> bytes | None:
+    """Return the next piece of an upload, None at its end; raises InvalidInput for a message that is none."""
+    message = await read_message(stream)
+    if message is None:
+        return None
+    if message.WhichOneof("request") != "data":
+        raise InvalidInput("after the target every message is data, and this is none", component=COMPONENT)
+    return bytes(message.data)
 
 
 class SessionCall:
@@ -277,10 +259,10 @@ class SessionCall:
     not read holds the command back, and a command that does not read holds back the client's input.
     """
 
-    def __init__(self, services: Services, stream: Stream[pb.SessionRequest, pb.SessionEvent]) -> None:
-        self._services = services
+    def __init__(self, api: Api, stream: Stream[pb.SessionRequest, pb.SessionEvent]) -> None:
+        self._api = api
         self._stream = stream
-        self._heartbeat_s = services.logs.spec.heartbeat_s
+        self._heartbeat_s = api.logs.spec.heartbeat_s
         self._input = WaitingInput()
         self._sending = asyncio.Lock()
         #: Whether the last message was sent, or a failure is to be told.
@@ -294,10 +276,10 @@ class SessionCall:
                 invocation, offset = await self._open(first.open), 0
             case "attach":
                 offset = serialization.read({"offset": first.attach.offset}, SessionReadQuery).offset
-                invocation = await self._services.invocations.get(first.attach.id)
+                invocation = await self._api.invocations.get(first.attach.id)
             case _:
                 raise InvalidInput("the first message is open or attach, and this is neither", component=COMPONENT)
-        session = session_of(self._services, invocation)
+        session = self._api.session_of(invocation)
         if session is None:
             await self._tell(end_message(session_end(invocation.record, 0)), last=True)
             return
@@ -316,7 +298,7 @@ class SessionCall:
         opening = read_session(asked)
         request = pb.InvokeRequest(
             function=opening.function,
-            input_json=session_input(self._services, opening),
+            input_json=self._api.session_input(opening),
             trajectory=trajectory,
             task=asked.task,
             step=asked.step if asked.HasField("step") else None,
@@ -330,9 +312,9 @@ class SessionCall:
             living=asked.living,
         )
         call = read_call(request, Mode.SYNC)
-        invocation = await open_session(self._services, call)
+        invocation = await self._api.begin_session(call)
         await _tell_replay(self._stream, invocation, call)
-        shown = self._services.invocations.shown(invocation.record)
+        shown = self._api.invocations.shown(invocation.record)
         await self._tell(pb.SessionEvent(accepted=invocation_message(shown)))
         return invocation
 

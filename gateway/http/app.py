@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection, Mapping
-from functools import cached_property
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from traceback import clear_frames
+from typing import Any, get_args
 
 import structlog
+from msgspec import Meta
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
@@ -16,35 +19,20 @@ from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import serialization
+from gateway.api import JSON, Api, Chunks, Operation, Shape, json_answer, operation, operations_of
 from gateway.auth import REMEDY, Guard, PageSession, Role
 from gateway.config.schema import ServerConfig
 from gateway.dashboard.files import WORKER, the_page
 from gateway.errors import MethodNotAllowed
-from gateway.http.messages import JSON, problem_response, respond
-from gateway.http.openapi import ROLE, Endpoint, Operation, Shapes, document, json_answer
-from gateway.http.routes import (
-    AdministrationOperations,
-    BatchOperations,
-    ImageOperations,
-    InvocationOperations,
-    LeaseOperations,
-    NodeOperations,
-    TaskOperations,
-    WatchOperations,
-)
+from gateway.http.endpoints import ROLE, HttpOperations
+from gateway.http.messages import body_chunks, problem_response, read_body, read_headers, read_query, respond
+from gateway.http.openapi import Shapes, document
 from gateway.http.server import serve
 from gateway.http.streaming import GIVE_UP_STALLS
-from gateway.http.trajectory_routes import (
-    ArchiveOperations,
-    SessionOperations,
-    SnapshotOperations,
-    TrajectoryOperations,
-)
 from gateway.registry import function_info
-from gateway.services import Services
 from gateway.tls import Connections
 from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, StorageUnavailable, Unauthorized, exhaustion
-from tangram.types import Health, JsonObject, is_loopback
+from tangram.types import Health, JsonObject, Name, is_loopback
 
 # The door: who may send a request, seen by its headers alone, before anything of it is read.
 #
@@ -66,15 +54,23 @@ class Door:
         """``media_types`` are those of bodies that no web page can send to a stranger without asking first."""
         self._guard = guard
         self._session = session
-        self._media_types = frozenset(media_types)
+        self._media_types = frozenset(kind.encode() for kind in media_types)
 
     def let_in(self, scope: Scope) -> Role:
         """Return what the request may do; raises Unauthorized or Forbidden with the remedy."""
         headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
         if self._guard.tokenless:
-            self._check_machine(headers)
-            self._check_page(scope, headers)
-            self._check_body(headers)
+            host = headers.get(b"host", b"")
+            if not _is_this_machine(host):  # somebody else's name for it is how a web page reads what is on it
+                raise Forbidden(
+                    f"Host is {host.decode('latin-1')[:128]!r}, and without tokens (server.auth: none) this gateway is "
+                    "called 127.0.0.1, [::1] or localhost only",
+                    component="auth",
+                )
+            if b"origin" in headers or b"sec-fetch-site" in headers:
+                self._check_page(scope, headers)
+            if headers.get(b"content-type") not in self._media_types:
+                self._check_body(headers)
             return Role.ADMIN
         cookie = None if b"authorization" in headers else _cookie(headers, cookie_name(scope))
         if cookie is None:
@@ -87,16 +83,6 @@ class Door:
                 raise Forbidden("a request with the page's cookie must say its Origin", component="auth")
             self._check_body(headers)
         return Role.ADMIN
-
-    def _check_machine(self, headers: Mapping[bytes, bytes]) -> None:
-        """A name of somebody else's that leads to this machine is how a web page reads what is on it."""
-        host = headers.get(b"host", b"").decode("latin-1")
-        if not is_loopback(_without_port(host)):
-            raise Forbidden(
-                f"Host is {host[:128]!r}, and without tokens (server.auth: none) this gateway is called "
-                "127.0.0.1, [::1] or localhost only",
-                component="auth",
-            )
 
     def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """A page of another origin, of this machine or not, has no business here."""
@@ -112,11 +98,12 @@ class Door:
         given = headers.get(b"content-type")
         if given is None and headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers:
             return
-        kind = (given or b"").decode("latin-1").partition(";")[0].strip().lower()
+        kind = (given or b"").partition(b";")[0].strip().lower()
         if kind not in self._media_types:
-            wanted = ", ".join(sorted(self._media_types))
+            wanted = b", ".join(sorted(self._media_types)).decode()
             raise Forbidden(
-                f"without a bearer token a body must say what it is: Content-Type is {kind!r}, none of {wanted}",
+                "without a bearer token a body must say what it is: "
+                f"Content-Type is {kind.decode('latin-1')!r}, none of {wanted}",
                 component="auth",
             )
 
@@ -135,10 +122,13 @@ def _cookie(headers: Mapping[bytes, bytes], name: str) -> bytes | None:
     return None
 
 
-def _without_port(host: str) -> str:
-    """Return the name or address of a Host header."""
-    name, colon, port = host.rpartition(":")
-    return name if colon and port.isdigit() and (not name or name[-1] == "]" or ":" not in name) else host
+@lru_cache(maxsize=64)
+def _is_this_machine(host: bytes) -> bool:
+    """Return whether a Host header names this machine's loopback."""
+    text = host.decode("latin-1")
+    name, colon, port = text.rpartition(":")
+    has_port = colon and port.isdigit() and (not name or name[-1] == "]" or ":" not in name)
+    return is_loopback(name if has_port else text)
 
 
 #: Seconds after which to come again.
@@ -147,41 +137,42 @@ AGAIN_S = 1.0
 CLOSE_GRACE_S = 5.0
 
 
-class EarlyApp:
-    """Passes everything to ``app`` once there is one."""
-
-    def __init__(self) -> None:
-        self.app: ASGIApp | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.app is not None:
-            await self.app(scope, receive, send)
-        elif scope["type"] != "http":
-            await send({"type": "websocket.close"})
-        elif scope["path"] == "/healthz":
-            await respond(Health(status="ok"))(scope, receive, send)
-        elif scope["path"] == "/readyz":
-            await respond(Health(status="starting"), 503)(scope, receive, send)
-        else:
-            told = "the gateway starts: it has not taken up its record yet"
-            refusal = StorageUnavailable(told, component="gateway", retry_after_s=AGAIN_S)
-            await problem_response(refusal)(scope, receive, send)
+async def starting(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer while there is no gateway yet: it lives, and takes no work."""
+    if scope["type"] != "http":
+        await send({"type": "websocket.close"})
+    elif scope["path"] == "/healthz":
+        await respond(Health(status="ok"))(scope, receive, send)
+    elif scope["path"] == "/readyz":
+        await respond(Health(status="starting"), 503)(scope, receive, send)
+    else:
+        told = "the gateway starts: it has not taken up its record yet"
+        refusal = StorageUnavailable(told, component="gateway", retry_after_s=AGAIN_S)
+        await problem_response(refusal)(scope, receive, send)
 
 
 class HttpDoor:
-    """The HTTP door, served from the moment it is made until `close`."""
+    """The HTTP server, from the moment it is made until `close`."""
 
     def __init__(self, listener: socket.socket, connections_max: int, bounds: ServerConfig) -> None:
-        self._early = EarlyApp()
+        #: What answers: `starting` until `open`.
+        self._app: ASGIApp = starting
         self._closing = asyncio.Event()
         self.connections = Connections(limit=connections_max)
         self.serving = asyncio.get_running_loop().create_task(
-            serve(self._early, listener, self._closing.wait, CLOSE_GRACE_S, self.connections, bounds)
+            serve(
+                lambda scope, receive, send: self._app(scope, receive, send),
+                listener,
+                self._closing.wait,
+                CLOSE_GRACE_S,
+                self.connections,
+                bounds,
+            )
         )
 
     def open(self, app: ASGIApp) -> None:
         """From now on ``app`` answers."""
-        self._early.app = app
+        self._app = app
 
     async def close(self) -> None:
         """Let open requests end, and stop; idempotent."""
@@ -212,6 +203,59 @@ class BoundedSend:
                 await self._send(message)
         except TimeoutError:
             raise ClientDisconnect() from None
+
+
+class GuardedApp(ABC):
+    """Routes behind a guard. What fails before its answer has begun is answered as a refusal."""
+
+    def __init__(self, api: Api, component: str, media_types: Collection[str]) -> None:
+        """``media_types`` are those of bodies that no web page can send to a stranger without asking first."""
+        self.api = api
+        self.guard = Door(api.guard, api.session, media_types)
+        self._component = component
+        self._log = structlog.get_logger(f"gateway.{component}")
+        self._router: ASGIApp
+
+    def route(self, routes: Sequence[Route]) -> None:
+        """Serve these, tried in order."""
+        self._router = Router(routes, redirect_slashes=False)
+
+    @abstractmethod
+    def refuse(self, error: CodedError, scope: Scope) -> Response:
+        """Return the answer of a request that is refused or has failed."""
+
+    @abstractmethod
+    def no_route(self, status: int, scope: Scope) -> CodedError:
+        """Return what is told of a path (404) or a method (405) that there is not."""
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send, *, checked: bool = True) -> None:
+        """Answer one request, who may send it ``checked`` first."""
+        scope["app"] = self  # makes Starlette raise for a wrong method instead of answering in plain text
+        bounded = BoundedSend(send, self.api.logs.spec.stall_s)
+        try:
+            if checked:
+                scope[ROLE] = self.guard.let_in(scope)
+            await self._router(scope, receive, bounded)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            failure = self._coded(exhaustion(error, self._component) or error, scope)
+            self.api.metrics.refused(self._component, failure.code)
+            response = self.refuse(failure, scope)
+            if bounded.started:
+                raise
+            # The frames that it came through hold the request's body, often with the error itself: in a circle, which
+            # would stay until the collector comes. Under an overload of large requests that is too late.
+            clear_frames(error.__traceback__)
+            await response(scope, receive, bounded)
+
+    def _coded(self, error: Exception, scope: Scope) -> CodedError:
+        if isinstance(error, CodedError):
+            return error
+        if isinstance(error, HTTPException):
+            return self.no_route(error.status_code, scope)
+        self._log.exception("a request failed", error=str(error))
+        return CodedError("a fault of the gateway: its log tells more", component=self._component)
 
 
 # The page, which holds nothing of the gateway, and the key by which a browser comes in.
@@ -299,123 +343,108 @@ class LandingPage:
 PAGE = "/"
 
 
-class HttpApp:
+class HttpApp(GuardedApp):
     """The ASGI application."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._log = structlog.get_logger("gateway.http")
-        self.operations = [*operations(services), self._openapi_row()]
-        self._open = {PAGE, BARE_UI, *(operation.path for operation in self.operations if operation.open)}
-        self._door = Door(services.guard, services.session, {kind for row in self.operations for kind in row.body})
-        page = LandingPage(self._door, services.session)
-        self._routes = [Route(row.path, _checked(row), methods=[row.method]) for row in self.operations]
+    def __init__(self, api: Api) -> None:
+        self.operations = [*operations(api), *operations_of(self)]
+        self._open = {PAGE, BARE_UI, *(each.path for each in self.operations if each.open)}
+        self._routes = [Route(each.path, _endpoint(each, api), methods=[each.method]) for each in self.operations]
+        media_types = {kind for each in self.operations for kind in each.body}
+        super().__init__(api, "http", media_types)
+        page = LandingPage(self.guard, api.session)
         self._routes.append(Route(PAGE, page.show, methods=["GET"]))
         self._routes.append(Route(BARE_UI, page.lead, methods=["GET"]))
         self._routes.append(Route(UI + "{rest:path}", page.file, methods=["GET"]))
-        self._router: ASGIApp = Router(self._routes, redirect_slashes=False)
+        self.route(self._routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})  # before it was accepted: a 403
             return
-        scope["app"] = self  # makes Starlette raise for a wrong method instead of answering in plain text
-        noting = BoundedSend(send, self._services.logs.spec.stall_s)
-        try:
-            if scope["path"] not in self._open and not scope["path"].startswith(UI):
-                scope[ROLE] = self._door.let_in(scope)
-            await self._router(scope, receive, noting)
-        except ClientDisconnect:
-            return
-        except Exception as error:
-            response = self._failed(error, scope)
-            if noting.started:
-                raise
-            # The frames that it came through hold the request's body, often with the error itself: in a circle, which
-            # would stay until the collector comes. Under an overload of large requests that is too late.
-            clear_frames(error.__traceback__)
-            await response(scope, receive, send)
+        path = scope["path"]
+        await self.answer(scope, receive, send, checked=path not in self._open and not path.startswith(UI))
 
-    def _failed(self, error: Exception, scope: Scope) -> Response:
-        error = exhaustion(error, "http") or error
-        if isinstance(error, CodedError):
-            self._services.metrics.refused("http", error.code)
-            return problem_response(error)
-        if isinstance(error, HTTPException):
-            if error.status_code == 405:
-                refusal = MethodNotAllowed("the method is not allowed here", component="http")
-                return problem_response(refusal, {"Allow": self._allowed(scope)})
-            return problem_response(NotFound("no such path", component="http"))
-        self._log.exception("a request failed", error=str(error))
-        self._services.metrics.refused("http", "internal")
-        return problem_response(CodedError("a fault of the gateway: its log tells more", component="http"))
+    def refuse(self, error: CodedError, scope: Scope) -> Response:
+        if isinstance(error, MethodNotAllowed):
+            here = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
+            allowed = ", ".join(sorted({method for route in here for method in route.methods or ()}))
+            return problem_response(error, {"Allow": allowed})
+        return problem_response(error)
 
-    def _allowed(self, scope: Scope) -> str:
-        """The methods of every row of this path."""
-        here = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
-        return ", ".join(sorted({method for route in here for method in route.methods or ()}))
+    def no_route(self, status: int, scope: Scope) -> CodedError:
+        if status == 405:
+            return MethodNotAllowed("the method is not allowed here", component="http")
+        return NotFound("no such path", component="http")
 
     @cached_property
     def _shapes(self) -> Shapes:
         """Made when it is first asked for: it takes as long as a tenth of the gateway's start."""
         return Shapes(self.operations)
 
-    async def _openapi_page(self, request: Request) -> Response:
-        """The document; who may not call the functions is not told of them."""
+    @operation("GET /openapi.json", "operation", {200: json_answer("OpenAPI 3.1", JsonObject)}, open=True)
+    async def get_openapi(self, request: Request) -> Response:
+        """This document.
+
+        Who may not call the functions is not told of them.
+        """
         try:
-            self._door.let_in(request.scope)
+            self.guard.let_in(request.scope)
         except (Unauthorized, Forbidden):
             return Response(serialization.encode(document(self.operations, self._shapes)), media_type=JSON)
-        functions = [function_info(spec) for spec in self._services.functions.all()]
-        pattern = self._services.callbacks.url_pattern()
-        return Response(
-            serialization.encode(document(self.operations, self._shapes, functions, pattern)), media_type=JSON
-        )
-
-    def _openapi_row(self) -> Operation:
-        return Operation(
-            id="getOpenapi",
-            method="GET",
-            path="/openapi.json",
-            endpoint=self._openapi_page,
-            summary="This document",
-            tag="operation",
-            answers={200: json_answer("OpenAPI 3.1", JsonObject)},
-            open=True,
-        )
+        functions = [function_info(spec) for spec in self.api.functions.all()]
+        pattern = self.api.callbacks.url_pattern()
+        shown = document(self.operations, self._shapes, functions, pattern)
+        return Response(serialization.encode(shown), media_type=JSON)
 
 
-def operations(services: Services) -> list[Operation]:
-    """The table; the hottest first, as routes are tried in order."""
-    return [
-        *InvocationOperations(services).operations(),
-        *BatchOperations(services).operations(),
-        *TrajectoryOperations(services).operations(),
-        *ArchiveOperations(services).operations(),
-        *SessionOperations(services).operations(),
-        *SnapshotOperations(services).operations(),
-        *ImageOperations(services).operations(),
-        *LeaseOperations(services).operations(),
-        *AdministrationOperations(services).operations(),
-        *TaskOperations(services).operations(),
-        *NodeOperations(services).operations(),
-        *WatchOperations(services).operations(),
-    ]
+def operations(api: Api) -> list[Operation]:
+    """Return the declared operations; the hottest first, as routes are tried in order."""
+    return [*operations_of(HttpOperations(api)), *operations_of(api)]
 
 
-def _checked(row: Operation) -> Endpoint:
-    """Return the endpoint behind what is common to all: who may ask, and that nothing is asked which nobody reads."""
-    needed = Role.ADMIN if row.admin else Role.INVOKE
-    known = {} if row.query is None else dict.fromkeys(row.query.__struct_encode_fields__)
+def _endpoint(row: Operation, api: Api) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint that reads what the operation's signature names, calls it, and answers what it returns."""
+    known = () if row.query is None else row.query.__struct_encode_fields__
+    parts = [(name, _part_reader(shape)) for name, shape in row.parts.items()]
 
     async def endpoint(request: Request) -> Response:
-        if not row.open:
-            request.scope[ROLE].require(needed)
+        if row.admin:
+            request.scope[ROLE].require(Role.ADMIN)
         if request.scope["query_string"]:
             unknown = [name for name in request.query_params if name not in known]
             if unknown:
                 told = f"no such query parameter: {unknown[0][:64]!r}; known here: {', '.join(known) or 'none'}"
                 raise InvalidInput(told, component="http", detail={"path": unknown[0]})
-        return await row.endpoint(request)
+        path = request.path_params
+        # Any: each is of the type that the signature says.
+        given: dict[str, Any] = {name: read(path[name]) for name, read in parts}
+        if row.takes_request:
+            given["request"] = request
+        if row.query is not None:
+            given["query"] = read_query(request, row.query)
+        if row.headers is not None:
+            given["headers"] = read_headers(request, row.headers)
+        if row.reads == Chunks:
+            given["body"] = body_chunks(request, api, api.server.file_limit_bytes)
+        elif row.reads is not None:
+            body = await read_body(request, api)
+            if row.reads is bytes:
+                given["body"] = body
+            elif body or row.body_required:
+                given["body"] = serialization.read(serialization.loads_object(body), row.reads, "$")
+        answer = await row.call(**given)
+        if isinstance(answer, Response):
+            return answer
+        return Response(status_code=row.status) if answer is None else respond(answer, row.status)
 
     return endpoint
+
+
+def _part_reader(shape: Shape) -> Callable[[str], Any]:
+    """Return what reads a part of the path; messages call it by the title of its type. Any: what the type says."""
+    metas = [each for each in get_args(shape) if isinstance(each, Meta)]
+    title = next(str(each.title) for each in metas if each.title)
+    if get_args(Name)[1] in metas:
+        return partial(serialization.name, what=title)
+    return partial(serialization.read, kind=shape, what=title)

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from functools import cache
+from http import HTTPStatus
 from typing import TypeVar
 
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Receive
 
 from gateway import serialization
-from gateway.errors import TooSlow, face, problem, reason_face, retry_after
-from gateway.invocations.invocations import HeldInputs, InvocationRequest, Invocations, LiveInvocation
+from gateway.api import JSON, Api, bounded_chunks
+from gateway.errors import face, problem, reason_face, retry_after
+from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Mode, Record
-from gateway.services import Services
 from manager.errors import CodedError, InvalidInput, TooLarge
 from tangram.types import REPLAY, BatchItem, CallHeaders, Problem
 
 T = TypeVar("T", bound=Struct)
 
 
-def read_query(request: HttpRequest, kind: type[T]) -> T:
+def read_query(request: Request, kind: type[T]) -> T:
     """Return the query parameters; raises InvalidInput."""
     given = dict(request.query_params) if request.scope["query_string"] else {}
     return _without_null(serialization.read(given, kind), given)
 
 
-def read_headers(request: HttpRequest, kind: type[T]) -> T:
+def read_headers(request: Request, kind: type[T]) -> T:
     """Return the headers that the type names; raises InvalidInput."""
     names = _header_names(kind)
     found = {
@@ -93,103 +93,55 @@ def read_item(call: object, path: str) -> InvocationRequest:
     )
 
 
-def read_wait_s(text: str | None, limit_s: float) -> float | None:
-    """Return the seconds of ``?wait=30s``; None where it is absent."""
-    return None if text is None else min(serialization.duration_s(text, "wait"), limit_s)
-
-
 def _seconds(text: str | None, what: str) -> float | None:
     return None if text is None else serialization.duration_s(text, what)
 
 
-JSON = "application/json"
 PROBLEM = "application/problem+json"
+#: Reason phrases of status lines: there are clients that read no line without one.
+PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 #: Seconds for which a caller is taken to be there without a look.
 UNWATCHED_S = 0.1
 
 
-async def read_body(request: Request, services: Services, limit_bytes: int | None = None) -> bytes:
-    """The whole body, within the configured bounds (``limit_bytes`` in place of that of an input).
+async def read_body(request: Request, api: Api) -> bytes:
+    """The whole body of an input, within the configured bounds.
 
     Raises TooLarge before more is held, CapacityExceeded while all that arrives is too much, TooSlow.
     """
-    timeout_s = services.bounds.body_timeout_s
-    reading = _Reading(services.held)
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await _read_body(request, limit_bytes or services.bounds.body_limit_bytes, reading)
-    except TimeoutError:
-        raise TooSlow(slow_body(timeout_s), component="http") from None
-    finally:
-        services.held.give(reading.size_bytes)
-
-
-async def body_chunks(
-    request: Request, services: Services, limit_bytes: int, setting: str = "server.file_limit"
-) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives, within its bounds and without holding it; raises TooLarge and TooSlow.
-
-    ``setting`` is the key of the bound, for who has to raise it.
-    """
-    timeout_s = services.bounds.body_timeout_s
-    deadline_s, size_bytes = asyncio.get_running_loop().time() + timeout_s, 0
-    while True:
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                message = await request.receive()
-        except TimeoutError:
-            raise TooSlow(slow_body(timeout_s), component="http") from None
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect()
-        chunk: bytes = message.get("body", b"")
-        size_bytes += len(chunk)
-        if size_bytes > limit_bytes:
-            raise too_large(limit_bytes, setting)
-        if chunk:
-            yield chunk
-        if not message.get("more_body", False):
-            return
-
-
-@dataclass(slots=True)
-class _Reading:
-    """What has arrived of a body."""
-
-    held: HeldInputs
-    size_bytes: int = 0
-
-    def add(self, chunk: bytes) -> None:
-        self.held.check(len(chunk))
-        self.held.take(len(chunk))
-        self.size_bytes += len(chunk)
-
-
-async def _read_body(request: Request, limit_bytes: int, reading: _Reading) -> bytes:
+    limit_bytes, held = api.server.body_limit_bytes, api.held
     length = request.headers.get("content-length")
     if length is not None and length.isdigit() and int(length) > limit_bytes:
-        raise too_large(limit_bytes)
-    chunks: list[bytes] = []
-    while True:
+        raise TooLarge(f"the body is larger than {limit_bytes} bytes (server.body_limit)", component="http")
+    chunks, size_bytes = list[bytes](), 0
+    try:
+        async for chunk in body_chunks(request, api, limit_bytes, "server.body_limit"):
+            held.check(len(chunk))
+            held.take(len(chunk))
+            size_bytes += len(chunk)
+            chunks.append(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    finally:
+        held.give(size_bytes)
+
+
+def body_chunks(
+    request: Request, api: Api, limit_bytes: int, setting: str = "server.file_limit"
+) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives, within its bounds and without holding it; raises TooLarge and TooSlow."""
+    has_ended = False
+
+    async def receive() -> bytes | None:
+        nonlocal has_ended
+        if has_ended:
+            return None
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect()
-        chunk: bytes = message.get("body", b"")
-        reading.add(chunk)
-        if reading.size_bytes > limit_bytes:
-            raise too_large(limit_bytes)
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        has_ended = not message.get("more_body", False)
+        return bytes(message.get("body", b""))
 
-
-def too_large(limit_bytes: int, setting: str = "server.body_limit") -> TooLarge:
-    """Return what is told of a body that is larger than a setting allows."""
-    return TooLarge(f"the body is larger than {limit_bytes} bytes ({setting})", component="http")
-
-
-def slow_body(timeout_s: float) -> str:
-    """Return what is told of a body that does not arrive in time."""
-    return f"the body took longer than {timeout_s:g} s to arrive (server.body_timeout)"
+    return bounded_chunks(receive, limit_bytes, setting, api.server.body_timeout_s, "http")
 
 
 def respond(value: Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -256,7 +208,7 @@ def result_response(record: Record, *, replayed: bool = False) -> Response:
     return Response(serialization.encode(body), shown.http, headers, PROBLEM)
 
 
-async def attend(request: Request, invocations: Invocations, invocation: LiveInvocation, wait_s: float | None) -> bool:
+async def attend(request: Request, api: Api, invocation: LiveInvocation, wait_s: float | None) -> bool:
     """Wait for the end while the caller is there; whether it has ended. A caller that goes leaves it.
 
     Who goes within `UNWATCHED_S` is found gone after it: most calls have ended by then, and need no watcher.
@@ -265,27 +217,22 @@ async def attend(request: Request, invocations: Invocations, invocation: LiveInv
         return True
     loop, watchers = asyncio.get_running_loop(), list[asyncio.Task[None]]()
 
-    def begin() -> None:
-        watchers.append(loop.create_task(watch(request, invocations, invocation)))
+    async def watch() -> None:
+        await disconnected(request.receive)
+        api.invocations.leave(invocation)
 
-    timer = loop.call_later(UNWATCHED_S, begin)
+    timer = loop.call_later(UNWATCHED_S, lambda: watchers.append(loop.create_task(watch())))
     try:
-        return await invocations.wait(invocation, wait_s)
+        return await api.invocations.wait(invocation, wait_s)
     finally:
         timer.cancel()
         for watcher in watchers:
             watcher.cancel()
 
 
-async def watch(request: Request, invocations: Invocations, invocation: LiveInvocation) -> None:
-    """Leave the invocation when the connection closes."""
-    await disconnected(request)
-    invocations.leave(invocation)
-
-
-async def disconnected(request: Request) -> None:
+async def disconnected(receive: Receive) -> None:
     """Wait until the connection closes; the body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.errors import problem, retry_after
+from gateway.http.messages import PHRASES
 from gateway.tls import LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets, TlsServer
 from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput
 
@@ -40,15 +41,12 @@ PROBE_AFTER_S, PROBE_EVERY_S = 60, 15
 logger = structlog.get_logger("gateway.http")
 
 
-_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
-
-
 class NamedStatuses(H11Protocol):
     """HTTP/1.1 whose status lines carry a reason phrase: there are clients that read no other."""
 
     async def _send_h11_event(self, event: H11SendableEvent) -> None:
         if isinstance(event, h11.Response | h11.InformationalResponse) and not event.reason:
-            phrase = _PHRASES.get(event.status_code, b"Unknown")
+            phrase = PHRASES.get(event.status_code, b"Unknown")
             event = type(event)(status_code=event.status_code, headers=event.headers, reason=phrase)
         await super()._send_h11_event(event)
 

@@ -1,22 +1,54 @@
-"""Streams: a log as NDJSON or Server-Sent Events, with heartbeats, and with an end that tells why it ended."""
+"""Responses that last: logs, sessions, the page's changes, and files."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, aclosing
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway import serialization
+from gateway.api import BYTES, session_end
+from gateway.http.messages import disconnected
+from gateway.invocations.invocations import LiveInvocation
 from gateway.invocations.logs import Logs, line_of
 from gateway.store.store import LogRow
-from tangram.types import LogHeartbeat, LogLag, LogRecord
+from runtimes.sandbox.session import InteractiveSession
+from tangram.types import (
+    LogHeartbeat,
+    LogLag,
+    LogRecord,
+    SessionAttached,
+    SessionOutput,
+    SessionRecord,
+    SessionSilence,
+    SessionTaken,
+)
 
 NDJSON = "application/x-ndjson"
 EVENTS = "text/event-stream"
 #: After so many times ``stall_s`` the connection of a follower that reads nothing is cut.
 GIVE_UP_STALLS = 4
+#: Seconds for which a viewer of the page may take nothing before its connection is closed.
+SILENT_S = 30.0
+
+
+async def while_connected(sending: Coroutine[None, None, None], receive: Receive) -> bool:
+    """Send until all is sent or the caller goes; whether he went before. Raises what ended the sending."""
+    loop = asyncio.get_running_loop()
+    sender, watcher = loop.create_task(sending), loop.create_task(disconnected(receive))
+    try:
+        await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        left = not sender.done()
+    finally:
+        watcher.cancel()
+        sender.cancel()
+        await asyncio.gather(sender, watcher, return_exceptions=True)
+    if not left:
+        sender.result()
+    return left
 
 
 def accepts_events(accept: str | None) -> bool:
@@ -54,28 +86,15 @@ class LogStream(Response):
         self._gone = gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.get_running_loop().create_task(self._send_all(send))
-        watching = asyncio.get_running_loop().create_task(self._watch(receive))
         try:
-            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                self._gone()
-        finally:
-            watching.cancel()
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-            await self._pages.aclose()
-        error = None if sending.cancelled() else sending.exception()
-        if isinstance(error, TimeoutError):
+            left = await while_connected(self._send_all(send), receive)
+        except TimeoutError:
             self._logs.followers_dropped += 1
+            left = True
+        finally:
+            await self._pages.aclose()
+        if left:
             self._gone()
-        elif error is not None:
-            raise error
-
-    @staticmethod
-    async def _watch(receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
 
     async def _send_all(self, send: Send) -> None:
         media_type = EVENTS if self._events else NDJSON
@@ -119,3 +138,105 @@ class LogStream(Response):
         seconds = self._logs.spec.stall_s
         told = f"this follower took longer than {seconds:g} s to read (server.logs.stall); resume at next_offset"
         return LogLag(stream="dropped", next_offset=self._position, data=told)
+
+
+class WatchStream(Response):
+    """An ASGI response that sends a viewer changes; nothing is made for one that does not read."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], packed: bool) -> None:
+        super().__init__()
+        self._chunks, self._is_packed = chunks, packed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(self._send_all(send), receive)
+        except TimeoutError:
+            pass
+        finally:
+            await self._chunks.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        headers = [(b"content-type", EVENTS.encode()), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+        headers.append((b"vary", b"Accept-Encoding"))
+        if self._is_packed:
+            headers.append((b"content-encoding", b"gzip"))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for data in self._chunks:
+            async with asyncio.timeout(SILENT_S):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class SessionStream(Response):
+    """An ASGI response that lasts as long as the session, or until its caller goes or another attaches."""
+
+    media_type = NDJSON
+
+    def __init__(
+        self, invocation: LiveInvocation, session: InteractiveSession | None, offset: int, heartbeat_s: float
+    ) -> None:
+        super().__init__()
+        self._invocation = invocation
+        self._session = session
+        self._offset = offset
+        self._heartbeat_s = heartbeat_s
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-store"
+        self.headers["x-invocation-id"] = invocation.record.id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(self._send_all(send), receive)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if self._session is None or await self._send_output(send, self._session):
+            while not await self._invocation.has_ended(self._heartbeat_s):
+                await _send_record(send, SessionSilence(stream="heartbeat"))
+            end = 0 if self._session is None else self._session.end
+            await _send_record(send, session_end(self._invocation.record, end))
+        else:
+            await _send_record(send, SessionTaken(stream="detached"))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_output(self, send: Send, session: InteractiveSession) -> bool:
+        """Send what it says; return whether that is all, and not another caller's from now on."""
+        while not await session.opened(self._heartbeat_s):
+            await _send_record(send, SessionSilence(stream="heartbeat"))
+        attached = SessionAttached(stream="attached", offset=session.start, input_offset=session.input_offset)
+        await _send_record(send, attached)
+        async with aclosing(session.read(self._offset, self._heartbeat_s)) as pages:
+            async for page in pages:
+                for piece in page:
+                    await _send_record(send, SessionOutput(stream=piece.stream, offset=piece.offset, data=piece.data))
+                if not page:
+                    await _send_record(send, SessionSilence(stream="heartbeat"))
+        return session.ended
+
+
+async def _send_record(send: Send, record: SessionRecord) -> None:
+    await send({"type": "http.response.body", "body": serialization.encode(record) + b"\n", "more_body": True})
+
+
+class FileResponse(Response):
+    """An ASGI response that sends a file or an archive as it is read, and lets go of it at its end."""
+
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        opening: AsyncExitStack,
+        media_type: str = BYTES,
+        size_bytes: int | None = None,
+    ) -> None:
+        super().__init__(media_type=media_type)
+        self._chunks = chunks
+        self._opening = opening
+        del self.headers["content-length"]
+        if size_bytes is not None:
+            self.headers["content-length"] = str(size_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._opening:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body"})

@@ -202,7 +202,7 @@ def test_every_class_that_the_glossary_names_is_there() -> None:
 async def test_the_http_page_names_every_route_that_the_invoke_token_is_refused(tmp_path: Path) -> None:
     (row,) = re.findall(r"^\| invoke token \|.*$", page("http"), re.MULTILINE)
     async with serving(GatewayBench(tmp_path)) as running:
-        refused = {f"{each.method} {each.path}" for each in operations(running.app.services) if each.admin}
+        refused = {f"{each.method} {each.path}" for each in operations(running.app.api) if each.admin}
     assert code(row) - {"forbidden"} - {"403"} == refused
 
 

@@ -28,6 +28,7 @@ from msgspec import Struct
 from msgspec.structs import replace as replaced
 
 from gateway import serialization
+from gateway.api import Api, file_conflicts, placed_path
 from gateway.config.schema import DockerFacade
 from gateway.facades.docker.containers import (
     KILLED,
@@ -50,8 +51,6 @@ from gateway.facades.docker.containers import (
 from gateway.facades.docker.http import API_VERSION, API_VERSION_MIN, ChunkSender, EngineExchange
 from gateway.facades.facade import MARGIN_S, ForeignCalls, fault_of_end
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
-from gateway.operations import as_files_are, placed_path
-from gateway.services import Services
 from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, TooLarge, Unsupported
 from manager.function import Background
 from runtimes.sandbox.command import Command
@@ -322,14 +321,14 @@ PROGRESS_MAX = 200_000
 class ContainerImages:
     """The endpoints."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, api: Api) -> None:
+        self._api = api
 
     async def states(self) -> list[ImageState]:
         """Return the images that are here; those of the functions where sandboxes have no others."""
-        if self._services.images is not None:
-            return [each for each in await self._services.images.states() if each.state == "present"]
-        specs = [each.sandbox for each in self._services.functions.all() if each.sandbox is not None]
+        if self._api.provider.images is not None:
+            return [each for each in await self._api.provider.images.states() if each.state == "present"]
+        specs = [each.sandbox for each in self._api.functions.all() if each.sandbox is not None]
         return [ImageState(image=name, state="present") for name in sorted({spec.image for spec in specs}) if name]
 
     async def list(self, exchange: EngineExchange) -> None:
@@ -370,9 +369,9 @@ class ContainerImages:
         elif ":" not in asked.rpartition("/")[2] and "@" not in asked:
             named = f"{asked}:latest"
         require_image_name(named)
-        keeper = self._services.images
+        keeper = self._api.provider.images
         if keeper is None:
-            kind = self._services.sandboxes().kind
+            kind = self._api.provider.info.kind
             told = f"this gateway's sandboxes are of kind {kind} and have no images; serve it with Docker"
             raise Unsupported(told, component=COMPONENT)
         states = [each for each in await keeper.states() if each.state == "present"]
@@ -485,15 +484,15 @@ KILL = re.compile(r"(?:-s )?-?(?:SIG)?([A-Z0-9]+) ")
 class ContainerExecs:
     """The endpoints."""
 
-    def __init__(self, services: Services, calls: ForeignCalls, life: ContainerLife) -> None:
-        self._services = services
+    def __init__(self, api: Api, calls: ForeignCalls, life: ContainerLife) -> None:
+        self._api = api
         self._calls = calls
         self._life = life
 
     def create(self, container: Container, body: Mapping[str, object]) -> ContainerExec:
         """Know a command; raises InvalidInput, Unsupported, Conflict."""
         container.require_running()
-        sandbox = self._services.environments.get(container.record.trajectory)
+        sandbox = self._api.environments.get(container.record.trajectory)
         wish = exec_wish(body, container.record.cwd, None if sandbox is None else sandbox.spec)
         return self._life.exec(container, wish)
 
@@ -545,7 +544,7 @@ class ContainerExecs:
     async def _launch(self, command: ContainerExec, patience_s: float) -> None:
         """Start what runs behind: an action that ends at once, of which a process is left."""
         container, wish = self._life.containers.home(command), command.wish
-        sandbox = self._services.environments.get(container.record.trajectory)
+        sandbox = self._api.environments.get(container.record.trajectory)
         if sandbox is not None and sandbox.spec.background is Background.KILL:
             told = "Detach: the function's processes end with each command (sandbox.background: kill)"
             raise Unsupported(told, component=COMPONENT)
@@ -566,7 +565,7 @@ class ContainerExecs:
     async def _look_behind(self, command: ContainerExec) -> None:
         """Read the exit status of what runs behind, if it has ended."""
         container = self._life.containers.home(command)
-        sandbox = self._services.environments.get(container.record.trajectory)
+        sandbox = self._api.environments.get(container.record.trajectory)
         if sandbox is None or not container.running:
             command.settle(KILLED)
             return
@@ -646,8 +645,8 @@ ABSENT, STAT_S, STAT_BYTES = 65, 30.0, 16384
 class ContainerFiles:
     """The endpoints."""
 
-    def __init__(self, services: Services, life: ContainerLife) -> None:
-        self._services = services
+    def __init__(self, api: Api, life: ContainerLife) -> None:
+        self._api = api
         self._life = life
 
     async def stat(self, exchange: EngineExchange, container: Container, called: str, timeout_s: float) -> None:
@@ -664,7 +663,7 @@ class ContainerFiles:
         """Answer with what a path is as a tar; its names begin with the path's own, or with ``.`` for ``path/.``."""
         path = _asked(exchange)
         sandbox = await self._life.sandbox(container, timeout_s)
-        place, limit_bytes, name = _placed(path), self._services.bounds.file_limit_bytes, _shown(path)
+        place, limit_bytes, name = _placed(path), self._api.server.file_limit_bytes, _shown(path)
         packed = open_archive(sandbox, place, limit_bytes=limit_bytes, base=name != ".", follow=False)
         try:
             async with packed as chunks:
@@ -683,10 +682,10 @@ class ContainerFiles:
         """Unpack a tar into a directory that is there; its entries belong to the sandbox's user."""
         path = _asked(exchange)
         sandbox = await self._life.sandbox(container, timeout_s)
-        place, limit_bytes = _placed(path), self._services.bounds.file_limit_bytes
+        place, limit_bytes = _placed(path), self._api.server.file_limit_bytes
         await self._require_directory(sandbox, called, path)
         try:
-            with as_files_are():
+            with file_conflicts():
                 chunks = exchange.chunks(limit_bytes)
                 await put_archive(sandbox, place, chunks, limit_bytes=limit_bytes)
         except CodedError as error:
@@ -827,13 +826,13 @@ class DockerEngineApi:
 
     name: ClassVar[str] = "docker"
 
-    def __init__(self, services: Services, calls: ForeignCalls, settings: DockerFacade) -> None:
-        self._services = services
+    def __init__(self, api: Api, calls: ForeignCalls, settings: DockerFacade) -> None:
+        self._api = api
         self._settings = settings
-        self._life = ContainerLife(services, calls, settings)
-        self._images = ContainerImages(services)
-        self._files = ContainerFiles(services, self._life)
-        self._execs = ContainerExecs(services, calls, self._life)
+        self._life = ContainerLife(api, calls, settings)
+        self._images = ContainerImages(api)
+        self._files = ContainerFiles(api, self._life)
+        self._execs = ContainerExecs(api, calls, self._life)
         self._table = self.routes()
         self._routes = [(route, route.pattern) for route in self._table]
 
@@ -925,8 +924,8 @@ class DockerEngineApi:
 
     async def info(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         counts = Counter(str(each.record.status) for each in self._life.containers.all())
-        images, cores = len(await self._images.states()), self._services.machines.here.cores
-        await exchange.answer(200, info_shape(counts, self._services.sandboxes(), images, cores))
+        images, cores = len(await self._images.states()), self._api.machines.here.cores
+        await exchange.answer(200, info_shape(counts, self._api.provider.info, images, cores))
 
     # --- containers
 
@@ -935,7 +934,7 @@ class DockerEngineApi:
         platform = exchange.query.get("platform", "")
         if platform and platform.split("/")[:2] != ["linux", architecture()] and platform != "linux":
             raise Unsupported(f"platform: {platform[:64]!r} is not linux/{architecture()}", component=COMPONENT)
-        body = await exchange.read_object(self._services.bounds.body_limit_bytes)
+        body = await exchange.read_object(self._api.server.body_limit_bytes)
         container, warnings = await self._life.create(body, exchange.query.get("name", ""))
         await exchange.answer(201, {"Id": container.record.id, "Warnings": list(warnings)})
 
@@ -951,7 +950,7 @@ class DockerEngineApi:
         limit = _number(exchange, "limit", 0)
         every = flag(exchange.query.get("all")) or "status" in wanted or limit > 0
         found = [each for each in self._seen() if (every or each.running) and _fits(each, wanted)]
-        now_s = self._services.wall()
+        now_s = self._api.wall()
         await exchange.answer(200, [listed_shape(each, now_s) for each in (found[:limit] if limit > 0 else found)])
 
     async def inspect(self, exchange: EngineExchange, match: re.Match[str]) -> None:
@@ -959,30 +958,30 @@ class DockerEngineApi:
 
     async def start(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Begin it: its sandbox is made, and no core is held."""
-        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        await _drained(exchange, self._api.server.body_limit_bytes)
         news = await self._life.start(self._container(match), self._client_s(exchange) - MARGIN_S)
         await exchange.answer(204 if news else 304)
 
     async def stop(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        await _drained(exchange, self._api.server.body_limit_bytes)
         stopped = await self._life.stop(self._container(match), _grace_s(exchange))
         await exchange.answer(204 if stopped else 304)
 
     async def restart(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """End it if it runs, and begin it again: its files stay."""
-        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        await _drained(exchange, self._api.server.body_limit_bytes)
         container, timeout_s = self._container(match), self._client_s(exchange) - MARGIN_S
         await self._life.restart(container, _grace_s(exchange), timeout_s)
         await exchange.answer(204)
 
     async def rename(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Give it another name; its id, and its trajectory's, stay."""
-        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        await _drained(exchange, self._api.server.body_limit_bytes)
         self._life.containers.rename(self._container(match), exchange.query.get("name", ""))
         await exchange.answer(204)
 
     async def kill(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        await _drained(exchange, self._api.server.body_limit_bytes)
         name = signal_name(exchange.query.get("signal") or "KILL")
         try:
             await self._life.kill(self._container(match), name)
@@ -993,7 +992,7 @@ class DockerEngineApi:
 
     async def wait(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Answer when it has ended, with its exit status; that it waits is said at once."""
-        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        await _drained(exchange, self._api.server.body_limit_bytes)
         condition = exchange.query.get("condition") or "not-running"
         if condition not in WAITED:
             raise InvalidInput(f"condition: {condition[:64]!r} is none of {', '.join(WAITED)}", component=COMPONENT)
@@ -1014,7 +1013,7 @@ class DockerEngineApi:
 
     async def attach(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Answer with the output of its main command."""
-        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        await _drained(exchange, self._api.server.body_limit_bytes)
         container = self._container(match)
         ends = container.ends
 
@@ -1026,7 +1025,7 @@ class DockerEngineApi:
         await attach(exchange, self._life.main_of(container) if follows else container.main, ended)
 
     async def resize(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        await _drained(exchange, self._api.server.body_limit_bytes)
         main = self._container(match).main
         if main is not None:
             await main.resize(*_size(exchange))
@@ -1045,17 +1044,17 @@ class DockerEngineApi:
     # --- commands
 
     async def exec_create(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        body = await exchange.read_object(self._services.bounds.body_limit_bytes)
+        body = await exchange.read_object(self._api.server.body_limit_bytes)
         command = self._execs.create(self._container(match), body)
         await exchange.answer(201, {"Id": command.id})
 
     async def exec_start(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        body = await exchange.read_object(self._services.bounds.body_limit_bytes)
+        body = await exchange.read_object(self._api.server.body_limit_bytes)
         patience_s = max(self._client_s(exchange) - MARGIN_S, MARGIN_S)
         await self._execs.start(exchange, self._life.containers.find_exec(match["id"]), body, patience_s)
 
     async def exec_resize(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        await _drained(exchange, self._api.server.body_limit_bytes)
         await self._life.containers.find_exec(match["id"]).resize(*_size(exchange))
         await exchange.answer(200)
 
@@ -1080,7 +1079,7 @@ class DockerEngineApi:
         await self._images.inspect(exchange, match["name"])
 
     async def pull(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await _drained(exchange, self._services.bounds.body_limit_bytes)
+        await _drained(exchange, self._api.server.body_limit_bytes)
         await self._images.pull(exchange)
 
     # --- what they are made of

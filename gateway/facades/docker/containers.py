@@ -19,15 +19,14 @@ import structlog
 from msgspec import Struct
 
 from gateway import serialization
+from gateway.api import Api, with_choice
 from gateway.config.schema import DockerFacade
 from gateway.facades.docker.http import ClientGone, EngineExchange, EnginePipe
 from gateway.facades.facade import ForeignCalls
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Record
-from gateway.services import Services
 from gateway.store.store import Store
 from gateway.tls import ended_chore
-from gateway.trajectories import open_trajectory, with_choice
 from manager.errors import (
     ActionFailed,
     CapacityExceeded,
@@ -136,7 +135,7 @@ class CommandWish:
 class AttendedCommand:
     """A command from the moment it waits for its turn to its end."""
 
-    def __init__(self, services: Services, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish) -> None:
+    def __init__(self, api: Api, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish) -> None:
         self.wish = wish
         self.record = record
         #: Set once its session is there, or never will be.
@@ -152,7 +151,7 @@ class AttendedCommand:
         #: Why there is no exit status; None if there is one.
         self.error: CodedError | None = None
         self.invocation_id = ""
-        self._services = services
+        self._api = api
         self._calls = calls
         self._cancelled = ""
         self._task: asyncio.Task[None] | None = None
@@ -178,7 +177,7 @@ class AttendedCommand:
             self._task.cancel()
         else:
             with suppress(CodedError):
-                await self._services.invocations.cancel(self.invocation_id, why)
+                await self._api.invocations.cancel(self.invocation_id, why)
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDING_S):
                 await self.ended.wait()
@@ -244,7 +243,7 @@ class AttendedCommand:
     async def _followed(self, invocation: LiveInvocation) -> None:
         """Return when it has ended; raises CapacityExceeded if it could have no session."""
         terminal = TerminalSize(self.wish.rows or 24, self.wish.columns or 80) if self.wish.tty else None
-        self.session = self._services.sessions.living(invocation.record.id, terminal)
+        self.session = self._api.sessions.living(invocation.record.id, terminal)
         self.begun.set()
         while not await self.session.opened(HEARTBEAT_S):
             pass
@@ -277,10 +276,8 @@ class AttendedCommand:
 class ContainerExec(AttendedCommand):
     """A command that a client has described, and may start once."""
 
-    def __init__(
-        self, services: Services, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish, pid: int
-    ) -> None:
-        super().__init__(services, calls, record, wish)
+    def __init__(self, api: Api, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish, pid: int) -> None:
+        super().__init__(api, calls, record, wish)
         self.id = secrets.token_hex(32)
         self.pid = pid
         self.started = False
@@ -302,9 +299,9 @@ class MainCommand(AttendedCommand):
     """The main command of a container, and the end of its output that is kept for who comes later."""
 
     def __init__(
-        self, services: Services, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish, keep_bytes: int
+        self, api: Api, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish, keep_bytes: int
     ) -> None:
-        super().__init__(services, calls, record, wish)
+        super().__init__(api, calls, record, wish)
         self._keep_bytes = keep_bytes
         self._output = ByteLog(keep_bytes)
         #: Where each of those stands who are attached and are waited for.
@@ -1077,10 +1074,10 @@ class _Pids:
 class ContainerLife:
     """Makes, begins, ends and removes containers."""
 
-    def __init__(self, services: Services, calls: ForeignCalls, settings: DockerFacade) -> None:
-        self.containers = Containers(services.store, settings)
-        self.slots = asyncio.Semaphore(services.sessions.settings.living_max)
-        self._services = services
+    def __init__(self, api: Api, calls: ForeignCalls, settings: DockerFacade) -> None:
+        self.containers = Containers(api.store, settings)
+        self.slots = asyncio.Semaphore(api.sessions.settings.living_max)
+        self._api = api
         self._calls = calls
         self._settings = settings
         self._pids = _Pids(2**22)
@@ -1128,13 +1125,13 @@ class ContainerLife:
             image=wish.image, config={key: value for key, value in body.items() if key != "HostConfig"},
             host_config=host if isinstance(host, dict) else {}, sandbox=wish.sandbox, argv=wish.argv,
             cwd=wish.cwd, labels=wish.labels, idles=wish.idles, idles_s=wish.idles_s, tty=wish.tty,
-            reads_stdin=wish.reads_stdin, auto_remove=wish.auto_remove, created_s=self._services.wall(),
+            reads_stdin=wish.reads_stdin, auto_remove=wish.auto_remove, created_s=self._api.wall(),
         )  # fmt: skip
         return await self.containers.add(record), wish.warnings
 
     def function(self, name: str) -> FunctionSpec:
         """Return an exec function; raises NotFound, InvalidInput."""
-        function = self._services.functions.get(serialization.name(name, "function"))
+        function = self._api.functions.get(serialization.name(name, "function"))
         if function.runtime != "exec":
             raise InvalidInput(f"{name!r} is no exec function", component=COMPONENT)
         return function
@@ -1144,11 +1141,11 @@ class ContainerLife:
         image = None if wish.sandbox is None else wish.sandbox.image
         if image is None:
             return
-        if self._services.images is None:
-            kind = self._services.sandboxes().kind
+        if self._api.provider.images is None:
+            kind = self._api.provider.info.kind
             told = f"Image: this gateway's sandboxes are of kind {kind}, and have no images but the function's own"
             raise Unsupported(told, component=COMPONENT)
-        present = {each.image for each in await self._services.images.states() if each.state == "present"}
+        present = {each.image for each in await self._api.provider.images.states() if each.state == "present"}
         if present.isdisjoint(image_names(image)):
             raise NotFound(f"No such image: {wish.image}", component=COMPONENT)
 
@@ -1162,7 +1159,7 @@ class ContainerLife:
         record = container.record
         container.require_kept()
         if record.opened:
-            if self._services.engine.trajectory(record.trajectory) is None:
+            if self._api.engine.trajectory(record.trajectory) is None:
                 told = f"container {record.id} ended with its trajectory, and its files with it: make a new one"
                 raise Conflict(told, component=COMPONENT)
             return
@@ -1170,7 +1167,7 @@ class ContainerLife:
         done = False
         try:
             async with asyncio.timeout(timeout_s):
-                await open_trajectory(self._services, record.trajectory, asked)
+                await self._api.open_trajectory(record.trajectory, asked)
                 container.require_kept()
                 done = True
         except TimeoutError:
@@ -1189,14 +1186,14 @@ class ContainerLife:
                 return False
             await self.open(container, timeout_s)
             record = container.record
-            record.status, record.started_s = "running", self._services.wall()
+            record.status, record.started_s = "running", self._api.wall()
             record.exit_code, record.error, record.out_of_memory = 0, "", False
             self.containers.save(container)
             if record.idles:
                 self._arm(container)
             else:
                 self._begin_main(container)
-            await self._services.store.commit()  # who is told that it runs finds it so at the next gateway
+            await self._api.store.commit()  # who is told that it runs finds it so at the next gateway
             return True
 
     def _begin_main(self, container: Container) -> None:
@@ -1215,8 +1212,8 @@ class ContainerLife:
     def _main(self, container: Container) -> MainCommand:
         record = container.record
         wish = CommandWish(argv=record.argv, cwd=record.cwd, tty=record.tty, stdin=record.reads_stdin)
-        keep_bytes = self._services.sessions.settings.output_bytes
-        return MainCommand(self._services, self._calls, record, wish, keep_bytes)
+        keep_bytes = self._api.sessions.settings.output_bytes
+        return MainCommand(self._api, self._calls, record, wish, keep_bytes)
 
     async def _attend_main(self, container: Container, main: MainCommand) -> None:
         """Keep its output, and end its container with it."""
@@ -1240,7 +1237,7 @@ class ContainerLife:
             container.timer.cancel()
             container.timer = None
         if record.idles_s:
-            left_s = max(0.0, record.started_s + record.idles_s - self._services.wall())
+            left_s = max(0.0, record.started_s + record.idles_s - self._api.wall())
             loop = asyncio.get_running_loop()
             container.timer = loop.call_later(left_s, self._chore_later, container)
 
@@ -1260,7 +1257,7 @@ class ContainerLife:
                 "after another: let it be kept alive by 'sleep infinity', and begin servers by exec -d"
             )
             raise Conflict(told, component=COMPONENT)
-        command = ContainerExec(self._services, self._calls, container.record, wish, self._pids.next())
+        command = ContainerExec(self._api, self._calls, container.record, wish, self._pids.next())
         self.containers.add_exec(command)
         return command
 
@@ -1275,9 +1272,9 @@ class ContainerLife:
         async with container.lock:
             await self.open(container, timeout_s)
         trajectory = container.record.trajectory
-        found = self._services.environments.get(trajectory)
+        found = self._api.environments.get(trajectory)
         if found is None:
-            self._services.require_here(trajectory)
+            self._api.require_here(trajectory)
             raise NotFound(f"container {container.record.id} has no sandbox any more", component=COMPONENT)
         return found
 
@@ -1327,13 +1324,13 @@ class ContainerLife:
             main = container.main
             living = [] if main is None or main.ended.is_set() else [main]
             await asyncio.gather(*(each.cancel("the container was ended") for each in (*commands, *living)))
-            sandbox = self._services.environments.get(container.record.trajectory)
+            sandbox = self._api.environments.get(container.record.trajectory)
             if sandbox is not None and sandbox.alive:
                 with suppress(CodedError):
                     await sandbox.sweep()
             if container.running:
                 self._ended(container, main.exit_code or exit_code if living and main else exit_code, "")
-                await self._services.store.commit()
+                await self._api.store.commit()
 
     async def remove(self, container: Container, *, force: bool) -> None:
         """Remove it with its trajectory; raises Conflict for one that runs, unless it is forced."""
@@ -1357,7 +1354,7 @@ class ContainerLife:
     def look(self, container: Container) -> None:
         """See whether its trajectory has ended."""
         record = container.record
-        if record.status == "running" and self._services.engine.trajectory(record.trajectory) is None:
+        if record.status == "running" and self._api.engine.trajectory(record.trajectory) is None:
             told = "its trajectory has ended: it was idle for its idle_ttl, or somebody ended it"
             self._ended(container, KILLED, told)
 
@@ -1366,7 +1363,7 @@ class ContainerLife:
         if record.status != "running":
             return
         record.status, record.exit_code, record.error = "exited", exit_code, why
-        record.finished_s = self._services.wall()
+        record.finished_s = self._api.wall()
         container.ends += 1
         if container.timer is not None:
             container.timer.cancel()
@@ -1375,7 +1372,7 @@ class ContainerLife:
             self._chore(self.remove(container, force=True))
 
     async def _end_trajectory(self, trajectory: str) -> None:
-        await self._services.engine.end_trajectory(trajectory)
+        await self._api.engine.end_trajectory(trajectory)
 
     # --- chores
 

@@ -10,9 +10,8 @@ import socket
 import stat
 import sys
 import termios
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from http import HTTPStatus
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import parse_qsl, unquote
@@ -21,10 +20,10 @@ import h11
 import structlog
 
 from gateway import serialization
+from gateway.api import JSON, bounded_chunks
 from gateway.config.schema import DockerFacade, ServerConfig
-from gateway.errors import TooSlow
 from gateway.facades.facade import Dialect, fault_of
-from gateway.http.messages import JSON, too_large
+from gateway.http.messages import PHRASES
 from gateway.tls import Connections
 from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput, StorageUnavailable, exhaustion
 
@@ -48,7 +47,6 @@ _ENGINE = {
     "Docker-Experimental": "false",
     "Ostype": "linux",
 }
-_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
 class ClientGone(Exception):
@@ -176,24 +174,18 @@ class EngineExchange:
         #: Whether an answer has begun.
         self.started = False
 
-    async def chunks(self, limit_bytes: int) -> AsyncGenerator[bytes, None]:
+    def chunks(self, limit_bytes: int) -> AsyncIterator[bytes]:
         """Yield the body as it arrives; raises TooLarge, TooSlow, ClientGone."""
-        timeout_s = self.peer.bounds.body_timeout_s
-        deadline_s, size_bytes = asyncio.get_running_loop().time() + timeout_s, 0
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    event = await self.peer.event()
-            except TimeoutError:
-                raise TooSlow(f"the body took longer than {timeout_s:g} s to arrive", component="docker") from None
+
+        async def receive() -> bytes | None:
+            event = await self.peer.event()
             if isinstance(event, h11.EndOfMessage):
-                return
+                return None
             if not isinstance(event, h11.Data):
                 raise ClientGone
-            size_bytes += len(event.data)
-            if size_bytes > limit_bytes:
-                raise too_large(limit_bytes)
-            yield bytes(event.data)
+            return bytes(event.data)
+
+        return bounded_chunks(receive, limit_bytes, "server.body_limit", self.peer.bounds.body_timeout_s, "docker")
 
     async def read_object(self, limit_bytes: int) -> dict[str, object]:
         """Return the body, a JSON object or nothing; raises InvalidInput and as `chunks`."""
@@ -242,7 +234,7 @@ class EngineExchange:
     def _head(self, status: int, headers: Mapping[str, str]) -> h11.Response:
         self.started = True
         shown = list((_ENGINE | dict(headers)).items())
-        return h11.Response(status_code=status, headers=shown, reason=_PHRASES.get(status, b"Unknown"))
+        return h11.Response(status_code=status, headers=shown, reason=PHRASES.get(status, b"Unknown"))
 
 
 class ChunkSender:

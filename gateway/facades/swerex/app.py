@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from gateway import serialization
+from gateway.api import Api, placed_path
 from gateway.config.schema import SwerexFacade
 from gateway.facades.facade import (
     Dialect,
@@ -38,8 +39,6 @@ from gateway.facades.facade import (
 )
 from gateway.http.messages import body_chunks
 from gateway.invocations.record import Record
-from gateway.operations import placed_path
-from gateway.services import Services
 from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, Reason
 from manager.function import FunctionSpec
 from runtimes.sandbox.files import SandboxFiles
@@ -401,8 +400,8 @@ class Swerex(Facade):
     prefix: ClassVar[str] = "swerex"
     media_types: ClassVar[frozenset[str]] = frozenset({"application/json", OCTETS, MULTIPART})
 
-    def __init__(self, services: Services, calls: ForeignCalls, section: SwerexFacade) -> None:
-        super().__init__(services, calls, section)
+    def __init__(self, api: Api, calls: ForeignCalls, section: SwerexFacade) -> None:
+        super().__init__(api, calls, section)
         self._settings = section
         self._remembered: OrderedDict[str, tuple[str, Response]] = OrderedDict()
 
@@ -534,7 +533,7 @@ class Swerex(Facade):
         asked = read_shape(await self.read_object(request), ReadFile)
         files = await self._files(request, place)
         try:
-            path, limit_bytes = placed_path(asked.path, files.workdir), self.services.bounds.file_limit_bytes
+            path, limit_bytes = placed_path(asked.path, files.workdir), self.api.server.file_limit_bytes
             async with files.open(path, limit_bytes=limit_bytes) as file:
                 data = b"".join([chunk async for chunk in file.chunks()])
             return answer({"content": decoded(data, asked)})
@@ -562,8 +561,8 @@ class Swerex(Facade):
             raise InvalidInput(f"the body must be {MULTIPART} with file, target_path and unzip", component=self.name)
         files = await self._files(request, place)
         name = f".swerex-{secrets.token_hex(12)}"
-        limit_bytes = self.services.bounds.file_limit_bytes
-        chunks = body_chunks(request, self.services, limit_bytes)
+        limit_bytes = self.api.server.file_limit_bytes
+        chunks = body_chunks(request, self.api, limit_bytes)
         await files.write(placed_path(name, files.workdir), chunks, mode=0o600)
         try:
             record = await self._act(request, place, told_script(UNPACK, {"body": name, "mark": f"--{boundary}"}), None)
@@ -582,8 +581,8 @@ class Swerex(Facade):
     async def close(self, request: Request, place: RuntimePlace) -> Response:
         """End the trajectory with all that is in it, or its sessions only where trajectories are kept."""
         if not self._settings.keep:
-            await self.services.engine.end_trajectory(place.trajectory)
-        elif self.services.engine.trajectory(place.trajectory) is not None:
+            await self.api.engine.end_trajectory(place.trajectory)
+        elif self.api.engine.trajectory(place.trajectory) is not None:
             input = told_script(SESSION, {"verb": "close all", "name": place.session()})
             self._check(await self._act(request, place, input, None))
         return answer({})
@@ -617,7 +616,7 @@ class Swerex(Facade):
 
     def _place(self, request: Request) -> RuntimePlace:
         """Return whose runtime it is; raises InvalidInput where nothing names it, NotFound, Forbidden."""
-        headers, bounds = request.headers, self.services
+        headers, bounds = request.headers, self.api
         if (
             headers.get("content-type", "").startswith(MULTIPART)
             and bounds.guard.tokenless
@@ -729,13 +728,13 @@ class Swerex(Facade):
 
     async def _files(self, request: Request, place: RuntimePlace) -> SandboxFiles:
         """Return the files of the trajectory's sandbox, which an action makes that waits its turn."""
-        found = self.services.files(place.trajectory)
+        found = self.api.files(place.trajectory)
         if found is None:
             unread = Request(
                 request.scope, _silent
             )  # whoever watches a connection takes the body for its caller's signs
             self._check(await self._act(unread, place, {"command": ":"}, None))
-            found = self.services.files(place.trajectory)
+            found = self.api.files(place.trajectory)
         if found is None:
             raise NotFound(f"trajectory {place.trajectory!r} has no sandbox any more", component=self.name)
         return found
@@ -754,7 +753,7 @@ class Swerex(Facade):
             self._told(record)
 
     def _timed_out(self, record: Record, asked_s: float | None, text: str) -> RaisedAtClient:
-        function_s = self.services.functions.get(record.function).timeout_s
+        function_s = self.api.functions.get(record.function).timeout_s
         bound_s = function_s if asked_s is None else min(asked_s, function_s)
         told = text.format(bound_s)
         if asked_s is None or asked_s > function_s:

@@ -307,7 +307,7 @@ async def test_the_address_that_serve_prints_opens_the_page(tmp_path: Path, show
     async with serving(bench(tmp_path, auth="token")) as gateway:
         await shown.page.goto(gateway.app.page)
         await shown.sees(".verdict .badge")
-        assert gateway.app.services.session.key not in shown.page.url
+        assert gateway.app.api.session.key not in shown.page.url
         await shown.find("#nav a", "Functions").click()
         await (await shown.sees("td a", "math_reward")).click()
         await shown.find("button.pri", "Send").click()

@@ -57,7 +57,7 @@ def fields(message: Descriptor) -> set[str]:
 async def test_every_choice_that_http_gives_is_given_here(gateway: RunningGateway) -> None:
     service = tangram_pb2.DESCRIPTOR.services_by_name["Gateway"]
     assert {name for names in METHODS.values() for name in names} == set(service.methods_by_name)
-    rows = {row.id: row for row in HttpApp(gateway.app.services).operations}
+    rows = {row.id: row for row in HttpApp(gateway.app.api).operations}
     missing = {}
     for id, names in METHODS.items():
         assert not rows[id].admin and not rows[id].open, "the invoke token does for it, and no other caller"

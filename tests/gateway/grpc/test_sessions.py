@@ -326,7 +326,7 @@ async def test_a_known_key_opens_no_second_session_and_there_are_no_more_than_ma
             assert caller.stream.initial_metadata.get("tangram-idempotent-replay") == expected
             ids.append(caller.id)
     assert ids[0] == ids[1]
-    table = gateway.app.services.sessions
+    table = gateway.app.api.sessions
     others = [f"s{index}" for index in range(table.settings.living_max - 1)]
     for other in others:
         table.living(other, None)
@@ -357,7 +357,7 @@ async def test_output_that_nobody_reads_holds_the_command_back(tmp_path: Path, m
                 await caller.until_attached()
                 async with asyncio.timeout(DEADLINE_S):
                     await held.wait()
-                session = gateway.app.services.sessions.get(caller.id)
+                session = gateway.app.api.sessions.get(caller.id)
                 assert session is not None
                 assert session.start == 0
                 assert session.end <= session.settings.output_bytes
@@ -383,7 +383,7 @@ async def test_the_example_of_the_page_goes_on_over_a_cut(gateway: RunningGatewa
     (example,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def converse" in each]
     scope: dict[str, Any] = {}
     exec(example, scope)
-    sessions = gateway.app.services.sessions
+    sessions = gateway.app.api.sessions
     with closing(NodeRelay(f"127.0.0.1:{gateway.app.grpc_port}")) as relay:
         host, port = relay.address.split(":")
         with closing(Channel(host, int(port))) as opened:

@@ -22,7 +22,7 @@ def stranger(gateway: RunningGateway) -> httpx.AsyncClient:
 
 
 def key_of(app: App) -> str:
-    return app.services.session.key
+    return app.api.session.key
 
 
 @pytest.fixture

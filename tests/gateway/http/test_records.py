@@ -168,7 +168,7 @@ async def test_the_document_holds_every_route_and_its_answers(gateway: RunningGa
     assert document["openapi"].startswith("3.1")
     ids = [row["operationId"] for methods in document["paths"].values() for row in methods.values()]
     assert len(ids) == len(set(ids))
-    served = {(row.method.lower(), row.path.replace(":path}", "}")) for row in operations(gateway.app.services)}
+    served = {(row.method.lower(), row.path.replace(":path}", "}")) for row in operations(gateway.app.api)}
     listed = {(method, path) for path, methods in document["paths"].items() for method in methods}
     functions = {("post", f"/v1/functions/{name}/invocations") for name in FUNCTIONS}
     assert listed == served | {("get", "/openapi.json")} | functions

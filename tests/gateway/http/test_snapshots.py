@@ -142,8 +142,8 @@ async def test_a_fork_is_as_it_was_and_both_go_their_own_way(
 async def test_a_record_holds_what_was_chosen_and_no_value_of_the_functions_own(running: RunningGateway) -> None:
     await opened(running, "one", sandbox={"env": {"TASK_ID": "7"}})
     snapshot = (await taken(running, "one"))["snapshot"]
-    assert running.app.services is not None
-    record = running.app.services.snapshots.get(snapshot).record
+    assert running.app.api is not None
+    record = running.app.api.snapshots.get(snapshot).record
     assert record.spec.env == {"TASK_ID": "7"}
     changed = replace(SANDBOX, env={"OWN": "changed"})
     assert forked(changed, record, images=False).env == {"OWN": "changed", "TASK_ID": "7"}

@@ -56,7 +56,7 @@ async def test_an_end_by_silence_is_noticed(tmp_path: Path) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while not await opened(trajectory):
                 pass
-        await until(lambda: running.app.services.engine.trajectory("t") is None)
+        await until(lambda: running.app.api.engine.trajectory("t") is None)
         await everything_raises(trajectory)
 
 

@@ -28,9 +28,9 @@ async def engine(tmp_path: Path) -> AsyncIterator[EngineWorld]:
 @pytest.fixture
 async def life(engine: EngineWorld) -> AsyncIterator[ContainerLife]:
     app = engine.running.app
-    assert app.services is not None
+    assert app.api is not None
     assert app.facades.calls is not None
-    made = ContainerLife(app.services, app.facades.calls, SETTINGS)
+    made = ContainerLife(app.api, app.facades.calls, SETTINGS)
     await made.ready()
     yield made
     await made.close()

@@ -300,7 +300,7 @@ async def test_the_gateways_troubles_are_its_own_exceptions_and_no_exit_codes(tm
         assert "the timeout of box" in told["message"]
         lost = RuntimeClient(running, "/swerex/blind/two")
         ended = asyncio.create_task(lost.raised("execute", command="sleep 600", shell=True))
-        await until(lambda: running.app.services.environments.get("two") is not None)
+        await until(lambda: running.app.api.environments.get("two") is not None)
         await running.http.delete("/v1/trajectories/two")
         assert (await ended)["class_path"] == "swerex.exceptions.SwerexException"
         waits = await RuntimeClient(running, "/swerex/blind/three").raised("execute", command="sleep 600", shell=True)

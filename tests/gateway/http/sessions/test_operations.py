@@ -136,7 +136,7 @@ async def test_what_cannot_be_is_refused_with_its_field(client: AsyncClient, gat
 async def test_there_are_no_more_than_may_live(tmp_path: Path) -> None:
     bench = GatewayBench(tmp_path, functions={"held": function("held")})
     async with serving(bench) as gateway:
-        table = gateway.app.services.sessions
+        table = gateway.app.api.sessions
         for index in range(table.settings.living_max):
             table.living(f"s{index}", None)
         answer = await gateway.http.post("/v1/trajectories/t1/sessions", json={"argv": ["cat"]})
