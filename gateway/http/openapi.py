@@ -50,8 +50,12 @@ class Shapes:
 
     def parameters(self, kind: type[Struct] | None, place: str) -> list[dict[str, object]]:
         """Return the fields of a type as parameters of a query or of headers."""
-        properties = {} if kind is None else self._parameters[kind.__name__]["properties"]
-        return [_parameter(name, place, schema) for name, schema in properties.items()]
+        shown = {} if kind is None else self._parameters[kind.__name__]
+        required = shown.get("required", ())
+        return [
+            {**_parameter(name, place, schema), "required": name in required}
+            for name, schema in shown.get("properties", {}).items()
+        ]
 
 
 def document(
