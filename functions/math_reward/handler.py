@@ -6,6 +6,7 @@ Standard library only. ``{"answer": text, "reference": text}`` -> ``{"reward", "
 from __future__ import annotations
 
 import ast
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -14,8 +15,8 @@ from typing import Any
 
 Number = Fraction | float
 
-#: Points at which expressions with variables are compared.
-_POINTS = (Fraction(7, 5), Fraction(-11, 3), Fraction(23, 7))
+#: Points at which expressions with variables are compared; below zero their values are.
+_POINTS = (1, -2, 3)
 _TEXT_MAX_CHARS = 200_000
 _EXPRESSION_MAX_CHARS = 1000
 _EXPONENT_MAX = 200
@@ -36,7 +37,7 @@ def score(event: Mapping[str, Any], context: Any) -> dict[str, object]:
 # --- finding the answer
 
 
-_SAID = re.compile(r"(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*(?P<answer>[^\n]+)", re.IGNORECASE)
+_SAID = re.compile(r"(?:final\s+)?answer\s*(?:is|:|=)\s*(?::\s*)?(?P<answer>[^\n]+)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?:-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+)(?:\s*/\s*\d+)?(?:\s*\\?%)?")
 
 
@@ -194,10 +195,17 @@ _CONSTANTS: Mapping[str, float] = {"pi": math.pi, "e": math.e, "inf": math.inf}
 _WORDS = "|".join((*_FUNCTIONS, *_CONSTANTS))
 
 
-def expression(text: str) -> Callable[[Fraction], Number]:
-    """The text as a function of its variables' common value; ValueError or SyntaxError when it is no expression."""
+def expression(text: str) -> Callable[[int], Number]:
+    """The text as a function of a point; ValueError or SyntaxError when it is no expression."""
     tree = ast.parse(_python(text), mode="eval")
-    return lambda x: _value(tree.body, x)
+    return lambda point: _value(tree.body, point)
+
+
+def _letter(name: str, point: int) -> Fraction:
+    """The value of a variable at a point: no sum or product of others' values is one."""
+    digits = int.from_bytes(hashlib.sha256(f"{point} {name}".encode()).digest()[:4], "big")
+    value = Fraction(2**18 + digits % 2**20, 2**18 + 3)
+    return -value if point < 0 else value
 
 
 def _python(text: str) -> str:
@@ -218,23 +226,22 @@ def _python(text: str) -> str:
     return re.sub(r"\)(?=\d)", ")*", text)
 
 
-def _value(node: ast.expr, x: Fraction) -> Number:
+def _value(node: ast.expr, point: int) -> Number:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return Fraction(str(number))
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
         case ast.Name(id=name) if len(name) == 1:
-            # Different letters must differ in value, equal ones agree.
-            return x * (ord(name) % 31 + 1)
+            return _letter(name, point)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand, x)
+            return -_value(operand, point)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand, x)
+            return _value(operand, point)
         case ast.BinOp(left=left, op=operator, right=right):
-            return _combined(operator, _value(left, x), _value(right, x))
+            return _combined(operator, _value(left, point), _value(right, point))
         case ast.Call(func=ast.Name(id=name), args=[argument]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](float(_value(argument, x)))
+            return _FUNCTIONS[name](float(_value(argument, point)))
     raise ValueError(f"no number: {ast.dump(node)[:80]}")
 
 

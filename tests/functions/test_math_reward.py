@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ def test_the_final_answer_is_found(text: str, answer: str | None, found: str) ->
         ("2x+3", "3+2x"),
         ("(x+1)^2", "x^2+2x+1"),
         (r"x(x-1)", "x^2-x"),
+        ("(a+b)^2", "a^2+2a*b+b^2"),
         ("x=5", "5"),
         ("(1, 2)", r"\left(1,\ 2\right)"),
         ("{3, 1}", "1,3"),
@@ -79,6 +81,9 @@ def test_answers_that_mean_the_same_are_equal(left: str, right: str) -> None:
         ("x+1", "x-1"),
         ("a", "b"),
         ("x+y", "x+z"),
+        ("g", "a+b"),
+        ("2a", "j"),
+        ("ab", "cd"),
         ("1,2", "1,2,3"),
         ("yes", "no"),
         ("", "0"),
@@ -89,6 +94,27 @@ def test_answers_that_mean_the_same_are_equal(left: str, right: str) -> None:
 )
 def test_answers_that_differ_are_not_equal(left: str, right: str) -> None:
     assert not equal(left, right) and not equal(right, left)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "answer is" + "\n" * 200_000,
+        "the final answer:" + " \n" * 100_000 + ":",
+        "final answer " * 15_000,
+        "1" + " " * 199_000 + "/",
+        "1 " * 100_000,
+        "1," * 100_000,
+        "\\boxed{" * 25_000,
+        "$" * 200_000,
+        "answer is $" + "x" * 199_000,
+    ],
+    ids=range(9),
+)
+def test_a_long_answer_takes_time_in_proportion(text: str) -> None:
+    began_s = time.process_time()
+    score({"answer": text, "reference": "1"}, StubContext())
+    assert time.process_time() - began_s < 2.0
 
 
 def test_the_reward_says_what_was_compared() -> None:
