@@ -101,6 +101,7 @@ async def rewards(environments: Environments, tally: Tally) -> None:
                 continue
             finally:
                 await environments.end(name)
+                await environments.end(f"{name}-fork")
             if value["reward"] is None:
                 tally.vetoed.append(name)
             elif not is_earned(attack, value["reward"]):

@@ -66,6 +66,10 @@ async def play(
         await sandbox.write_file(path, text.encode())
     for act in () if solved else attack.acts:
         await sandbox.run(Command(shell=act, timeout_s=10.0))
+    if attack.forked:
+        kept = await environments.snapshot(trajectory)
+        trajectory += "-fork"
+        sandbox = await environments.ensure(trajectory, replace(sandbox.spec, snapshot=kept.id))
     tests = attack.tests or {TEST: PROJECT[TEST]}
     given: dict[str, object] = {"env": dict(attack.env), **({} if attack.tests else {"fail_to_pass": [LISTED]})}
     if attack.given or (function.pytest is not None and function.pytest.grade == "fresh"):

@@ -63,3 +63,10 @@ async def test_a_fresh_grade_leaves_the_trajectory_as_it_was(environments: Envir
     assert value["reward"] == 1.0
     seen = await sandbox.run(Command(shell="kill -0 $(cat pid) && ls -A . tests"))
     assert (seen.exit_code, seen.stdout.split()) == (0, b".: calc.py pid tests tests: test_calc.py".split()), seen
+
+
+async def test_tests_behind_a_link_are_not_called_locked(environments: Environments, spec: SandboxSpec) -> None:
+    linked = RewardAttack(name="linked", acts=("mkdir elsewhere; rm -rf tests; ln -s elsewhere tests",), given=True)
+    value = await play(linked, environments, small(spec))
+    assert value["reward"] == 0.0
+    assert "tests_given" in value["checked"] and "tests_locked" not in value["checked"]  # type: ignore[operator]

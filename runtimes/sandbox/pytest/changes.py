@@ -2,20 +2,22 @@
 
 Run in sandboxes as ``python3 -I -S -c SOURCE MODE``, in the working directory and as the sandbox's user:
 
-    list     the fresh one: prints {path: digest} of what it has already
-    collect  the trajectory's: standard input {"known", "paths", "left_out", "ignore", "limit_bytes"}; prints one line
-             {"deleted", "changed", "left_out"} or {"error"}, and a tar of the files and links that changed
-    apply    the fresh one: standard input is a line {"paths", "left_out", "ignore", "limit_bytes"} and then what
-             ``collect`` printed; prints {"left_out", "failed"}
+    list     the fresh one: prints {"known": {path: digest} of what it has already, "python": the interpreter's path,
+             "kept": what of the working directory belongs to the installation}
+    collect  the trajectory's: standard input {"known", "paths", "left_out", "kept", "ignore", "limit_bytes"}; prints
+             one line {"deleted", "changed", "left_out"} or {"error"}, and a tar of the files and links that changed
+    apply    the fresh one: standard input is a line {"paths", "left_out", "kept", "ignore", "limit_bytes"} and then
+             what ``collect`` printed; prints {"left_out", "failed"}
 
 What the trajectory's sandbox answers is the agent's word, and good for nothing but the content of files below the
 working directory of a sandbox that it has never seen. Which of them may come over is decided again where they arrive.
 """
 
 # A sandbox's paths may be any bytes, and each object for one would cost more than the look at it.
-# ruff: noqa: PTH102, PTH108, PTH110, PTH112, PTH114, PTH115, PTH117, PTH118, PTH123, PTH211
+# ruff: noqa: PTH100, PTH102, PTH108, PTH109, PTH110, PTH112, PTH114, PTH115, PTH117, PTH118, PTH120, PTH123, PTH211
 from __future__ import annotations
 
+import ast
 import fnmatch
 import hashlib
 import io
@@ -29,7 +31,10 @@ import tarfile
 from typing import Any
 
 #: Trees and files that are no part of a solution: compiled code, installed packages, and what Python runs at its start.
-NEVER = ("site-packages", "*.pth", "*.dist-info", "*.egg-info", "sitecustomize.py", "usercustomize.py")
+NEVER = (
+    *("site-packages", "dist-packages", "*.pth", "*.dist-info", "*.egg-info", "*.egg-link", "pyvenv.cfg"),
+    *("sitecustomize", "sitecustomize.*", "usercustomize", "usercustomize.*"),
+)
 #: Of these not even a word is lost.
 SILENT = (".git", "__pycache__", "*.pyc", ".tangram-*")
 #: Where pytest and its plugins find their options.
@@ -37,6 +42,7 @@ OPTIONS = (
     "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml",
 )  # fmt: skip
 GIT_S = 30
+LINKS_MAX = 40
 TOLD_MAX = 20
 
 
@@ -60,10 +66,48 @@ def walked() -> list[str]:
     """Return the files and links below the working directory."""
     found: list[str] = []
     for directory, folders, files in os.walk("."):
-        folders[:] = [name for name in folders if not _matches(name, SILENT)]
+        folders[:] = [name for name in folders if not _matches(name, SILENT) and not _is_venv(directory, name)]
         links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
         names = [name for name in files if not _matches(name, SILENT)] + links
         found += [os.path.normpath(os.path.join(directory, name)) for name in names]
+    return found
+
+
+def _is_venv(directory: str, name: str) -> bool:
+    return os.path.lexists(os.path.join(directory, name, "pyvenv.cfg"))
+
+
+def kept_places() -> list[str]:
+    """Return what below the working directory is of the installation: the interpreter, its libraries and programs."""
+    here, found = os.getcwd(), []
+    programs = [os.path.abspath(place) for place in os.environ.get("PATH", "").split(":") if place]
+    prefixes = [sys.prefix, sys.exec_prefix, sys.base_prefix, *sys.path]
+    for program in _links_of(sys.executable):
+        found.append(program)
+        home = os.path.dirname(program)
+        prefixes += [place for place in (home, os.path.dirname(home)) if _is_venv(place, "")]
+    for place in [*programs, *prefixes]:
+        found += _links_of(place)
+    for directory, folders, _ in os.walk("."):
+        venvs = [name for name in folders if _is_venv(directory, name)]
+        found += [os.path.abspath(os.path.join(directory, name)) for name in venvs]
+        folders[:] = [name for name in folders if name not in venvs and not _matches(name, SILENT)]
+    below = {os.path.relpath(place, here) for place in found if place.startswith(here.rstrip("/") + "/")}
+    return sorted(below)
+
+
+def _links_of(place: str) -> list[str]:
+    """Return a path and, where it or a directory on its way is a link, what each of them leads to."""
+    found = [os.path.abspath(place)]
+    for _ in range(LINKS_MAX):
+        parts = found[-1].split("/")
+        link = next((at for at in range(2, len(parts) + 1) if os.path.islink("/".join(parts[:at]))), 0)
+        if not link:
+            break
+        head, rest = "/".join(parts[:link]), parts[link:]
+        found.append(head)
+        target = os.path.join(os.path.dirname(head), os.readlink(head))
+        found.append(os.path.abspath(os.path.join(target, *rest)))
     return found
 
 
@@ -107,6 +151,7 @@ class Rules:
     def __init__(self, told: dict[str, Any]) -> None:
         self.named = [os.path.normpath(each) for each in told["paths"]]
         self.out = {os.path.normpath(path) for path in told["left_out"]}
+        self.kept = [os.path.normpath(path) for path in told["kept"]]
         self.never = (*NEVER, *(OPTIONS if told["ignore"] else ()))
 
     def counts(self, path: str) -> bool:
@@ -116,8 +161,21 @@ class Rules:
         return path not in self.out and not any(each.startswith(path + "/") for each in self.out)
 
     def stays_behind(self, path: str) -> bool:
-        """Return whether it is no part of a solution, or holds options that do not count."""
+        """Return whether it is no part of a solution: it is of the installation, or holds options that do not count."""
+        if any((path + "/").startswith(each + "/") or each.startswith(path + "/") for each in self.kept):
+            return True
         return any(_matches(part, self.never) for part in path.split("/"))
+
+    def is_beside_tests(self, path: str) -> bool:
+        """Return whether pytest would import it before the tests that are given: the package in which they lie."""
+        directory, _, name = path.rpartition("/")
+        if name.partition(".")[0] != "__init__":
+            return False
+        homes = {each.rpartition("/")[0] for each in self.out}
+        above = any((each + "/").startswith(directory + "/") for each in homes)
+        return bool(homes) and (
+            directory in homes or not directory or (above and directory.rpartition("/")[2].startswith("test"))
+        )
 
     def admit(self, path: str) -> bool:
         silent = any(_matches(part, SILENT) for part in path.split("/"))
@@ -200,7 +258,9 @@ def apply(data: bytes) -> dict[str, list[str]]:
                 raise SystemExit(f"more than {told['limit_bytes']} bytes have changed")
             try:
                 path = _admitted(entry.name, rules, left)
-                if path:
+                if path and rules.is_beside_tests(path) and _has_code(tar, entry):
+                    left.append(path)
+                elif path:
                     _bring(tar, entry, _place(path), rules)
             except (OSError, ValueError):
                 failed.append(entry.name)
@@ -217,6 +277,18 @@ def _admitted(name: str, rules: Rules, left: list[str]) -> str:
     if path not in left:
         left.append(path)
     return ""
+
+
+def _has_code(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> bool:
+    """Return whether a module does anything when it is imported."""
+    source = tar.extractfile(entry) if entry.isreg() and entry.name.endswith(".py") else None
+    if source is None:
+        return True
+    try:
+        body = ast.parse(source.read()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    return not all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in body)
 
 
 def _bring(tar: tarfile.TarFile, entry: tarfile.TarInfo, path: str, rules: Rules) -> None:
@@ -261,7 +333,7 @@ def _clear(path: str, rules: Rules) -> None:
 def main() -> None:
     mode, given = sys.argv[1], sys.stdin.buffer.read()
     if mode == "list":
-        answer = json.dumps(known_files()).encode()
+        answer = json.dumps({"known": known_files(), "python": sys.executable, "kept": kept_places()}).encode()
     elif mode == "collect":
         answer = collect(json.loads(given))
     else:

@@ -1,12 +1,13 @@
 """Begins pytest inside a sandbox, clear of the project's code. Standard library and pytest, Python 3.7 on.
 
-Run as ``python3 -s -c SOURCE``, with the variables of `HIDE` by other names; standard input holds one JSON object
+Run as ``python3 -s -S -c SOURCE``, with the variables of `HIDE` by other names; standard input holds one JSON object
 {"nonce", "modules", "compiled", "paths", "wanted", "prefixes", "done", "workers", "dist", "args", "test_timeout_s",
-"own_options"}, of which ``modules`` are the sources of `plugin` and of what it imports, by name, and
+"own_options", "tests", "start"}, of which ``modules`` are the sources of `plugin` and of what it imports, by name, and
 ``compiled`` the same as files of some Python's bytecode, in base64. Standard output becomes the report (`plugin`), to
 which this process adds
 
     {"start": {"pytest", "xdist", "workers", "noticed"}}   {"absent": why}   {"blocked": why}   {"end": exit status}
+    {"clean": whether Python, pytest and its plugins began with nothing of the agent's}
 
 What the suite prints goes to standard error. Nothing of the project is imported before pytest and the plugins of the
 installation are: not from the working directory, PYTHONPATH or the user's own site directory, and no entry point of
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 #: The modules that lie in a directory of their own.
-MODULE, BASELINE = "tangram_pytest", "tangram_baseline"
+MODULE, BASELINE, START = "tangram_pytest", "tangram_baseline", "tangram_start"
 #: Variables by which a project would have a part in Python's start, and what precedes the names that they have then.
 HIDE, HIDDEN = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP"), "TANGRAM_HIDDEN_"
 #: What tells the processes of a run where the project's modules are, and what their environment was.
@@ -40,7 +41,7 @@ WORKER_MESSAGE_MAX_BYTES = 64 * 2**20  # all the ids of a suite are one
 #: Names under which a file of the project passes for a module of Python's or of ours.
 NOT_THE_PROJECTS = (
     *("pytest", "_pytest", "pluggy", "xdist", "execnet", "sitecustomize", "usercustomize"),
-    *(MODULE, BASELINE),
+    *(MODULE, BASELINE, START),
 )
 
 Send = Callable[..., None]
@@ -54,18 +55,19 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    project = _project()
-    try:
-        pytest = _pytest_of(project)
-    except ImportError:
-        send(absent="no pytest")
-        return
     try:
         directory = _own_directory(told["modules"], told["compiled"])
     except OSError as error:
         send(blocked=f"no temporary file can be made: {error}")
         return
     try:
+        project = _project(told, directory)
+        installation = begin(project)
+        try:
+            pytest = _pytest_of(project, installation)
+        except ImportError:
+            send(absent="no pytest")
+            return
         status = int(_run(pytest, send, told, project, directory))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -75,12 +77,30 @@ def main() -> None:
     os._exit(status)  # a thread that a test left behind must not keep the answer waiting
 
 
-def _project() -> dict[str, Any]:
+def _project(told: dict[str, Any], directory: str) -> dict[str, Any]:
     """Return where the project's modules are, and its part of the environment, which it gets back before its code."""
     kept = {name: os.environ.pop(HIDDEN + name, None) for name in HIDE}
-    os.environ["PYTHONNOUSERSITE"] = "1"  # as we were started, and so that workers are
+    kept["PYTHONNOUSERSITE"] = "1"  # as we were started, and so that workers and what tests start are
+    os.environ["PYTHONNOUSERSITE"] = "1"
+    here = os.getcwd()  # noqa: PTH109
     places = [os.path.abspath(place) for place in (kept["PYTHONPATH"] or "").split(":") if place]  # noqa: PTH100
-    return {"paths": [os.getcwd(), *places], "environment": kept}  # noqa: PTH109
+    start = told["start"]
+    return {
+        "paths": [here, *places],
+        "environment": kept,
+        "tests": [os.path.abspath(path) for path in told["tests"]],  # noqa: PTH100
+        "directory": directory,
+        "own_options": told["own_options"],
+        "start": {**start, "roots": [here, *start["roots"]], "kept": [*start["kept"], directory]},
+    }
+
+
+def begin(project: dict[str, Any]) -> Any:
+    """Run Python's `site` without the project, and return what is installed."""
+    sys.path.insert(0, project["directory"])
+    module = importlib.import_module(START)
+    sys.path.remove(project["directory"])
+    return module.begin(project["start"])
 
 
 def sender(fd: int, nonce: str) -> Send:
@@ -111,11 +131,13 @@ def _own_directory(modules: dict[str, str], compiled: dict[str, str]) -> str:
     return directory
 
 
-def _pytest_of(project: dict[str, Any]) -> Any:
-    """Return pytest as it is installed, or else from the caller's PYTHONPATH; raises ImportError."""
+def _pytest_of(project: dict[str, Any], installation: Any) -> Any:
+    """Return pytest as it is installed, or else from the project or the caller's PYTHONPATH; raises ImportError."""
     try:
         return importlib.import_module("pytest")
     except ImportError:
+        installation.clean = False
+        installation.admit(project["tests"])
         sys.path += project["paths"][1:]
         return importlib.import_module("pytest")
 
@@ -125,13 +147,15 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
     paths = [path for path in told["paths"] if Path(path).exists()]
     xdist = "" if _is_off("xdist", told["args"]) else _xdist_version()
     workers = told["workers"] if xdist else 1
-    noticed = noticed_in(project["paths"])
+    noticed = noticed_in(dict.fromkeys([*project["paths"], *sys.modules[START].installation().waiting]))
     send(start={"pytest": pytest.__version__, "xdist": xdist, "workers": workers, "noticed": noticed})
     if told["paths"] and not paths:
         return 5  # pytest's own status for no tests
     plugin: Any = importlib.import_module(MODULE)
     plugin.hide()
-    plugin.drop_bytecode(paths)
+    if not plugin.drop_bytecode(paths):
+        # What was compiled before could not be taken away: nothing of it is read.
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(directory) / "compiled")
     plugin._reporter, plugin._has_workers = plugin.Reporter(send), workers > 1
     plugin._selection = plugin.TestSelection(told["wanted"], told["prefixes"], told["done"])
     plugin._test_timeout_s = told["test_timeout_s"]
@@ -142,13 +166,12 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
         width = ["-n", str(workers), "--dist", _dist(told["dist"], xdist)] if workers > 1 else ["-n", "0"]
     if told["own_options"]:
         arguments += ["-c", str(Path(directory) / "pytest.ini"), "--rootdir", str(Path.cwd()), "--noconftest"]
-    project["plugins"] = named_plugins(told["args"])
     if workers > 1:
         os.environ.setdefault("PYTHONHASHSEED", "0")  # else workers may disagree on the ids of parameters from sets
         os.environ[PROJECT] = json.dumps(project)
         _check_messages()
     plugin._project.update(project)
-    plugin.import_plugins(project)
+    plugin.load_installed_first()
     status: int = pytest.main([*arguments, *told["args"], *width, *paths])
     return status
 
@@ -166,14 +189,6 @@ def _check_messages() -> None:
     message.from_io = staticmethod(from_io)
 
 
-def named_plugins(arguments: list[str]) -> list[str]:
-    """Return the plugins that the caller names, which may be modules of the project."""
-    named = [arguments[at + 1] for at, option in enumerate(arguments[:-1]) if option == "-p"]
-    named += [argument[2:] for argument in arguments if argument.startswith("-p") and len(argument) > 2]
-    named += os.environ.get("PYTEST_PLUGINS", "").split(",")
-    return [name for name in named if name and not name.startswith("no:")]
-
-
 def _is_off(plugin: str, arguments: list[str]) -> bool:
     """Return whether the caller keeps a plugin of the installation out."""
     return f"-pno:{plugin}" in arguments or ("-p", f"no:{plugin}") in zip(arguments, arguments[1:])  # noqa: B905, RUF007  # Python 3.7
@@ -185,7 +200,7 @@ def noticed_in(places: Iterable[str]) -> list[str]:
     found = []
     for place in places:
         for name in sorted(path.name for path in Path(place).glob("*")):
-            stem = name[:-3] if name.endswith(".py") else ""
+            stem = name[:-3] if name.endswith(".py") else name if name in NOT_THE_PROJECTS else ""
             points = Path(place, name, "entry_points.txt")  # of a distribution, with its plugins if it has any
             plugin = points.is_file() and b"[pytest11]" in points.read_bytes()
             if stem in installed or name.endswith(".pth") or plugin:

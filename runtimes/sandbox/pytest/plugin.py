@@ -3,7 +3,7 @@
 `launch` begins pytest with it, in the controlling process and in each worker. The report has one JSON line each of
 
     {"selected": [id, ...]}   {"run": id}   {"test": id, "verdict"}   {"broken" or "skipped": path, "message"}
-    {"altered": [name]}   {"turned": id}   {"crashed": worker's error}
+    {"altered": [name]}   {"turned": id}   {"crashed": worker's error}   {"clean": bool}
 
 The project's code runs in the same process, or in its workers. It is the gateway that judges, outside the sandbox: it
 takes each verdict once, and whatever does not fit together is worth nothing. What that cannot hold is code that lies in
@@ -19,11 +19,13 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import re
 import shlex
 import signal
+import stat
 import sys
 import threading
 import types
@@ -31,15 +33,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MODULE, BASELINE = "tangram_pytest", "tangram_baseline"
+MODULE, BASELINE, START = "tangram_pytest", "tangram_baseline", "tangram_start"
 #: Verdicts that no test has which raised something.
 PASSING = ("passed", "xpassed")
 IDS_PER_LINE, MESSAGE_MAX_CHARS, REASON_MAX_CHARS, ALTERED_MAX = 500, 4000, 200, 10
 #: Seconds between the exception that ends an overlong test and the end of its process.
 TEST_GRACE_S = 5.0
+#: Of entry points that are plugins of pytest's.
+GROUP = "pytest11"
 #: ``--dist loadgroup`` puts the group's name behind the id.
 _GROUP = re.compile(r"@[^\]@]*$")
-OURS = (MODULE, BASELINE)
+OURS = (MODULE, BASELINE, START)
 #: What tells the processes of a run where the project's modules are, and what their environment was.
 PROJECT = "TANGRAM_PROJECT"
 #: Modules of pytest's whose every function a test may compare by: where they are depends on pytest's version.
@@ -57,9 +61,18 @@ JUDGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("unittest.case", ("TestCase", "_Outcome", "_AssertRaisesContext")),
 )
 #: A worker is a process of the same kind, and takes its first modules from the installation too.
-WORKER = "import sys; sys.path[:] = [place for place in sys.path if place]; exec(sys.argv[-1])"
+WORKER = (
+    "import gc, sys; gc.disable(); sys.path[:] = [place for place in sys.path if place]; import json, os; "
+    f"project = json.loads(os.environ['{PROJECT}']); sys.path.insert(0, project['directory']); import {START}; "
+    f"del sys.path[0]; {START}.begin(project['start']); exec(sys.argv[-1])"
+)
 #: Trees in which nobody edits Python.
 SKIPPED_FOLDERS = frozenset({".git", ".hg", "node_modules", "site-packages"})
+#: Files that pytest reads wherever they lie.
+READ_BY_PYTEST = frozenset(
+    {"conftest.py", "__init__.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
+    | {"pyproject.toml"}
+)
 #: Compiled tests, by their names or because pytest compiled them.
 _TESTS = re.compile(r"^(test_|conftest\.)|_test\.|-pytest-")
 
@@ -157,9 +170,22 @@ _config: Any = None
 _started_in = ""
 
 
-def pytest_load_initial_conftests(early_config: Any) -> None:
-    """Let the project in: the plugins of the installation are loaded, and no conftest is yet."""
+def pytest_load_initial_conftests() -> None:
+    """Let the project in, if no plugin of its own was asked for before: no conftest is loaded yet."""
+    let_in(clean=True)
+
+
+pytest_load_initial_conftests.pytest_impl = {"tryfirst": True}  # type: ignore[attr-defined]  # without pytest at hand
+
+
+def let_in(*, clean: bool, load: Callable[[], object] = lambda: None) -> None:
+    """Let the project in, once; ``clean`` says whether every plugin of the installation is loaded.
+
+    ``load`` loads the project's own plugins, those that the installation names: none by what lies in its tree.
+    """
     global _baseline
+    if _baseline is not None:
+        return
     gc.freeze()
     gc.unfreeze()  # with the old objects, which are looked through last
     gc.enable()
@@ -168,15 +194,17 @@ def pytest_load_initial_conftests(early_config: Any) -> None:
     _baseline = importlib.import_module(BASELINE).Baseline()
     tell_dropped_failures()
     _judges.update(judges())
+    installation: Any = sys.modules[START].installation()
+    if _reporter is not None:
+        _reporter.send(clean=clean and installation.clean)
+    installation.admit(_project["tests"], lambda name: note_altered([f"the module {name}"]))
+    load()
     sys.path[:0] = _project["paths"]
     if not _has_workers:
         for name, value in _project["environment"].items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-pytest_load_initial_conftests.pytest_impl = {"tryfirst": True}  # type: ignore[attr-defined]  # without pytest at hand
 
 
 def pytest_configure(config: Any) -> None:
@@ -349,7 +377,7 @@ def worker_of(spec: str) -> str:
     """Return how a worker is started: of the project's modules it takes none for one of the installation."""
     if spec != "popen":
         return spec
-    return f"popen//python={shlex.quote(sys.executable)} -c {shlex.quote(WORKER)}"
+    return f"popen//python={shlex.quote(sys.executable)} -s -S -c {shlex.quote(WORKER)}"
 
 
 class ControllerHooks:
@@ -400,15 +428,24 @@ def _on_alarm(*_: object) -> None:
     pytest.fail(f"the test ran longer than {_test_timeout_s:g} s")
 
 
-def drop_bytecode(paths: Iterable[str]) -> None:
+def drop_bytecode(paths: Iterable[str]) -> bool:
     """Delete compiled files beneath the working directory: those of tests, and those older than their source.
 
+    Return whether all could be looked at and deleted. What would keep whoever opens it waiting for ever goes as well.
     Python takes compiled code for fresh when the source's size and *second* are the same: a fix that is written in
     the second of the run before it would be tested as it was before, and tests could be compiled from another text.
     """
+    whole = True
     tested = {os.path.normpath(path if Path(path).is_dir() else Path(path).parent) for path in paths}
     for directory, folders, files in os.walk("."):
         folders[:] = [folder for folder in folders if folder not in SKIPPED_FOLDERS]
+        for name in set(files) & READ_BY_PYTEST:
+            with contextlib.suppress(OSError):
+                if stat.S_ISFIFO(Path(directory, name).stat().st_mode):
+                    Path(directory, name).unlink()
+        cache = Path(directory, "__pycache__")
+        if "__pycache__" in folders and (cache.is_symlink() or not os.access(cache, os.R_OK | os.W_OK | os.X_OK)):
+            whole = False
         if not directory.endswith("__pycache__"):
             continue
         home = os.path.normpath(Path(directory).parent)
@@ -416,30 +453,83 @@ def drop_bytecode(paths: Iterable[str]) -> None:
         for name in files:
             compiled, source = Path(directory, name), Path(directory).parent / (name.partition(".")[0] + ".py")
             try:
-                if ours or _TESTS.search(name) or source.stat().st_mtime_ns >= compiled.stat().st_mtime_ns:
-                    compiled.unlink()
+                if not (ours or _TESTS.search(name) or source.stat().st_mtime_ns >= compiled.stat().st_mtime_ns):
+                    continue
             except OSError:
                 continue
+            try:
+                compiled.unlink()
+            except OSError:
+                whole = False
+    return whole
 
 
-def import_plugins(project: dict[str, Any]) -> None:
-    """Import the plugins that the caller names, those of the installation first.
+def load_installed_first() -> None:
+    """Have pytest load the plugins of the installation before the project is let in, and the project's then."""
+    manager: Any = importlib.import_module("pluggy").PluginManager
+    pytests: Any = importlib.import_module("_pytest.config").PytestPluginManager
+    load, import_plugin = manager.load_setuptools_entrypoints, pytests.import_plugin
 
-    pytest would warn that it can rewrite them no more, and a project may make an error of every warning.
-    """
-    if project["plugins"]:
-        hook: Any = importlib.import_module("_pytest.assertion.rewrite").AssertionRewritingHook
-        hook._warn_already_imported = lambda _self, _name: None
-    kept = list(sys.path)
-    sys.path += project["paths"]
-    for name in project["plugins"]:
+    def load_setuptools_entrypoints(self: Any, group: str, name: str | None = None) -> Any:
+        if group != GROUP or _baseline is not None:
+            return load(self, group, name)
+        installation: Any = sys.modules[START].installation()
+        waits = installation.waits
+        later = [each for each in _projects_plugins() if not self.is_blocked(each)]
+        for each in later:
+            self.set_blocked(each)
+
+        def load_others() -> None:
+            for each in later:
+                self._name2plugin.pop(each, None)
+            if waits and not _project["own_options"]:
+                load(self, group, name)
+            for each in later:
+                load(self, group, each)
+
         try:
-            importlib.import_module(name)
+            count = load(self, group, name)
         except ImportError:
-            continue  # an entry point's name, or pytest says what is wrong with it
-    sys.path[:] = kept
+            if not waits:
+                raise
+            let_in(clean=False, load=load_others)
+            return load(self, group, name)
+        let_in(clean=True, load=load_others)
+        return count
+
+    def import_named(self: Any, name: str, *arguments: Any, **named: Any) -> Any:
+        """Import a plugin that somebody names, which may be a module of the project."""
+        essential = name in _builtin_plugins() or name in sys.modules or self.is_blocked(name)
+        if _baseline is None and not essential and not _is_installed(name):
+            let_in(clean=False)
+        return import_plugin(self, name, *arguments, **named)
+
+    manager.load_setuptools_entrypoints, pytests.import_plugin = load_setuptools_entrypoints, import_named
+
+
+def _builtin_plugins() -> Any:
+    return sys.modules["_pytest.config"].builtin_plugins
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _projects_plugins() -> list[str]:
+    """Return the names of the plugins of the installation whose modules lie in the project."""
+    if not sys.modules[START].installation().waits:
+        return []
+    try:
+        metadata = importlib.import_module("importlib.metadata")
+    except ImportError:  # Python 3.7, where pytest brings its own
+        metadata = importlib.import_module("importlib_metadata")
+    points = [point for each in metadata.distributions() for point in each.entry_points if point.group == GROUP]
+    return [point.name for point in points if not _is_installed(point.value.partition(":")[0])]
 
 
 if PROJECT in os.environ:  # a worker
     hide()
-    import_plugins(json.loads(os.environ[PROJECT]))
+    load_installed_first()

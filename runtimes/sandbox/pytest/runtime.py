@@ -11,11 +11,12 @@ import posixpath
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 import orjson
 from msgspec import Meta
@@ -29,7 +30,7 @@ from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_e
 from runtimes.sandbox.disk import WalkBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec import Directory, Env, LogLines, Stage, begin, checked, invalid, traced
-from runtimes.sandbox.pytest import baseline, changes, launch, plugin
+from runtimes.sandbox.pytest import baseline, changes, launch, plugin, start
 from runtimes.sandbox.pytest.plugin import begins, key_of
 from runtimes.sandbox.runner.client import FILE_ERROR, compiled, unmade
 from runtimes.sandbox.sandbox import Sandbox
@@ -297,6 +298,8 @@ class SuiteReport:
     xdist: bool = False
     #: pytest was there and began.
     started: bool = False
+    #: Nothing of the agent's had a part in the start of Python, pytest and its plugins, in any run; None: not known.
+    clean: bool | None = None
     #: Why pytest could not even begin.
     absent: str = ""
     #: Why the suite's process found no place of its own.
@@ -355,6 +358,8 @@ class SuiteReport:
                 self.started, self.xdist = True, bool(xdist)
                 self.workers = min(max(workers, self.workers), WORKERS_MAX)
                 self.noticed = tuple(str(text) for text in noticed)
+            case {"clean": bool(clean)}:
+                self.clean = clean and self.clean is not False
             case {"selected": list(ids)}:
                 known = set(self.selected)
                 self.selected += [str(id) for id in ids if id not in known][: TESTS_MAX - len(known)]
@@ -713,10 +718,22 @@ _LISTING_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FreshFiles:
+    """What a fresh sandbox has before anything comes over."""
+
+    #: Digest by path, as `changes` makes it.
+    known: Mapping[str, str]
+    #: The interpreter, by its whole path.
+    python: str
+    #: Paths below the working directory of the installation, which stay as they are.
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeTransfer:
     """How changes are brought over."""
 
-    #: Interpreter in both sandboxes.
+    #: Interpreter in the trajectory's sandbox, and by which the fresh one's is looked for.
     python: str
     #: Files and directories, all by default.
     paths: Sequence[str]
@@ -729,25 +746,24 @@ class ChangeTransfer:
     #: Seconds for each step.
     timeout_s: float
 
-    async def known(self, fresh: Sandbox) -> dict[str, Any]:
+    async def known(self, fresh: Sandbox) -> FreshFiles:
         """Return what the fresh sandbox has already; raises ActionFailed."""
-        listed = await self._run(fresh, "list", b"", _LISTING_BYTES)
+        listed = await self._run(fresh, self.python, "list", b"", _LISTING_BYTES)
         if listed.exit_code != 0 or listed.stdout_truncated:
             why = _last(listed) or "it has too many files"
             message = f"the fresh sandbox's files cannot be listed: {why}"
             raise ActionFailed(Reason.INVALID_INPUT, message, component=COMPONENT)
-        known = json.loads(listed.stdout)
-        assert isinstance(known, dict)
-        return known
+        files = json.loads(listed.stdout)
+        return FreshFiles(known=files["known"], python=files["python"] or self.python, kept=tuple(files["kept"]))
 
-    async def collect(self, original: Sandbox, known: dict[str, Any]) -> bytes:
+    async def collect(self, original: Sandbox, files: FreshFiles) -> bytes:
         """Return what the trajectory's sandbox says that it has changed, which nobody has looked at.
 
         Raises ValueError if it says nothing.
         """
-        told = json.dumps({"known": known, **self._rules()}).encode()
+        told = json.dumps({"known": files.known, **self._rules(files)}).encode()
         try:
-            ended = await self._run(original, "collect", told, self.limit_bytes + _LISTING_BYTES)
+            ended = await self._run(original, self.python, "collect", told, self.limit_bytes + _LISTING_BYTES)
         except (InvalidInput, NotFound, TooLarge) as refused:  # it cannot even be entered, which is the agent's
             raise ValueError(f"the trajectory's changes could not be read: {refused.message}") from None
         except ActionFailed as failure:
@@ -758,10 +774,10 @@ class ChangeTransfer:
             raise ValueError(f"the trajectory's changes could not be read: {_last(ended)}")
         return ended.stdout
 
-    async def apply(self, fresh: Sandbox, changed: bytes) -> list[str]:
+    async def apply(self, fresh: Sandbox, changed: bytes, files: FreshFiles) -> list[str]:
         """Bring them into the fresh sandbox; return notes for the record. Raises ValueError if that cannot be."""
-        told = json.dumps(self._rules()).encode()
-        ended = await self._run(fresh, "apply", told + b"\n" + changed, _LISTING_BYTES)
+        told = json.dumps(self._rules(files)).encode()
+        ended = await self._run(fresh, files.python, "apply", told + b"\n" + changed, _LISTING_BYTES)
         if ended.exit_code != 0:
             raise ValueError(f"the trajectory's changes could not be applied: {_last(ended)}")
         said = json.loads(ended.stdout)
@@ -772,19 +788,20 @@ class ChangeTransfer:
             notes.append(f"could not be applied: {_fresh_some(said['failed'])}")
         return notes
 
-    def _rules(self) -> dict[str, object]:
+    def _rules(self, files: FreshFiles) -> dict[str, object]:
         """Return what may come over, for whoever packs it and for whoever unpacks it."""
         return {
             "paths": list(self.paths),
             "left_out": list(self.left_out),
+            "kept": list(files.kept),
             "ignore": self.ignore,
             "limit_bytes": self.limit_bytes,
         }
 
-    async def _run(self, sandbox: Sandbox, mode: str, given: bytes, limit_bytes: int) -> CommandResult:
+    async def _run(self, sandbox: Sandbox, python: str, mode: str, given: bytes, limit_bytes: int) -> CommandResult:
         return await sandbox.run(
             Command(
-                argv=(self.python, "-I", "-S", "-c", _SOURCE, mode),
+                argv=(python, "-I", "-S", "-c", _SOURCE, mode),
                 stdin=given,
                 timeout_s=self.timeout_s,
                 kill_grace_s=0.0,
@@ -814,7 +831,7 @@ _RUNTIME_SOURCE = Path(launch.__file__).read_text(encoding="utf-8")
 #: The modules that it finds in a directory of its own.
 _MODULES = {
     name: Path(str(module.__file__)).read_text(encoding="utf-8")
-    for name, module in ((launch.MODULE, plugin), (launch.BASELINE, baseline))
+    for name, module in ((launch.MODULE, plugin), (launch.BASELINE, baseline), (launch.START, start))
 }
 #: The same, compiled by this Python, for one in a sandbox that reads its bytecode: the first bytes tell.
 _COMPILED = {name: base64.b64encode(compiled(source, name)).decode("ascii") for name, source in _MODULES.items()}
@@ -828,7 +845,7 @@ import os, sys
 for name in {launch.HIDE!r}:
     if name in os.environ:
         os.environ[{launch.HIDDEN!r} + name] = os.environ.pop(name)
-os.execvp(sys.argv[2], [sys.argv[2], "-s", "-c", {CLEAN!r}, sys.argv[1]])
+os.execvp(sys.argv[2], [sys.argv[2], "-s", "-S", "-c", {CLEAN!r}, sys.argv[1]])
 """
 #: What mends a sandbox without pytest.
 INSTALL = "install it in the image, for process sandboxes for the host's python3, or name one by sandbox.path"
@@ -883,24 +900,33 @@ class PytestRuntime:
             limit_bytes=plan.spec.changes_limit_bytes,
             timeout_s=self._settings.transfer_s,
         )
-        async with self._stage.enter_fresh(execution, original.spec) as sandbox:
+        # A snapshot holds what the agent did before a fork: what came with the image alone is nobody's.
+        async with self._stage.enter_fresh(execution, replace(original.spec, snapshot="")) as sandbox:
             claims = claims_of(execution.action.id, execution.action.attempt)
             notes: list[str] = []
+            files = None
             if not any(claim.startswith(claims) for claim in sandbox.resumable):
-                known = await transfer.known(sandbox)
+                files = await transfer.known(sandbox)
                 try:
                     async with self._stage.visit(original, execution):
-                        changed = await transfer.collect(original, known)
-                    notes = await transfer.apply(sandbox, changed)
+                        changed = await transfer.collect(original, files)
+                    notes = await transfer.apply(sandbox, changed, files)
                 except ValueError as error:
                     execution.begin()
                     return self._begun(execution, sandbox, plan, fresh=True).worthless(str(error))
-            return await self._run(execution, sandbox, plan, fresh=True, notes=notes)
+            return await self._run(execution, sandbox, plan, fresh=True, notes=notes, files=files)
 
     async def _run(
-        self, execution: Execution, sandbox: Sandbox, plan: SuitePlan, *, fresh: bool, notes: Sequence[str] = ()
+        self,
+        execution: Execution,
+        sandbox: Sandbox,
+        plan: SuitePlan,
+        *,
+        fresh: bool,
+        notes: Sequence[str] = (),
+        files: FreshFiles | None = None,
     ) -> Result:
-        run = self._begun(execution, sandbox, plan, fresh=fresh, notes=notes)
+        run = self._begun(execution, sandbox, plan, fresh=fresh, notes=notes, files=files)
         run.detached = await begin(execution, sandbox)
         try:
             return await run.result()
@@ -908,12 +934,23 @@ class PytestRuntime:
             execution.end()
 
     def _begun(
-        self, execution: Execution, sandbox: Sandbox, plan: SuitePlan, *, fresh: bool, notes: Sequence[str] = ()
+        self,
+        execution: Execution,
+        sandbox: Sandbox,
+        plan: SuitePlan,
+        *,
+        fresh: bool,
+        notes: Sequence[str] = (),
+        files: FreshFiles | None = None,
     ) -> _Run:
         info = self._environments.provider.info
         work = info.disk != WalkBound.name
         bounds = _Bounds(work=work, tmp=work or info.kind != "container")
-        return _Run(execution, sandbox, plan, self._settings, bounds, fresh=fresh, notes=notes)
+        made = replace(sandbox.spec, snapshot="")
+        unused = None if execution.action.trajectory is None else lambda: self._environments.ephemeral(made)
+        return _Run(
+            execution, sandbox, plan, self._settings, bounds, fresh=fresh, notes=notes, files=files, unused=unused
+        )
 
     async def resize(self, action: Action, lease: Lease) -> None:
         await self._stage.resize(action, lease)
@@ -946,13 +983,19 @@ class _Run:
         *,
         fresh: bool,
         notes: Sequence[str] = (),
+        files: FreshFiles | None = None,
+        unused: Callable[[], AbstractAsyncContextManager[Sandbox]] | None = None,
     ) -> None:
         self._execution = execution
+        #: Makes a sandbox like that in which the agent worked, as it was before; None where no agent did.
+        self._unused = unused
         self.detached = False
         self._fresh = fresh
         self._sandbox = sandbox
         self._plan = plan
         self._settings = settings
+        self._python = settings.python if files is None else files.python
+        self._kept = () if files is None else files.kept
         self._bounds = bounds
         self._claims = claims_of(execution.action.id, execution.action.attempt)
         self._report = SuiteReport(sandbox.secret(self._claims))
@@ -983,6 +1026,8 @@ class _Run:
             self._lines.close()
         if ended.timed_out:
             raise self._timed_out()
+        if why := await self._undone():
+            return self.worthless(why)
         if self._report.absent:
             raise self._failed(Reason.INVALID_INPUT, f"the sandbox has {self._report.absent}: {INSTALL}")
         if ended.out_of_memory and self._report.end is None:
@@ -995,6 +1040,42 @@ class _Run:
             told = f"$.tests: {path} is no Python: {no_python(self._plan.tests[path])}"
             raise self._failed(Reason.INVALID_INPUT, told)
         return Result(value=self._value(ended.exit_code), usage=self._usage())
+
+    async def _undone(self) -> str:
+        """Return what the agent has undone: what the suite did not find here, and finds where nobody has been."""
+        report = self._report
+        if self._unused is None or report.doubts:
+            return ""
+        if report.absent or not (report.started or self._refused):
+            found = await self._begun_unused()
+            return "pytest cannot be started here, and can in a sandbox that nobody has used" if found.started else ""
+        if self._refused or nothing_judged(self._plan.request, report, self._plan.tests):
+            found = await self._begun_unused()
+            if not found.selected:
+                return ""
+            self._refused = ""
+            return "none of the tests is found here, and some are in a sandbox that nobody has used"
+        return ""
+
+    async def _begun_unused(self) -> SuiteReport:
+        """Return the report of the same start, that collects and runs nothing, in a sandbox that nobody has used."""
+        assert self._unused is not None
+        report = SuiteReport(self._report.nonce)
+        left_s = self._execution.action.timeout_s - self._execution.execution_s
+        command = self._command(1, max(0.01, left_s), probes=True)
+
+        def on_output(stream: str, data: bytes) -> None:
+            if stream == "stdout":
+                report.feed(data)
+
+        try:
+            async with self._unused() as sandbox:
+                for path, text in self._plan.tests.items():
+                    await sandbox.write_file(_joined(self._plan.cwd, path), text.encode())
+                await sandbox.run(command, on_output)
+        except CodedError:  # nothing is known then
+            return SuiteReport(self._report.nonce)
+        return report
 
     def worthless(self, why: str) -> Result:
         """Return the result of a run that the agent has made impossible."""
@@ -1099,7 +1180,8 @@ class _Run:
             self._execution.call.log.omit(unlogged)
         return ended
 
-    def _command(self, workers: int, timeout_s: float) -> Command:
+    def _command(self, workers: int, timeout_s: float, *, probes: bool = False) -> Command:
+        """Return how the suite is started; ``probes``: only to see what it finds where nobody has been."""
         plan, request = self._plan, self._plan.request
         told = {
             "nonce": self._report.nonce,
@@ -1109,17 +1191,23 @@ class _Run:
             # Without ids or prefixes everything collected is run.
             "wanted": request.listed,
             "prefixes": request.targets,
-            "done": list(self._report.tests),
+            "done": [] if probes else list(self._report.tests),
             "workers": workers,
             "dist": plan.dist,
-            "args": plan.args,
+            "args": (*plan.args, "--collect-only") if probes else plan.args,
             "own_options": plan.spec.tree_options == "ignore" and not self._fresh,
             "test_timeout_s": plan.test_timeout_s,
+            "tests": list(plan.tests),
+            "start": {
+                "fresh": self._fresh or probes,
+                "roots": [self._sandbox.spec.workdir],
+                "kept": [posixpath.join(self._sandbox.spec.workdir, path) for path in self._kept],
+            },
         }
-        python, hides = self._settings.python, self._sandbox.hides
-        start = (python, "-I", "-S", "-c", START, _RUNTIME_SOURCE, python)
+        python, hides = self._settings.python if probes else self._python, self._sandbox.hides
+        begin_hiding = (python, "-I", "-S", "-c", START, _RUNTIME_SOURCE, python)
         return Command(
-            argv=(python, "-s", "-c", CLEAN, _RUNTIME_SOURCE) if hides else start,
+            argv=(python, "-s", "-S", "-c", CLEAN, _RUNTIME_SOURCE) if hides else begin_hiding,
             hide=launch.HIDE if hides else (),
             cwd=plan.cwd,
             env=plan.env,
@@ -1127,8 +1215,8 @@ class _Run:
             timeout_s=timeout_s,
             output_limit_bytes=2 * _TAIL_BYTES,
             shown_limit_bytes=max(self._settings.output_max_bytes, self._execution.call.function.log_limit_bytes),
-            claim=f"{self._claims}{self._runs}",
-            detached=self.detached,
+            claim="" if probes else f"{self._claims}{self._runs}",
+            detached=self.detached and not probes,
         )
 
     def _on_output(self, stream: str, data: bytes) -> None:
@@ -1171,7 +1259,7 @@ class _Run:
         """Return what held of this run, of all that can be checked."""
         plan, report = self._plan, self._report
         checked = set(self._checked)
-        if report.started:
+        if report.clean:
             checked.add("clean_start")
         if plan.spec.tree_options == "ignore":
             checked.add("tree_options_ignored")

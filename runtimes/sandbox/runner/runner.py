@@ -748,6 +748,9 @@ class Upload:
         place = os.path.realpath(f"/proc/self/fd/{self.directory}")
         if not identity.foreign or not _within(place, top):
             return False
+        by_name = os.path.relpath(os.path.dirname(self.workplace.real(self.path)), self.workplace.real("."))
+        if by_name != os.path.relpath(place, top):
+            return False  # a link is on the way, which its user may lead elsewhere
         parts = [part for part in os.path.relpath(place, top).split("/") if part != "."]
         for depth in range(len(parts) + 1):
             path = os.path.join(top, *parts[:depth])

@@ -17,7 +17,7 @@ import pytest
 from runtimes.sandbox.pytest import changes
 
 SOURCE = Path(changes.__file__).read_text(encoding="utf-8")
-RULES: dict[str, object] = {"paths": [], "left_out": [], "ignore": True, "limit_bytes": 2**20}
+RULES: dict[str, object] = {"paths": [], "left_out": [], "kept": [], "ignore": True, "limit_bytes": 2**20}
 LINK = object()
 #: Of what is asked for; another place counts for nothing.
 ASKED = [
@@ -72,6 +72,21 @@ def test_what_may_not_come_over_does_not_whatever_is_said(tree: Path, name: str)
     assert (status, said) == (0, {"left_out": [plain], "failed": []})
     place = tree / plain
     assert not place.exists() or place.read_text() == "of the image"
+
+
+@pytest.mark.parametrize("text", ["import os", "x = 1", "(", LINK], ids=["import", "name", "error", "link"])
+@pytest.mark.parametrize("name", ["__init__.py", "tests/__init__.py", "tests/unit/__init__.py"])
+def test_no_code_of_a_package_comes_over_in_which_given_tests_lie(tree: Path, name: str, text: object) -> None:
+    status, said, _ = applied(tree, {name: text}, left_out=["tests/unit/test_a.py"])
+    assert (status, said) == (0, {"left_out": [name], "failed": []})
+    assert not (tree / name).exists()
+
+
+def test_a_package_without_code_comes_over_and_so_does_the_solutions(tree: Path) -> None:
+    files = {"tests/__init__.py": '"""Tests."""\n', "pkg/__init__.py": "x = 1"}
+    status, said, _ = applied(tree, files, left_out=["tests/test_a.py", "pkg/tests/test_b.py"])
+    assert (status, said) == (0, {"left_out": [], "failed": []})
+    assert (tree / "pkg/__init__.py").read_text() == "x = 1"
 
 
 def test_what_may_comes_over(tree: Path) -> None:

@@ -1,0 +1,299 @@
+"""Runs Python's `site` with the project kept out, until it is let in. Standard library only, Python 3.7 on.
+
+The process began with ``-S``: nothing of `site` has run. An installation may name directories of the project: in the
+lines of its ``.pth`` files, by their code, or by finders of projects that are installed in development mode. From each
+of them whoever wrote the project would be imported before pytest is, as ``sitecustomize`` or as a part of a plugin.
+"""
+
+# Paths may be any bytes, and Path imports more than it is worth here.
+# ruff: noqa: PTH110, PTH114, PTH116, PTH118, PTH120, PTH123
+from __future__ import annotations
+
+import os
+import site
+import stat
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+MODULE = "tangram_start"
+#: The module of a finder that finds nothing but setuptools.
+SHIM = "_distutils_hack"
+_CODE = ("import ", "import\t")
+#: A library's module by whose name many projects have their tests.
+PROJECTS_OWN = ("test",)
+#: Parts of pytest that import late, and nothing of the project's.
+SHOWING = ("_io", "_code", "assertion")
+
+
+class Places:
+    """Which directories hold what the agent can have written.
+
+    In a fresh sandbox those are the ``roots`` alone, without what is ``kept`` from coming over: nobody else has been
+    there. Elsewhere what this process may write to is the agent's as well.
+    """
+
+    def __init__(self, fresh: bool, roots: Iterable[str], kept: Iterable[str]) -> None:
+        self.fresh = fresh
+        self.roots = [os.path.realpath(root) for root in roots]
+        self.kept = [os.path.realpath(place) for place in (*kept, *sys.path) if place]
+
+    def are_the_agents(self, path: str) -> bool:
+        place = os.path.realpath(path)
+        if _is_below(place, self.kept):
+            return False
+        return _is_below(place, self.roots) or (not self.fresh and is_writable(place))
+
+
+class ProjectGuard:
+    """A finder before all others, which passes over what lies in the project."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._known: dict[str, bool] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        spec = _found(self, name, path, target)
+        if spec is None or any(self._is_the_agents(str(place)) for place in _locations(spec)):
+            raise ModuleNotFoundError(f"No module named {name!r} outside the project", name=name)
+        return spec
+
+    def _is_the_agents(self, place: str) -> bool:
+        if os.path.islink(place):
+            return self._places.are_the_agents(place)
+        directory = os.path.dirname(place)
+        if directory not in self._known:
+            self._known[directory] = self._places.are_the_agents(directory)
+        return self._known[directory]
+
+
+class TrustedFirst:
+    """A finder before all others: Python's library, pytest and the given ``tests`` find the library's modules first.
+
+    What shows values and failures for pytest finds nothing but what is installed. ``shadowed`` is called with the name
+    of a module of the library's that a test imports and the project has, too.
+    """
+
+    def __init__(
+        self,
+        library: Iterable[str],
+        installed: Iterable[str],
+        tests: Iterable[str],
+        shadowed: Callable[[str], None],
+    ) -> None:
+        self._library, self._installed = list(library), list(installed)
+        self._tests = frozenset(tests)
+        self._shadowed = shadowed
+        roots = [os.path.join(place, "") for place in self._library]
+        self._library_roots = tuple(roots)
+        self._roots = (*roots, *(os.path.join(place, "") for place in self._installed))
+        self._callers = (*roots, *(os.path.join(place, "_pytest", "") for place in self._installed))
+        inside = [os.path.join(place, "_pytest", part, "") for place in self._installed for part in SHOWING]
+        self._showing = tuple(inside)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if path is not None or "." in name or name in PROJECTS_OWN:
+            return None
+        asking = _importing_file()
+        if asking.startswith(self._showing):
+            spec = _found(self, name, self._library + self._installed, target)
+            if spec is None or not str(spec.origin).startswith((*self._roots, "built-in", "frozen")):
+                raise ModuleNotFoundError(f"No module named {name!r} outside the project", name=name)
+            return spec
+        is_test = asking in self._tests
+        if not is_test and not asking.startswith(self._callers):
+            return None
+        spec = _found(self, name, self._library, target)
+        if spec is None or not str(spec.origin).startswith(self._library_roots):
+            return None
+        if is_test:
+            usual = _found(self, name, None, target)
+            if usual is not None and usual.origin != spec.origin:
+                self._shadowed(name)
+        return spec
+
+
+def _found(besides: object, name: str, path: Any, target: Any) -> Any:
+    """Return what the other finders find, None if nothing."""
+    for finder in list(sys.meta_path):
+        find = None if finder is besides else getattr(finder, "find_spec", None)
+        spec = None if find is None else find(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _locations(spec: Any) -> list[Any]:
+    return [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else [])]
+
+
+class Installation:
+    """What is installed, with what of the project it names, which waits for `admit`."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        """Run `site`; ``told`` are the arguments of `Places`."""
+        self.places = Places(told["fresh"], told["roots"], told["kept"])
+        self._waiting: list[tuple[str, str]] = []
+        self._library = [place for place in sys.path if place]
+        self._guard = ProjectGuard(self.places)
+        self._admitted = False
+        sys.meta_path.insert(0, self._guard)
+        self._in_line = False
+        site_module: Any = site
+        add_directory = site_module.addsitedir
+
+        def addsitedir(directory: str, *arguments: Any, **named: Any) -> Any:
+            if not self._in_line:
+                self.places.kept.append(os.path.realpath(directory))
+            elif self.places.are_the_agents(directory):
+                self._waiting.append(("code", f"import site; site.addsitedir({directory!r})"))
+                return None
+            return add_directory(directory, *arguments, **named)
+
+        finders = [*sys.meta_path, *sys.path_hooks]
+        site_module.addsitedir, site_module.addpackage = addsitedir, self._add_lines
+        site_module.main()
+        site_module.addsitedir = add_directory
+        self._keep_out()
+        more = [each for each in (*sys.meta_path, *sys.path_hooks) if each not in finders]
+        #: Whether there are finders that may find the project, as projects in development mode have them.
+        self._finds = any(getattr(type(each), "__module__", "") != SHIM for each in more)
+        flags: Any = subprocess
+        start_flags = flags._args_from_interpreter_flags
+        # What multiprocessing starts begins as usual.
+        flags._args_from_interpreter_flags = lambda: [flag for flag in start_flags() if flag != "-S"]
+        self._installed = [place for place in sys.path if place not in self._library]
+        #: Whether nothing of the agent's had a part in the start.
+        program = (sys.executable, os.path.realpath(sys.executable), os.path.dirname(os.path.dirname(sys.executable)))
+        self.clean = told["fresh"] or not (any(map(is_writable, program)) or any(map(_is_open, sys.path)))
+
+    def admit(self, tests: Iterable[str], shadowed: Callable[[str], None] = lambda _: None) -> None:
+        """Let in what waits, behind what is there; idempotent. ``tests`` and ``shadowed`` are `TrustedFirst`'s."""
+        if self._admitted:
+            return
+        self._admitted = True
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self._guard]
+        for kind, text in self._waiting:
+            if kind == "place":
+                sys.path.append(text)
+            else:
+                self._run(text)
+        first: Any = TrustedFirst(self._library, self._installed, tests, shadowed)
+        sys.meta_path.insert(0, first)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the installation names something of the project."""
+        return not self._admitted and (bool(self._waiting) or self._finds)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Directories of the project that the installation names."""
+        return [text for kind, text in self._waiting if kind == "place"]
+
+    def _add_lines(self, directory: str, name: str, known: set[str], *_: Any) -> Any:
+        """Take in the lines of a ``.pth`` file, as `site.addpackage` does, but for those that lead to the project."""
+        path = os.path.join(directory, name)
+        try:
+            with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+                lines = file.read().splitlines()
+        except OSError:
+            return known
+        for line in lines:
+            if not line.strip() or line.startswith("#"):
+                continue
+            if line.startswith(_CODE):
+                if not self._run(line):
+                    self._waiting.append(("code", line))
+                self._keep_out()
+                continue
+            place, key = site.makepath(directory, line.rstrip())
+            if key in known or not os.path.exists(place):
+                continue
+            known.add(key)
+            if self.places.are_the_agents(place):
+                self._waiting.append(("place", place))
+            else:
+                sys.path.append(place)
+        return known
+
+    def _run(self, line: str) -> bool:
+        """Run a line of a ``.pth`` file; return whether it came to its end."""
+        self._in_line = True
+        try:
+            exec(line)
+        except Exception as error:  # noqa: BLE001  # as `site` does
+            if self._admitted:
+                print(f"a line of a .pth file failed: {line[:200]}: {error}", file=sys.stderr)
+            return False
+        finally:
+            self._in_line = False
+        return True
+
+    def _keep_out(self) -> None:
+        """Have the project's directories wait that somebody has put on the path, and the guard stand first."""
+        if self._admitted:
+            return
+        agents = [place for place in sys.path if place and self.places.are_the_agents(place)]
+        self._waiting += [("place", place) for place in agents]
+        sys.path[:] = [place for place in sys.path if place not in agents]
+        sys.meta_path[:] = [self._guard, *(finder for finder in sys.meta_path if finder is not self._guard)]
+
+
+def is_writable(place: str) -> bool:
+    """Return whether this process may write there, or put something else in its place."""
+    if os.access(place, os.W_OK):
+        return True
+    while place != os.path.dirname(place):
+        above = os.path.dirname(place)
+        if os.access(above, os.W_OK) and not _is_anothers(place, above):
+            return True
+        place = above
+    return False
+
+
+def _is_anothers(place: str, above: str) -> bool:
+    """Return whether only its owner, who is another, may replace what lies in a directory that all may write to."""
+    try:
+        return bool(os.stat(above).st_mode & stat.S_ISVTX) and os.lstat(place).st_uid != os.geteuid()
+    except OSError:
+        return False
+
+
+def _is_open(place: str) -> bool:
+    """Return whether this process may write to a directory of an installation, or to what lies in it."""
+    if is_writable(os.path.realpath(place)):
+        return True
+    try:
+        return any(os.access(entry.path, os.W_OK) for entry in os.scandir(place))
+    except OSError:
+        return False
+
+
+def _is_below(place: str, roots: Iterable[str]) -> bool:
+    return any(place == root or place.startswith(root.rstrip("/") + "/") for root in roots)
+
+
+def _importing_file() -> str:
+    """Return the file whose code imports something, empty if there is none."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_code.co_filename
+
+
+_installation: list[Installation] = []
+
+
+def begin(told: dict[str, Any]) -> Installation:
+    """Run `site` once, and return what is installed."""
+    if not _installation:
+        _installation.append(Installation(told))
+    return _installation[0]
+
+
+def installation() -> Installation:
+    """Return what `begin` found."""
+    return _installation[0]

@@ -1,0 +1,173 @@
+"""Python's start is not the project's, whatever an installation names of it; what it names works all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtimes.sandbox.pytest import changes
+from runtimes.sandbox.pytest.runtime import _MODULES, _RUNTIME_SOURCE, CLEAN
+from tests.runtimes.sandbox.pytest.conftest import ARGS
+
+NONCE = "0" * 32
+TEST = "tests/test_calc.py"
+#: Whoever runs before the project is let in says so: pytest is not there yet.
+EARLY = "import sys\nif 'tangram_baseline' not in sys.modules: open('early', 'w').close()\n"
+WRONG = {"calc.py": "def add(a, b): return a - b\n", TEST: "import calc\ndef test_add(): assert calc.add(2, 2) == 4\n"}
+#: A finder as setuptools has it for a project in development mode.
+FINDER = """
+    import importlib.util, sys
+    class Finder:
+        @classmethod
+        def find_spec(cls, name, path=None, target=None):
+            place = {places!r}.get(name)
+            return place and importlib.util.spec_from_file_location(name, place)
+    def install(): sys.meta_path.append(Finder)
+"""
+
+
+class InstalledPython:
+    """An installation of its own, with pytest, and a working directory."""
+
+    def __init__(self, place: Path) -> None:
+        self.work, self.venv = place / "work", place / "venv"
+        self.work.mkdir()
+        self.site = self.venv / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+        self.site.mkdir(parents=True)
+        (self.venv / "bin").mkdir()
+        self.python = self.venv / "bin/python3"
+        self.python.symlink_to(os.path.realpath(sys.executable))
+        home = Path(os.path.realpath(sys.executable)).parent
+        (self.venv / "pyvenv.cfg").write_text(f"home = {home}\ninclude-system-site-packages = false\n")
+        installed = next(path for path in sys.path if path.endswith("site-packages"))
+        for each in Path(installed).iterdir():
+            if each.suffix != ".pth" and not each.name.startswith("__editable__"):
+                (self.site / each.name).symlink_to(each)
+
+    def write(self, files: Mapping[str, str], *, installed: Mapping[str, str] | None = None) -> None:
+        for top, texts in ((self.work, files), (self.site, installed or {})):
+            for name, text in texts.items():
+                (top / name).parent.mkdir(parents=True, exist_ok=True)
+                (top / name).write_text(textwrap.dedent(text))
+
+    def run(self, *, workers: int = 1, args: tuple[str, ...] = (), **told: Any) -> list[dict[str, Any]]:
+        """Run the tests as in a fresh sandbox; return the report."""
+        start = {"fresh": True, "roots": [str(self.work)], "kept": []}
+        given = {"nonce": NONCE, "modules": _MODULES, "compiled": {}, "paths": [TEST], "wanted": [], "prefixes": []}
+        given |= {"done": [], "workers": workers, "dist": "load", "args": [*ARGS, *args], "test_timeout_s": 0}
+        given |= {"own_options": True, "tests": [TEST], "start": start, **told}
+        argv = [str(self.python), "-s", "-S", "-c", CLEAN, _RUNTIME_SOURCE]
+        done = subprocess.run(
+            argv, input=json.dumps(given).encode(), cwd=self.work, capture_output=True, check=False, timeout=300
+        )
+        assert done.stdout, done.stderr.decode()
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def verdicts(self, **told: Any) -> tuple[dict[str, str], bool]:
+        """Return the verdict of each test, and whether the start was clean."""
+        report = self.run(**told)
+        assert {each["nonce"] for each in report} == {NONCE}, report
+        tests = {each["test"].partition("::")[2]: each["verdict"] for each in report if "test" in each}
+        return tests, all(each["clean"] for each in report if "clean" in each)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> InstalledPython:
+    return InstalledPython(tmp_path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["sitecustomize/__init__.py", "sitecustomize.py", "usercustomize.py", "pluggy.py"])
+def test_a_project_that_a_pth_file_names_has_no_part_in_the_start(
+    machine: InstalledPython, name: str, workers: int
+) -> None:
+    machine.write({**WRONG, name: EARLY}, installed={"x.pth": f"{machine.work}\n"})
+    assert machine.verdicts(workers=workers) == ({"test_add": "failed"}, True)
+    assert not (machine.work / "early").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import {name}",
+        "import sys; sys.path.insert(0, {work!r})",
+        "import site; site.addsitedir({work!r})",
+        "import _finder; _finder.install(); import sitecustomize",
+    ],
+)
+def test_a_line_of_code_brings_none_of_it_either(machine: InstalledPython, line: str) -> None:
+    machine.write({**WRONG, "boot.py": EARLY, "sitecustomize.py": EARLY})
+    places = {name: str(machine.work / f"{name}.py") for name in ("boot", "sitecustomize")}
+    line = line.format(name="boot", work=str(machine.work))
+    machine.write({}, installed={"x.pth": line + "\n", "_finder.py": FINDER.format(places=places)})
+    assert machine.verdicts() == ({"test_add": "failed"}, True)
+    assert not (machine.work / "early").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("way", ["path", "finder"])
+def test_a_plugin_in_development_is_loaded_when_its_project_is_let_in(
+    machine: InstalledPython, way: str, workers: int
+) -> None:
+    plugin = EARLY + "import pytest\n@pytest.fixture\ndef four(): return 4\n"
+    test = "import plugged\ndef test_four(four): assert four == 4\n"
+    points = {"plugged-1.dist-info/METADATA": "Name: plugged\nVersion: 1\n"}
+    points["plugged-1.dist-info/entry_points.txt"] = "[pytest11]\nplugged = plugged\n"
+    places = {"plugged": str(machine.work / "src/plugged.py")}
+    lines = {"path": f"{machine.work}/src\n", "finder": "import _finder; _finder.install()\n"}
+    installed = {"x.pth": lines[way], "_finder.py": FINDER.format(places=places), **points}
+    machine.write({"src/plugged.py": plugin, TEST: test}, installed=installed)
+    assert machine.verdicts(workers=workers) == ({"test_four": "passed"}, True)
+    assert not (machine.work / "early").exists()
+
+
+def test_what_a_test_starts_begins_as_ever(machine: InstalledPython) -> None:
+    test = """
+        import multiprocessing, os, subprocess, sys
+        def put(queue): import calc; queue.put((calc.__name__, sys.flags.no_site, sys.prefix))
+        def test_child():
+            context = multiprocessing.get_context("spawn")
+            queue = context.Queue()
+            process = context.Process(target=put, args=(queue,))
+            process.start()
+            assert queue.get() == ("calc", 0, sys.prefix)
+            process.join()
+            code = "import calc, sys; print(sys.flags.no_user_site)"
+            assert subprocess.check_output([sys.executable, "-c", code]) == b"1\\n"
+    """
+    machine.write({**WRONG, TEST: test}, installed={"x.pth": f"{machine.work}\n"})
+    assert machine.verdicts() == ({"test_child": "passed"}, True)
+
+
+def test_the_projects_module_does_not_stand_for_the_librarys(machine: InstalledPython) -> None:
+    test = "import calc, fractions\ndef test_add(): assert fractions.Fraction(calc.add(2, 2)) == 4\n"
+    liar = "class Fraction:\n    def __init__(self, *a): pass\n    def __eq__(self, other): return True\n"
+    machine.write({**WRONG, TEST: test, "fractions.py": liar})
+    report = machine.run()
+    assert [each["verdict"] for each in report if "test" in each] == ["failed"]
+    assert {"nonce": NONCE, "altered": ["the module fractions"]} in report
+
+
+def test_the_interpreter_stays_that_of_the_fresh_sandbox(tmp_path: Path) -> None:
+    """Programs, libraries and links to them below the working directory are of the installation."""
+    machine = InstalledPython(tmp_path)
+    machine.venv.rename(machine.work / ".venv")
+    (machine.work / "bin").symlink_to(".venv/bin")
+    (machine.work / "tool").mkdir()
+    path = f"{machine.work}/bin:{machine.work}/.venv/bin:{machine.work}/tool:/usr/bin:/bin"
+    argv = [str(machine.work / "bin/python3"), "-I", "-S", "-c", Path(changes.__file__).read_text(), "list"]
+    listed = json.loads(subprocess.check_output(argv, cwd=machine.work, env={"PATH": path}, input=b""))
+    assert (listed["python"], listed["known"]["bin"]) == (argv[0], "link .venv/bin")
+    rules = {"paths": [], "left_out": [], "kept": listed["kept"], "ignore": True, "limit_bytes": 1}
+    stays = ["bin", "bin/python3", ".venv", ".venv/bin/python3", ".venv/pyvenv.cfg", ".venv/lib/x.py", "tool/git"]
+    assert [path for path in stays if not changes.Rules(rules).stays_behind(path)] == []
+    comes = ["calc.py", "binary/x.py", "src/bin/x.py"]
+    assert [path for path in comes if changes.Rules(rules).stays_behind(path)] == []
