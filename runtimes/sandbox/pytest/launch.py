@@ -216,7 +216,10 @@ def _xdist_version() -> str:
     It is not imported before: pytest would warn that it can no longer be rewritten, which ``filterwarnings = error`` of
     a project makes an error.
     """
-    if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD") or importlib.util.find_spec("xdist") is None:
+    try:
+        if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD") or importlib.util.find_spec("xdist") is None:
+            return ""
+    except ImportError:  # it is the project's
         return ""
     try:
         metadata = importlib.import_module("importlib.metadata")

@@ -56,7 +56,7 @@ class ProjectGuard:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         spec = _found(self, name, path, target)
-        if spec is None or any(self._is_the_agents(str(place)) for place in _locations(spec)):
+        if spec is not None and any(self._is_the_agents(str(place)) for place in _locations(spec)):
             raise ModuleNotFoundError(f"No module named {name!r} outside the project", name=name)
         return spec
 

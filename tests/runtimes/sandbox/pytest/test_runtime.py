@@ -15,6 +15,7 @@ from manager.action import State, UnitSet
 from manager.errors import ActionFailed, Reason
 from manager.function import PytestSpec
 from runtimes.executor import LocalExecutor
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.pytest.runtime import _COMPILED, PytestRuntime, PytestSettings
 from runtimes.sandbox.sandbox import Sandbox
 from tests.runtimes.recorder import execution_of
@@ -378,7 +379,8 @@ async def test_a_project_has_its_variables_back_whoever_kept_them_from_pythons_s
 
         def test_variables():
             assert os.environ["PYTHONPATH"] == "libs:/nowhere"
-            assert not [name for name in os.environ if name.startswith(("TANGRAM_HIDDEN", "PYTHONNO", "TANGRAM_PROJ"))]
+            assert not [name for name in os.environ if name.startswith(("TANGRAM_HIDDEN", "TANGRAM_PROJ"))]
+            assert os.environ["PYTHONNOUSERSITE"] == "1"
             assert sys.flags.no_user_site and not sys.flags.isolated
             assert sys.path[0] == os.getcwd() and sys.path[1] == os.path.abspath("libs")
     """
@@ -396,8 +398,13 @@ async def test_a_sandbox_without_pytest_or_python_is_a_typed_failure(bench: Suit
     await bench.write(SUITE)
     sandbox = bench.environments.get("t1")
     assert sandbox is not None
-    await sandbox.write_file("bare", b'#!/bin/sh\nexec python3 -S "$@"\n', mode=0o755)
-    for python, message in (("./bare", "has no pytest"), ("./no-python", "could not be started.*No such file")):
+    python = "p=$(readlink -f $(command -v python3)) && mkdir -p bare/bin && ln -s $p bare/bin/python3"
+    settings = r"include-system-site-packages = false\nhome = %s\n"
+    await sandbox.run(Command(shell=f"{python} && printf '{settings}' $(dirname $p) > bare/pyvenv.cfg"))
+    for python, message in (
+        ("./bare/bin/python3", "has no pytest"),
+        ("./no-python", "could not be started.*No such file"),
+    ):
         bench.runtime = PytestRuntime(bench.environments, PytestSettings(python=python))
         failure = await bench.failure(**LISTS)
         assert failure.reason is Reason.INVALID_INPUT

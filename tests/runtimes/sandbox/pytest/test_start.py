@@ -61,7 +61,14 @@ class InstalledPython:
     def run(self, *, workers: int = 1, args: tuple[str, ...] = (), **told: Any) -> list[dict[str, Any]]:
         """Run the tests as in a fresh sandbox; return the report."""
         start = {"fresh": True, "roots": [str(self.work)], "kept": []}
-        given = {"nonce": NONCE, "modules": _MODULES, "compiled": {}, "paths": [TEST], "wanted": [], "prefixes": []}
+        given: dict[str, Any] = {
+            "nonce": NONCE,
+            "modules": _MODULES,
+            "compiled": {},
+            "paths": [TEST],
+            "wanted": [],
+            "prefixes": [],
+        }
         given |= {"done": [], "workers": workers, "dist": "load", "args": [*ARGS, *args], "test_timeout_s": 0}
         given |= {"own_options": True, "tests": [TEST], "start": start, **told}
         argv = [str(self.python), "-s", "-S", "-c", CLEAN, _RUNTIME_SOURCE]
