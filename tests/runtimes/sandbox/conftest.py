@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from manager.function import SandboxSpec
 from runtimes.sandbox.provider import ProviderSettings, make_provider
@@ -21,6 +22,8 @@ def unique(name: str) -> str:
 
 #: For what the runner alone decides, in the same way in every kind of sandbox.
 RUNNER_ALONE = pytest.mark.parametrize("provider", ["process"], indirect=True)
+#: The same for tests of a module's one sandbox.
+SHARED_RUNNER_ALONE = pytest.mark.parametrize("shared_provider", ["process"], indirect=True)
 
 
 @pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker)])
@@ -34,6 +37,38 @@ async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     await provider.close()
 
 
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["process", pytest.param("container", marks=pytest.mark.docker)]
+)
+async def shared_provider(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Provider]:
+    """A provider of each kind for all tests of a module, which run on the module's event loop."""
+    if request.param == "container":
+        request.getfixturevalue("docker")
+    state_dir = tmp_path_factory.mktemp("shared") / "state"
+    provider = make_provider(ProviderSettings(kind=request.param, state_dir=state_dir))
+    yield provider
+    await provider.reap(())
+    await provider.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_sandbox(shared_provider: Provider) -> AsyncIterator[Sandbox]:
+    """One sandbox for all tests of a module that leave it as it was: no process, no bound that was met."""
+    made = await shared_provider.create(small(), name=unique("test"), labels={}, mounts={})
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fresh_sandbox(shared_provider: Provider) -> AsyncIterator[Sandbox]:
+    """A sandbox of its own beside the shared one."""
+    made = await shared_provider.create(small(), name=unique("test"), labels={}, mounts={})
+    yield made
+    await made.close()
+
+
 @pytest.fixture
 async def containers(docker: str, tmp_path: Path) -> AsyncIterator[Provider]:
     """A provider of containers, for what only they can do."""
@@ -43,11 +78,15 @@ async def containers(docker: str, tmp_path: Path) -> AsyncIterator[Provider]:
     await provider.close()
 
 
-@pytest.fixture
-def spec() -> SandboxSpec:
+def small() -> SandboxSpec:
     """A small sandbox of the base image (process sandboxes have no images and do not look)."""
     users = ("1000", "65534", "nobody-here", "root")
     return SandboxSpec(image="tangram-base:bookworm", memory_bytes=256 * 2**20, pids=64, users=users)
+
+
+@pytest.fixture
+def spec() -> SandboxSpec:
+    return small()
 
 
 @pytest.fixture
