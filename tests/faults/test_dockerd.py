@@ -20,7 +20,7 @@ from tests.faults.world import HTTP, Deeds, at_rest, balanced, record, series, u
 pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("private-docker")]
 SILENCE_S = 1.0
 #: Nothing that does not need the engine may take longer while it is silent (two cores, shared with other tests).
-RESPONSIVE_S = 2.0
+RESPONSIVE_S = 30.0
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ class Ear:
         self.settled_ids.append(settlement.action.id)
 
     async def until_started(self, action_id: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await self.begun.setdefault(action_id, asyncio.Event()).wait()
 
 
@@ -80,7 +80,7 @@ class EngineRig:
         return queue
 
     async def end(self, future: asyncio.Future[Settlement]) -> Settlement:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await future
 
 
@@ -268,7 +268,7 @@ async def test_a_timer_that_rings_early_loses_no_wake_up(rig: EngineRig) -> None
     await engine.start()
     waiting = [replace(action(name), cost={"search": UnitSet.fixed(1)}) for name in ("a", "b", "c")]
     call = Call(function=FUNCTION, input={}, log=Silent())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         settled = await asyncio.gather(*engine.submit([Submission(action=one, call=call) for one in waiting]))
     assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
     await engine.close()
@@ -287,7 +287,7 @@ async def test_a_service_in_use_is_copied_to_the_idle_device_and_its_next_action
     await engine.start()
     call = Call(function=FUNCTION, input={}, log=Silent())
     first, second = (Submission(action=action(name, {"gpu": 1}, service="judge"), call=call) for name in ("a", "b"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         futures = engine.submit([first])
         await runtime.asked_for_copy("judge")
         futures += engine.submit([second])
@@ -317,7 +317,7 @@ async def test_a_copy_that_hangs_holds_nobody_up() -> None:
     await engine.start()
     call = Call(function=FUNCTION, input={}, log=Silent())
     first, *later = (Submission(action=action(name, {"gpu": 1}, service="judge"), call=call) for name in "abc")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         futures = engine.submit([first])
         await executor.asked.wait()
         futures += engine.submit(later)
@@ -346,7 +346,7 @@ async def test_a_bug_in_a_policy_is_told_once_and_another_serves_its_pool(caplog
     await engine.start()
     call = Call(function=FUNCTION, input={}, log=Silent())
     futures = engine.submit([Submission(action=action(f"a{index}"), call=call) for index in range(3)])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         settled = await asyncio.gather(*futures)
     assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == ["a policy failed"]
@@ -380,13 +380,13 @@ async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_sch
     monkeypatch.setattr(core, "schedule", bug)
     waiting = submit("waiting")
     for future in (running, waiting):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             with pytest.raises(CodedError, match=r"the scheduler failed: AssertionError.*a bug"):
                 await future
     assert faults == ["told"] and engine.fault is not None
     with pytest.raises(Draining, match="the scheduler failed"):
         await submit("late")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await engine.close()
     assert faults == ["told"]
     await executor.close()

@@ -39,7 +39,7 @@ async def outcome_of(step: ScriptStep, *, timeout_s: float = 60.0, deadlines: De
     executor = LocalExecutor({"exec": runtime}, deadlines=deadlines)
     action = Action(id="a", function="f", timeout_s=timeout_s)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await executor.execute(action, Lease(action_id="a", node="n"), call())
     finally:
         await executor.close()
@@ -101,7 +101,7 @@ async def test_cancelling_kills_before_it_returns() -> None:
     executor = LocalExecutor({"exec": runtime})
     action = Action(id="a", function="f")
     task = asyncio.create_task(executor.execute(action, Lease(action_id="a", node="n"), call()))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await runtime.begun("a")
     task.cancel()
     outcome = await task
@@ -115,7 +115,7 @@ async def test_a_resize_reaches_a_running_action_only() -> None:
     action, lease = Action(id="a", function="f"), Lease(action_id="a", node="n")
     await executor.resize(action, lease)
     task = asyncio.create_task(executor.execute(action, lease, call()))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await runtime.begun("a")
     await executor.resize(action, lease)
     runtime.finish("a")

@@ -31,7 +31,7 @@ async def test_a_directory_that_goes_is_noticed_nothing_more_is_accepted_and_no_
         (tmp_path / "state").rename(tmp_path / "elsewhere")
         if replaced:
             (tmp_path / "state").mkdir()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             # Before it is noticed, the room on its disk may be what cannot be measured.
             while "was removed or replaced under the gateway" not in str((found := await ready(gateway))[1]["status"]):
                 pass
@@ -63,7 +63,7 @@ async def test_after_an_unclean_end_the_database_is_checked_beside_the_work(tmp_
     (tmp_path / "state" / "serving").touch()
     async with serving(bench) as gateway:
         assert (await gateway.invoke({})).status_code == 200
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (found := await ready(gateway)) != (200, {**found[1], "record": "ok"}):
                 assert found[1].get("record") in (None, "checking")
 
@@ -83,7 +83,7 @@ async def test_damage_is_told(tmp_path: Path) -> None:
     assert quick_check(database, 60.0) != "ok"
     (tmp_path / "state" / "serving").touch()
     async with serving(bench) as gateway:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (found := await ready(gateway))[0] == 200:
                 pass
         assert "the record is damaged" in str(found[1]["status"]) and "tangram restore" in str(found[1]["status"])

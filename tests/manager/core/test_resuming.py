@@ -141,6 +141,6 @@ async def test_the_engine_executes_it_and_tells_its_end() -> None:
     settlement = await settled
     assert (settlement.outcome.state, settlement.act_s) == (State.SUCCEEDED, 600)
     assert isinstance(settlement.lease, Lease)
-    await asyncio.wait_for(behind, 5)
+    await asyncio.wait_for(behind, 60)
     engine.check()
     await engine.close()
