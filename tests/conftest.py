@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import structlog
 from _pytest.nodeid import NodeId
+from hypothesis import HealthCheck, settings
 
 from bench.inputs import VARIABLE, real_input
 
@@ -22,6 +23,12 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 BASE_IMAGE = "tangram-base:bookworm"
 #: Seconds for the engine's start and for the base image, the first time made from a Debian mirror.
 ENGINE_S, IMAGE_S = 90, 600
+#: Examples of a property: the same few each time, or many, other ones each time (--hypothesis-profile=full). How long
+#: one takes says nothing on a busy machine.
+_UNTIMED = settings(deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("few", _UNTIMED, max_examples=25, derandomize=True)
+settings.register_profile("full", _UNTIMED, max_examples=300, print_blob=True)
+settings.load_profile("few")
 #: When this process began to run tests.
 _BEGAN_S = time.monotonic()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.action import Action, Outcome, State, UnitSet
@@ -98,13 +98,11 @@ def jobs_of(costs: list[dict[str, int]]) -> st.SearchStrategy[Jobs]:
     return st.lists(st.tuples(st.integers(0, 12), st.sampled_from(costs), st.integers(1, 9)), min_size=1, max_size=25)
 
 
-@settings(max_examples=200, deadline=None)
 @given(jobs_of(COSTS))
 def test_no_action_of_a_trajectory_starts_later_than_under_strict_order(jobs: Jobs) -> None:
     check(jobs, pinned=True)
 
 
-@settings(max_examples=200, deadline=None)
 @given(jobs_of(ANYWHERE))
 def test_no_action_of_one_core_starts_later_than_under_strict_order_wherever_it_may_run(jobs: Jobs) -> None:
     check(jobs, pinned=False)

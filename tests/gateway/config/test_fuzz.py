@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.load import ConfigSource, GatewayConfig, build
@@ -40,7 +40,6 @@ sections = st.builds(lambda name, value: {name: value}, st.sampled_from(sorted({
 
 @pytest.mark.slow
 @given(almost | sections | values)
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_document_is_a_configuration_or_is_refused(document: object) -> None:
     text = json.dumps(document)  # JSON is YAML
     with contextlib.suppress(InvalidConfig):

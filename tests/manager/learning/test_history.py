@@ -199,7 +199,7 @@ def batched(
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.sampled_from((0.0, 0.5, 1.0)), st.sampled_from((0.0, 0.2, 1.0)), st.integers(0, 1000))
 def test_the_marginal_the_serial_fraction_and_the_duration_are_found_together(
     marginal: float, serial: float, seed: int

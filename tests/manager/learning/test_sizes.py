@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.action import Kin
@@ -200,7 +200,6 @@ def test_what_was_learned_of_sizes_survives_a_restart() -> None:
     assert foretold(copy, 200) == foretold(history, 200)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.tuples(

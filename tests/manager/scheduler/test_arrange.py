@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.action import Amdahl, Chunk, UnitSet, power_at_least
@@ -75,7 +75,6 @@ def brute_force(chosen: list[ArrangeItem], fits: object) -> float:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
 @given(items(spans(), 4) | items(discrete((1, 2, 4, 8)), 4), st.integers(0, 18))
 def test_every_prefix_is_the_best_of_all_allocations_of_cores(chosen: list[ArrangeItem], free: int) -> None:
     table = TableArrangement(chosen, BasicOperator(free))
@@ -87,7 +86,6 @@ def test_every_prefix_is_the_best_of_all_allocations_of_cores(chosen: list[Arran
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
 @given(items(spans(), 6), st.integers(0, 24))
 def test_marginal_gains_are_exact_for_convex_durations(chosen: list[ArrangeItem], free: int) -> None:
     assert all(one.convex for one in chosen)
@@ -105,7 +103,6 @@ FREE_CHUNKS = st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=3).ma
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
 @given(items(discrete((1, 2, 4, 8)), 4) | tables(discrete((1, 2, 4, 8)), 4), FREE_CHUNKS)
 def test_every_prefix_is_the_best_of_all_placements_of_chunks(chosen: list[ArrangeItem], free: list[Chunk]) -> None:
     table = TableArrangement(chosen, ChunkOperator.of(free))
@@ -119,7 +116,6 @@ def test_every_prefix_is_the_best_of_all_placements_of_chunks(chosen: list[Arran
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
 @given(tables(spans(), 4), st.integers(1, 16))
 def test_durations_of_any_form_are_arranged_exactly(chosen: list[ArrangeItem], free: int) -> None:
     arrangement = arrange(chosen, BasicOperator(free))
@@ -127,7 +123,6 @@ def test_durations_of_any_form_are_arranged_exactly(chosen: list[ArrangeItem], f
     assert arrangement.totals[-1] == pytest.approx(expected)
 
 
-@settings(max_examples=200, deadline=None)
 @given(FREE_CHUNKS, st.lists(st.sampled_from([1, 2, 4, 8]), max_size=6))
 def test_the_nested_inequalities_say_what_buddy_placement_does(free: list[Chunk], sizes: list[int]) -> None:
     operator = ChunkOperator.of(free)
@@ -149,7 +144,6 @@ def test_devices_that_are_free_apart_are_given_to_nobody_who_needs_two_together(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
 @given(items(discrete((1, 2)), 4), FREE_CHUNKS)
 def test_whatever_is_arranged_on_chunks_has_a_place(chosen: list[ArrangeItem], free: list[Chunk]) -> None:
     arrangement = arrange(chosen, ChunkOperator.of(free))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.action import Action, Chunk
@@ -35,7 +35,6 @@ def actions(prefix: str) -> st.SearchStrategy[list[Action]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@settings(max_examples=80, deadline=None)
 @given(
     waiting=actions("w"),
     held=actions("r"),
@@ -56,7 +55,6 @@ def test_a_decision_never_gives_more_than_there_is(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-@settings(max_examples=50, deadline=None)
 @given(waiting=actions("w").filter(bool), total=st.integers(1, 64))
 def test_an_idle_pool_starts_something(policy: Policy, waiting: list[Action], total: int) -> None:
     assert policy.decide(pool(total, waiting, utilisation=0.0)).starts

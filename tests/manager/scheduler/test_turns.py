@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.action import Action, UnitSet
@@ -21,7 +21,6 @@ def started(decision: Decision) -> list[str]:
     return [start.action_id for start in decision.starts]
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     waiting=actions("w").filter(bool),
     held=actions("r"),

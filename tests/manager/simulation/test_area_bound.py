@@ -55,7 +55,7 @@ def bound_of(trajectories: list[TracedTrajectory], quotas: dict[str, QuotaSpec],
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(worlds, st.integers(1, 3), st.sampled_from([0.5, 3.0, 60.0]), st.sampled_from([0.0, 0.3]))
 def test_no_policy_beats_any_part_of_the_bound(
     world: list[tuple[float, list[tuple[str, float, float, int]]]], limit: int, period_s: float, worker_cost_s: float

@@ -40,7 +40,7 @@ jobs = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(jobs, st.integers(1, 8))
 def test_no_policy_beats_the_bound(drawn: list[tuple[float, float, float, int]], cores: int) -> None:
     trajectories = [one(f"t{i}", *job[:3], min(job[3], cores)) for i, job in enumerate(drawn)]
@@ -50,7 +50,7 @@ def test_no_policy_beats_the_bound(drawn: list[tuple[float, float, float, int]],
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(jobs, st.integers(1, 8), st.floats(0.1, 3.0))
 def test_no_policy_beats_the_bound_that_charges_workers(
     drawn: list[tuple[float, float, float, int]], cores: int, worker_cost_s: float
