@@ -1,26 +1,41 @@
 # The two commands of the README are `make demo` and `make test`; both set everything up on a bare machine.
 PYTHON := .venv/bin/python
-SEEDS ?= 20000
+SEEDS ?= 10000
 # The order of the tests: make test SEED=7 plays that of an earlier run again.
 SEED ?= $(shell date +%s)
-# Processes that run tests, which wait for half of their time: twice as many as two cores.
-WORKERS ?= 4
+# Processes that run tests; they wait for a third of their time.
+WORKERS ?= 3
 # Whatever the environment says, modules are compiled once: hundreds of gateways, nodes and commands start in the tests.
 unexport PYTHONDONTWRITEBYTECODE
-# What changes most, and needs neither Docker nor a network.
+# Four tiers. Each fits its limit on two quiet cores, once set up; .ci/tiers has the limits of the parts of test-all.
+#   quick     at most 1 minute   format, lint, and what needs no Docker, no sandbox and no network
+#   check     seconds            format, lint, types (the first run fills mypy's cache: a minute)
+#   test      at most 8 minutes  check, and every test that is neither marked slow nor in a folder of test-all
+#   test-all  at most 75 minutes   everything else, one part after the other
 QUICK := tests/house tests/manager tests/gateway
+NOT_QUICK := tests/gateway/facades tests/gateway/grpc
+# Folders whose tests are parts of test-all, whole.
+APART := tests/attacks tests/bench tests/cluster tests/ecosystem tests/faults tests/ray
+RUN := scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED)
 
-.PHONY: demo cluster-demo test quick setup format lint types unit attacks cluster-faults sim bench bench-quick ecosystem ecosystem-all serve clean site wheels ray
+.PHONY: demo cluster-demo quick check test test-all setup format lint types unit slow faults attacks browser sim \
+	bench bench-quick ecosystem ecosystem-all serve clean site wheels ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
 
+quick: lint
+	$(PYTHON) -m pytest -q -n 2 --dist loadgroup -m "not slow and not docker and not network and not gpu and not browser" \
+		$(NOT_QUICK:%=--ignore %) $(QUICK)
+
+check: lint types
+
 test: setup lint
 	@$(MAKE) --no-print-directory -j 2 types unit
 
-# A minute or two once set up; `make test` is the whole of it.
-quick: lint
-	$(PYTHON) -m pytest -q -n 2 --dist loadgroup -m "not slow and not docker and not network and not gpu" $(QUICK)
+# What `make test` leaves out, part by part, each within its own limit; the end says which failed.
+test-all: setup
+	@.ci/tiers
 
 setup:
 	@scripts/setup
@@ -37,33 +52,47 @@ types:
 	$(PYTHON) -m mypy
 
 unit:
-	scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED) --ignore tests/attacks --ignore tests/bench --ignore tests/ecosystem --ignore tests/ray --ignore tests/cluster/faults
+	$(RUN) -m "not slow and not browser" $(APART:%=--ignore %)
 
-# Rewards that somebody tries to forge, a few hundred ways: a step of its own in .ci/run, two to five minutes.
-attacks: setup
-	scripts/run-tests -q -n $(WORKERS) --dist loadgroup --begin-within 480 tests/attacks
+# --- the parts of test-all ---
 
-# Nodes that are lost and frozen, with real daemons, beside those faults of tests/cluster that `make test` plays.
-cluster-faults: setup
-	$(PYTHON) -m pytest -q tests/cluster
+# Tests that take seconds, build images or environments, or look at every case where `make test` looks at one; and
+# properties by many examples.
+slow:
+	@scripts/setup --with crun --with iproute2 --with docker-registry
+	$(RUN) --hypothesis-profile=full --begin-within 700 -m "(slow or hypothesis) and not browser" $(APART:%=--ignore %) --ignore tests/sim
+
+# Processes, engines and nodes that are killed, frozen and cut off, with real daemons.
+faults: setup
+	$(RUN) --begin-within 700 tests/faults tests/cluster
 	MEMBERSHIP_HISTORIES=100000 $(PYTHON) -m pytest -q tests/runtimes/node/test_membership.py
 
-# More seeds of the deterministic simulation: make sim SEEDS=100000
+# Rewards that somebody tries to forge, a few hundred ways.
+attacks: setup
+	$(RUN) -q --begin-within 360 tests/attacks
+
+# The page in a real browser.
+browser:
+	@scripts/setup --with chromium --with fonts-dejavu-core
+	$(RUN) --begin-within 180 -m browser $(APART:%=--ignore %)
+
+# Seeded worlds, other ones each day: make sim SEEDS=100000 SIM_FIRST=0
 sim: setup
-	SIM_SEEDS=$(SEEDS) $(PYTHON) -m pytest tests/sim
+	SIM_SEEDS=$(SEEDS) SIM_FIRST=$${SIM_FIRST:-$$(($$(date +%s) / 86400 * 10000))} \
+		$(RUN) --hypothesis-profile=full --begin-within 300 tests/sim
 
 # Every bench, one JSON object each on its last line (bench/report.py says its form).
 bench: setup
 	@for name in gateway sandbox scheduler figures rollouts model durable attacks kills dashboard facades cluster; do $(PYTHON) -m bench.$$name --json; done
 
-# One quick run of each bench, and what judges them: a step of its own in .ci/run.
+# One quick run of each bench, and what judges them.
 bench-quick: setup
-	scripts/run-tests -q -n 2 --dist loadgroup tests/bench
+	$(RUN) -q --begin-within 240 tests/bench
 
 # Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors.
-# A step of its own, with its own limit in .ci/run: what is left out is named at its end.
+# What has not begun in time is left out and named at the end.
 ecosystem: setup
-	scripts/run-tests -q -rs --begin-within 600 -m "not far" tests/ecosystem
+	scripts/run-tests -q -rs --begin-within 540 -m "not far" tests/ecosystem
 
 # Also those that take minutes to install or to run.
 ecosystem-all: setup
@@ -77,9 +106,10 @@ site: setup
 wheels: setup
 	@$(PYTHON) .ci/wheels.py
 
-# A real Ray cluster, in an environment of its own (.cache/ray): a step of its own, at most 4 minutes on an idle machine.
-ray: setup
-	@.ci/ray-tests -q -rs --begin-within 300 tests/ray
+# A real Ray cluster, in an environment of its own (.cache/ray); three minutes.
+ray:
+	@scripts/setup --with iproute2
+	@.ci/ray-tests -q -rs --begin-within 260 tests/ray
 
 # Rollouts over a real Ray cluster of three nodes on this machine, while one dies and one joins; about three minutes.
 cluster-demo: setup

@@ -15,7 +15,7 @@ from tangram import Client
 from tests.e2e.gateway import GatewayProcess, document
 
 IMAGE = "tangram-base:bookworm"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("docker") is None, reason="no docker command line")]
+pytestmark = pytest.mark.skipif(shutil.which("docker") is None, reason="no docker command line")
 LIMIT_S = 60
 
 
@@ -71,6 +71,7 @@ def test_a_container_runs_commands_takes_input_and_files_and_goes(cli: DockerCom
     assert cli("ps", "-aq").stdout == ""
 
 
+@pytest.mark.slow
 def test_a_run_in_the_foreground_ends_with_its_command(cli: DockerCommandLine) -> None:
     ran = cli("run", "--rm", "-i", IMAGE, "sh", "-c", "cat; echo e >&2; exit 4", stdin="in", check=False)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("in", "e\n", 4)
@@ -79,6 +80,7 @@ def test_a_run_in_the_foreground_ends_with_its_command(cli: DockerCommandLine) -
     assert "HostConfig.PortBindings" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_container_outlives_a_gateway_that_is_killed(cli: DockerCommandLine) -> None:
     cli("run", "-d", "--name", "kept", "--label", "k=v", IMAGE, "sleep", "infinity")
     cli("exec", "kept", "sh", "-c", "echo before > file")
@@ -90,6 +92,7 @@ def test_a_container_outlives_a_gateway_that_is_killed(cli: DockerCommandLine) -
     assert cli("ps", "-aq").stdout == ""
 
 
+@pytest.mark.slow
 def test_a_command_ends_with_the_gateway_whose_client_heard_it(cli: DockerCommandLine) -> None:
     """Nobody hears it any more: it holds up no other, and is not there beside the next."""
     cli("run", "-d", "--name", "kept", IMAGE, "sleep", "infinity")

@@ -66,6 +66,7 @@ def ask(container: str) -> list[str]:
 @pytest.mark.docker
 @pytest.mark.network
 @pytest.mark.xdist_group("image")
+@pytest.mark.slow
 def test_the_image_serves(image: str) -> None:
     with serving(image, "--entrypoint", "/bin/sh", command=("-c", PLAIN)) as container:  # no Docker, no bubblewrap
         reward, _, engine = ask(container)
@@ -75,6 +76,7 @@ def test_the_image_serves(image: str) -> None:
 @pytest.mark.docker
 @pytest.mark.network
 @pytest.mark.xdist_group("image")
+@pytest.mark.slow
 def test_given_an_engine_it_makes_containers_beside_its_own(image: str) -> None:
     """The engine sees none of its files, and it sees none of their processes: it attaches."""
     with serving(image, "--volume", "/var/run/docker.sock:/var/run/docker.sock") as container:

@@ -1,4 +1,4 @@
-"""Faults that take their time: `make cluster-faults` plays them, `make test` does not."""
+"""Faults that take their time: `make faults` plays them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def chromium() -> str:
     """Where chromium is. Without it the test is skipped with the reason, but fails where ``CI=true``."""
     found = shutil.which("chromium")
     if found is None:
-        told = "no chromium: scripts/setup installs it where it is root on Debian"
+        told = "no chromium: scripts/setup --with chromium installs it where it is root on Debian"
         if os.environ.get("CI") == "true":
             pytest.fail(told)
         pytest.skip(told)

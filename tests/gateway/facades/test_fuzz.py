@@ -15,6 +15,8 @@ from runtimes.testing import ScriptStep
 from tests.gateway.conftest import RunningGateway, until
 from tests.gateway.facades.world import doors
 
+pytestmark = pytest.mark.slow
+
 #: Bodies of each kind, and the seed of all of them.
 COUNT, SEED = 25, 15
 ODD: tuple[object, ...] = (

@@ -176,6 +176,7 @@ async def test_other_routes_answer_as_there(door: RunningGateway) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 async def test_sixty_four_at_once_all_have_their_own_verdict(door: RunningGateway) -> None:
     async def one(number: int) -> bool:
         told = await run(door, f"print(int(input()) * {number})\nassert {number} % 4", stdin="2")

@@ -36,7 +36,7 @@ BENCH = {
     ),
     "awake": replace(FUNCTIONS["shell"], name="awake", sandbox=replace(SANDBOX, background=Background.RUN)),
 }
-KINDS = ["process", pytest.param("container", marks=pytest.mark.docker)]
+KINDS = ["process", pytest.param("container", marks=[pytest.mark.docker, pytest.mark.slow])]
 #: What a snapshot has to bring over: content, owner, mode, setgid, links, holes, an odd name, and /tmp.
 LAID_OUT = (
     "echo kept > file; chmod 640 file; mkdir -p deep/er; chmod 2750 deep; echo in > deep/er/in; ln -s file link; "

@@ -18,7 +18,7 @@ from runtimes.node.certificate import ensure_certificate
 from tests.runtimes.node.session import KeptLog
 from tests.runtimes.node.test_daemon import StandInDoor
 
-pytestmark = [pytest.mark.slow, pytest.mark.docker]
+pytestmark = pytest.mark.docker
 
 #: Seconds after which a test is taken for stuck: containers are made on a machine that does much else.
 STUCK_S = 240.0
@@ -144,6 +144,7 @@ async def test_commands_and_rewards_survive_the_kill_of_their_daemon(door: Stand
         await door.node.end_trajectory("t")
 
 
+@pytest.mark.slow
 async def test_a_command_that_ends_while_its_daemon_is_dead_has_one_end_and_its_whole_log(
     door: StandInDoor, node: NodeProcess
 ) -> None:

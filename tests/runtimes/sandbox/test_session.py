@@ -79,7 +79,6 @@ async def attended(watched: WatchedSession) -> AsyncIterator[WatchedSession]:
         await listening
 
 
-@pytest.mark.slow
 async def test_a_terminal_has_a_size_is_controlled_and_keeps_the_exit_status(sandbox: Sandbox) -> None:
     async with session_of(sandbox, "exec sh", TerminalSize(30, 100)) as watched, attended(watched):
         session = watched.session

@@ -36,6 +36,7 @@ class Crowd:
         return {"trajectory": call.trajectory}
 
 
+@pytest.mark.slow
 async def test_five_hundred_trajectories_act_at_once_over_one_pool() -> None:
     async with serving(ScriptedGateway({"shell": Crowd(TRAJECTORIES)})) as server:
         async with AsyncClient(server.address) as client:

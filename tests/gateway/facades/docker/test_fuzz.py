@@ -7,8 +7,13 @@ import random
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.gateway.facades.docker.world import IMAGE, EngineWorld, ask, engine_world
 from tests.gateway.facades.test_fuzz import ODD, SECRETS, almost
+
+pytestmark = pytest.mark.slow
+
 
 COUNT, SEED = 60, 15
 CREATE = {

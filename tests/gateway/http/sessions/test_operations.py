@@ -34,7 +34,6 @@ async def drained(session: AsyncSessionHandle) -> tuple[bytes, SessionEnd]:
     return said, session.end
 
 
-@pytest.mark.slow
 async def test_a_session_is_typed_to_and_tells_its_exit_status(client: AsyncClient) -> None:
     async with client.trajectory("t1") as trajectory:
         session = await trajectory.session(ECHO)

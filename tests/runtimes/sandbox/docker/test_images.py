@@ -19,7 +19,7 @@ from runtimes.sandbox.spec import ImageState, RegistryLogin
 from runtimes.secrets import Secrets
 from tests.registry import PASSWORD, USER, LoopbackRegistry, docker
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.docker, pytest.mark.slow]
 MIB = 2**20
 DEADLINE_S = 60.0
 

@@ -38,7 +38,7 @@ def engine(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pr
     """An engine with crun, once as itself and once under a name of which nobody knows what kernel it has."""
     if CRUN is None:
         if os.environ.get("CI") == "true":
-            pytest.fail("crun is not installed (scripts/setup)")
+            pytest.fail("crun is not installed (scripts/setup --with crun)")
         pytest.skip("crun is not installed (Debian: apt-get install crun)")
     wrapper = tmp_path_factory.mktemp("runtime") / "crun"
     wrapper.write_text(WRAPPER, encoding="ascii")

@@ -126,7 +126,7 @@ def test_a_file_has_no_tests_if_nothing_in_it_is_called_one(text: str, expected:
     assert not without_tests([], {})
 
 
-@pytest.mark.parametrize("cores", [(0,), (0, 1)])
+@pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("asked", [{}, {"fail_to_pass": ["tests/test_given.py::test_a"]}])
 async def test_a_given_file_that_is_no_python_is_its_givers_mistake(
     bench: SuiteBench, cores: tuple[int, ...], asked: dict[str, Any]

@@ -11,7 +11,7 @@ from manager.errors import Reason
 from manager.function import PytestSpec
 from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SuiteBench
 
-both = pytest.mark.parametrize("cores", [(0,), (0, 1)])
+both = pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 #: One file cannot be imported, the other passes.
 BROKEN = {
     "calc.py": "def f(:\n",

@@ -89,7 +89,7 @@ async def test_every_kind_of_verdict_is_told_apart(bench: SuiteBench) -> None:
     assert value["resolved"] is False
 
 
-@pytest.mark.parametrize("cores", [(0,), (0, 1)])
+@pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 async def test_ids_with_odd_characters_are_selected_exactly(bench: SuiteBench, cores: tuple[int, ...]) -> None:
     odd = ["a b", "x::y", "[z]", "p/q", "ünï", "new\nline", "-k", "quo'te\"", "$HOME;ls", "a@b"]
     source = f"""
@@ -186,7 +186,7 @@ CRASH = {
 }
 
 
-@pytest.mark.parametrize("cores", [(0,), (0, 1)])
+@pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 async def test_a_test_that_ends_its_process_costs_no_other_verdict(bench: SuiteBench, cores: tuple[int, ...]) -> None:
     value = await bench.run(CRASH, cores=cores)
     assert {id[-1]: verdict for id, verdict in sorted(value["tests"].items())} == {
@@ -224,7 +224,7 @@ async def test_a_timeout_keeps_the_verdicts_known_so_far(bench: SuiteBench) -> N
     assert failure.result["reward"] is None
 
 
-@pytest.mark.parametrize("cores", [(0,), (0, 1)])
+@pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 async def test_a_tests_own_timeout_fails_it_and_spares_the_others(bench: SuiteBench, cores: tuple[int, ...]) -> None:
     value = await bench.run(HANG, cores=cores, test_timeout_s=0.3)
     assert sorted(value["tests"].items()) == [

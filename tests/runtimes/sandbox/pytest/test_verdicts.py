@@ -211,7 +211,7 @@ TESTED = """
 """
 
 
-@pytest.mark.parametrize("cores", [(0,), (0, 1)])
+@pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("raising", "verdict"),
     [

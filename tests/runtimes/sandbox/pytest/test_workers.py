@@ -33,7 +33,7 @@ async def test_what_a_suite_writes_between_processes_is_a_crash_and_no_wait(
     assert value["note"]
 
 
-@pytest.mark.parametrize("cores", [(0,), (0, 1)])
+@pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 async def test_a_program_that_a_test_starts_reads_nothing_of_its_process(
     bench: SuiteBench, cores: tuple[int, ...]
 ) -> None:
