@@ -59,7 +59,7 @@ unit:
 # Tests that take seconds, build images or environments, or look at every case where `make test` looks at one; and
 # properties by many examples.
 slow:
-	@scripts/setup --with crun --with iproute2 --with docker-registry
+	@scripts/setup --with crun --with iproute2 --with docker-registry --with g++
 	$(RUN) --hypothesis-profile=full --begin-within 700 -m "(slow or hypothesis) and not browser" $(APART:%=--ignore %) --ignore tests/sim
 
 # Processes, engines and nodes that are killed, frozen and cut off, with real daemons.

@@ -123,6 +123,7 @@ async def test_tests_are_run_as_tests_and_shell_as_shell(door: RunningGateway) -
     assert (await run(door, "yes | head -n 2; cat", "bash", stdin="in"))["run_result"]["stdout"] == "y\ny\nin"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 async def test_a_program_is_compiled_before_it_runs(door: RunningGateway) -> None:
     good = "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n * 2; return n; }"
