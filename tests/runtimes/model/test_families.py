@@ -157,7 +157,9 @@ def test_variants_of_a_family_are_exact_too(
 @pytest.mark.parametrize(
     ("family", "shape"), [*((family, {}) for family in FAMILIES), ("mistral", {"sliding_window": 4})]
 )
-@pytest.mark.parametrize("budget_tokens", [1, 40, 75, 10_000])
+@pytest.mark.parametrize(
+    "budget_tokens", [40, *(pytest.param(other, marks=pytest.mark.slow) for other in (1, 75, 10_000))]
+)
 def test_sequences_that_take_the_places_of_others_are_continued_as_alone(
     family: str, shape: dict[str, object], budget_tokens: int, tmp_path: Path, device: OneDevice
 ) -> None:

@@ -23,6 +23,7 @@ SHAPE = {
 }
 
 
+@pytest.mark.slow
 def test_models_that_are_made_at_once_keep_their_dtypes() -> None:
     """transformers sets the default dtype of all threads meanwhile."""
 

@@ -86,6 +86,7 @@ GENERATED = {
 }
 
 
+@pytest.mark.slow
 async def test_a_fix_turns_the_reward(environments: Environments, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
