@@ -13,7 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 #   test      at most 8 minutes  check, and every test that is neither marked slow nor in a folder of test-all
 #   test-all  at most 75 minutes   everything else, one part after the other
 QUICK := tests/house tests/manager tests/gateway
-NOT_QUICK := tests/gateway/facades tests/gateway/grpc
+# Other doors, and what runs in sandboxes or plays whole workloads.
+NOT_QUICK := tests/gateway/facades tests/gateway/grpc tests/gateway/http/test_snapshots.py tests/gateway/steps \
+	tests/gateway/cli/test_simulate.py
 # Folders whose tests are parts of test-all, whole.
 APART := tests/attacks tests/bench tests/cluster tests/ecosystem tests/faults tests/ray
 RUN := scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED)

@@ -9,8 +9,15 @@ import pytest
 from tests.runtimes.sandbox.pytest.conftest import SuiteBench
 
 
-@pytest.mark.parametrize("written", [b'{"test": "forged"}\n', b"[" * 60_000, b"\x04\x00\x00\x00\x01\x7f\xff\xff\xff"])
-@pytest.mark.parametrize("when", ["imported", "called"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param(b'{"test": "forged"}\n', id="a verdict"),
+        pytest.param(b"[" * 60_000, id="no message", marks=pytest.mark.slow),
+        pytest.param(b"\x04\x00\x00\x00\x01\x7f\xff\xff\xff", id="a long message", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("when", ["imported", pytest.param("called", marks=pytest.mark.slow)])
 async def test_what_a_suite_writes_between_processes_is_a_crash_and_no_wait(
     bench: SuiteBench, written: bytes, when: str
 ) -> None:
