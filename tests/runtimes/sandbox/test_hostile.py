@@ -76,7 +76,7 @@ class TestExhaustion:
         await assert_well(sandbox)
 
     async def test_endless_output_is_read_dropped_and_ended(self, sandbox: Sandbox) -> None:
-        command = Command(shell="yes & yes >&2", timeout_s=0.5, kill_grace_s=0.1, output_limit_bytes=5000)
+        command = Command(shell="yes & yes >&2", timeout_s=2.0, kill_grace_s=0.1, output_limit_bytes=5000)
         result = await sandbox.run(command)
         assert (result.timed_out, result.stdout_truncated, result.stderr_truncated) == (True, True, True)
         for said in (result.stdout, result.stderr):

@@ -193,16 +193,16 @@ class TestCommands:
 class TestTimeouts:
     @SHARED_RUNNER_ALONE
     async def test_a_timeout_is_told_with_what_was_printed(self, shared_sandbox: Sandbox) -> None:
-        result = await sh(shared_sandbox, "echo before; sleep 1000", timeout_s=0.2, kill_grace_s=1)
+        result = await sh(shared_sandbox, "echo before; sleep 1000", timeout_s=2, kill_grace_s=10)
         assert (result.timed_out, result.stdout, result.signal) == (True, b"before\n", 15)
 
     async def test_a_handler_of_sigterm_has_its_grace(self, shared_sandbox: Sandbox) -> None:
         script = "trap 'echo cleaned; exit 0' TERM; echo on; while :; do sleep 0.01; done"
-        result = await sh(shared_sandbox, script, timeout_s=0.3, kill_grace_s=10)
+        result = await sh(shared_sandbox, script, timeout_s=2, kill_grace_s=60)
         assert (result.timed_out, result.stdout, result.exit_code) == (True, b"on\ncleaned\n", 0)
 
     async def test_who_ignores_sigterm_is_killed(self, shared_sandbox: Sandbox) -> None:
-        result = await sh(shared_sandbox, "trap '' TERM; while :; do sleep 0.01; done", timeout_s=0.2, kill_grace_s=0.2)
+        result = await sh(shared_sandbox, "trap '' TERM; while :; do sleep 0.01; done", timeout_s=2, kill_grace_s=0.2)
         assert (result.timed_out, result.signal) == (True, 9)
 
     @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ async def test_without_a_gateway_for_too_long_it_is_ended_and_nothing_is_kept(bo
 
 
 async def test_its_timeout_is_kept_without_a_gateway(box: Box) -> None:
-    given = command("echo begun; exec sleep 1000", timeout_s=0.3)
+    given = command("echo begun; exec sleep 1000", timeout_s=2.0)
     await abandoned(box, given)
     await until(lambda: not children(box))
     result = await claimed(box, given)
