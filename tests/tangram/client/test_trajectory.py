@@ -47,7 +47,7 @@ async def test_an_end_by_another_client_is_noticed(gateway: RunningGateway) -> N
 
 
 async def test_an_end_by_silence_is_noticed(tmp_path: Path) -> None:
-    shell = replace(FUNCTIONS["shell"], sandbox=SandboxSpec(image="", idle_ttl_s=0.3))
+    shell = replace(FUNCTIONS["shell"], sandbox=SandboxSpec(image="", idle_ttl_s=3.0))
     async with (
         serving(GatewayBench(tmp_path, functions={"shell": shell})) as running,
         AsyncClient(f"http://127.0.0.1:{running.app.http_port}") as client,
