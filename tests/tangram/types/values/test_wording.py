@@ -42,4 +42,4 @@ def test_what_is_no_mismatch_of_a_pattern_is_told_as_it_is() -> None:
 def test_each_pattern_of_the_wire_is_declared_with_its_words() -> None:
     room = Path(tangram.types.__file__).parent
     bare = [str(each) for each in room.rglob("*.py") if "Meta(pattern" in each.read_text(encoding="utf-8")]
-    assert [Path(each).name for each in bare] == ["wording.py"]
+    assert [Path(each).name for each in bare] == ["types.py"]
