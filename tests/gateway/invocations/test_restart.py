@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cluster.cluster import OneMachine
+from gateway.cluster.cluster import Cluster
 from gateway.invocations.invocations import GONE
 from gateway.invocations.restart import RESTARTED, Reattachment
 from gateway.store.maintenance import StateDirectory
@@ -160,7 +160,7 @@ async def test_what_has_begun_and_is_not_held_is_never_run_twice(
 @pytest.fixture
 def nodes_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ran runs on a node that is not back yet, which holds what the scripted runtime executes."""
-    monkeypatch.setattr(OneMachine, "awaits", lambda _, record: record.state is State.RUNNING)
+    monkeypatch.setattr(Cluster, "awaits", lambda _, record: record.state is State.RUNNING)
     monkeypatch.setattr(Reattachment, "may_hold", lambda *_: True)
 
 
