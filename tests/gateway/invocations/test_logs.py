@@ -75,10 +75,10 @@ async def test_nobody_is_told_of_a_line_before_it_stands_on_disk(
     written, busy, free = store._write, asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def slow(*batch: Any) -> None:
+    def slow(*batch: Any) -> Any:
         loop.call_soon_threadsafe(busy.set)
         assert free.wait(DEADLINE_S)
-        written(*batch)
+        return written(*batch)
 
     monkeypatch.setattr(store, "_write", slow)
     logs = Logs(store, LogsSection(heartbeat_s=DEADLINE_S))
