@@ -178,6 +178,12 @@ def pytest_load_initial_conftests() -> None:
 pytest_load_initial_conftests.pytest_impl = {"tryfirst": True}  # type: ignore[attr-defined]  # without pytest at hand
 
 
+def know_project() -> None:
+    """Take in what a worker is told of the project."""
+    if not _project:
+        _project.update(json.loads(os.environ.pop(PROJECT)))
+
+
 def let_in(*, clean: bool, load: Callable[[], object] = lambda: None) -> None:
     """Let the project in, once; ``clean`` says whether every plugin of the installation is loaded.
 
@@ -189,8 +195,7 @@ def let_in(*, clean: bool, load: Callable[[], object] = lambda: None) -> None:
     gc.freeze()
     gc.unfreeze()  # with the old objects, which are looked through last
     gc.enable()
-    if not _project:
-        _project.update(json.loads(os.environ.pop(PROJECT)))  # a worker
+    know_project()
     _baseline = importlib.import_module(BASELINE).Baseline()
     tell_dropped_failures()
     _judges.update(judges())
@@ -470,38 +475,49 @@ def load_installed_first() -> None:
     pytests: Any = importlib.import_module("_pytest.config").PytestPluginManager
     load, import_plugin = manager.load_setuptools_entrypoints, pytests.import_plugin
 
-    def load_setuptools_entrypoints(self: Any, group: str, name: str | None = None) -> Any:
-        if group != GROUP or _baseline is not None:
-            return load(self, group, name)
+    def load_all(self: Any, *, clean: bool) -> int:
+        """Load what is installed, then let the project in, then load those of its plugins that the installation names.
+
+        What lies in the project's tree alone is never loaded, whatever it says of itself.
+        """
+        know_project()
         installation: Any = sys.modules[START].installation()
         waits = installation.waits
         later = [each for each in _projects_plugins() if not self.is_blocked(each)]
+        places = [] if _project["own_options"] else installation.waiting
         for each in later:
             self.set_blocked(each)
 
         def load_others() -> None:
             for each in later:
                 self._name2plugin.pop(each, None)
-            if waits and not _project["own_options"]:
-                load(self, group, name)
-            for each in later:
-                load(self, group, each)
+            for each in (*later, *_plugins_in(places)):
+                load(self, GROUP, each)
 
         try:
-            count = load(self, group, name)
+            count: int = load(self, GROUP)
         except ImportError:
             if not waits:
                 raise
+            names = [name for name, _ in _entry_points()]
             let_in(clean=False, load=load_others)
-            return load(self, group, name)
-        let_in(clean=True, load=load_others)
+            return sum(load(self, GROUP, each) for each in names)
+        let_in(clean=clean, load=load_others)
         return count
+
+    def load_setuptools_entrypoints(self: Any, group: str, name: str | None = None) -> Any:
+        if group != GROUP or name is not None:
+            return load(self, group, name)
+        return load_all(self, clean=True) if _baseline is None else 0
 
     def import_named(self: Any, name: str, *arguments: Any, **named: Any) -> Any:
         """Import a plugin that somebody names, which may be a module of the project."""
         essential = name in _builtin_plugins() or name in sys.modules or self.is_blocked(name)
         if _baseline is None and not essential and not _is_installed(name):
-            let_in(clean=False)
+            if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
+                let_in(clean=False)
+            else:
+                load_all(self, clean=False)
         return import_plugin(self, name, *arguments, **named)
 
     manager.load_setuptools_entrypoints, pytests.import_plugin = load_setuptools_entrypoints, import_named
@@ -522,12 +538,22 @@ def _projects_plugins() -> list[str]:
     """Return the names of the plugins of the installation whose modules lie in the project."""
     if not sys.modules[START].installation().waits:
         return []
+    return [name for name, module in _entry_points() if not _is_installed(module)]
+
+
+def _plugins_in(places: list[str]) -> list[str]:
+    """Return the names of plugins whose distribution lies in these directories, which the installation names."""
+    return [name for name, _ in _entry_points(path=places)] if places else []
+
+
+def _entry_points(**where: Any) -> list[tuple[str, str]]:
+    """Return the name and the module of each plugin of pytest that is installed on the path, or ``where``."""
     try:
         metadata = importlib.import_module("importlib.metadata")
     except ImportError:  # Python 3.7, where pytest brings its own
         metadata = importlib.import_module("importlib_metadata")
-    points = [point for each in metadata.distributions() for point in each.entry_points if point.group == GROUP]
-    return [point.name for point in points if not _is_installed(point.value.partition(":")[0])]
+    points = [point for each in metadata.distributions(**where) for point in each.entry_points if point.group == GROUP]
+    return [(point.name, point.value.partition(":")[0]) for point in points]
 
 
 if PROJECT in os.environ:  # a worker
