@@ -56,7 +56,7 @@ server:
   drain_grace: 100ms
   durability: {durability}
   retention: {{records_age: 100000d, logs_age: 100000d}}
-  callbacks: {{allow: [127.0.0.0/8], backoff: 100ms}}
+  callbacks: {{allow: [127.0.0.0/8]}}
 sandbox: {{provider: process}}
 scheduler: {{max_queued: 2000000}}
 tasks: {{default: {{max_queued: 2000000}}}}

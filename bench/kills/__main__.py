@@ -46,7 +46,7 @@ server:
   port: {port}
   grpc_port: 0
   drain_grace: 500ms
-  callbacks: {{allow: ["127.0.0.0/8"], backoff: 100ms}}
+  callbacks: {{allow: ["127.0.0.0/8"]}}
 sandbox: {{provider: {provider}, image: "{image}", memory: 256MiSANDBOX_PATH}}
 node: {{devices: {{kind: cpu, count: 2, memory: 64Mi}}}}
 resources: {{search: {{kind: quota, limit: LIMIT, period: PERIODs}}}}
