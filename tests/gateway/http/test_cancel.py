@@ -92,7 +92,7 @@ async def arrived(gateway: RunningGateway, situation: Situation) -> LiveInvocati
         if (record.state, record.attempt) != (situation.state, situation.attempt):
             return False
         if situation.attempt > 1:
-            return newest().retry is not None
+            return newest().action_id is not None
         return record.id in gateway.runtime.running or situation.state is State.QUEUED
 
     await until(there)
