@@ -203,6 +203,7 @@ def let_in(*, clean: bool, load: Callable[[], object] = lambda: None) -> None:
     if _reporter is not None:
         _reporter.send(clean=clean and installation.clean)
     installation.admit(_project["tests"], lambda name: note_altered([f"the module {name}"]))
+    note_altered([f"the module {name}" for name in installation.shadowed(_project["tests"], _project["paths"])])
     load()
     sys.path[:0] = _project["paths"]
     if not _has_workers:

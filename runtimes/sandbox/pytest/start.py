@@ -10,6 +10,7 @@ of them whoever wrote the project would be imported before pytest is, as ``sitec
 from __future__ import annotations
 
 import os
+import re
 import site
 import stat
 import subprocess
@@ -22,6 +23,8 @@ MODULE = "tangram_start"
 #: The module of a finder that finds nothing but setuptools.
 SHIM = "_distutils_hack"
 _CODE = ("import ", "import\t")
+#: The module that a line of a test imports.
+_IMPORTED = re.compile(r"^[ \t]*(?:import|from)[ \t]+([A-Za-z_]\w*)", re.MULTILINE)
 #: A library's module by whose name many projects have their tests.
 PROJECTS_OWN = ("test",)
 #: Parts of pytest that import late, and nothing of the project's.
@@ -182,6 +185,27 @@ class Installation:
                 self._run(text)
         first: Any = TrustedFirst(self._library, self._installed, tests, shadowed)
         sys.meta_path.insert(0, first)
+
+    def shadowed(self, tests: Iterable[str], paths: Iterable[str]) -> list[str]:
+        """Return the modules of the library that a given test imports and that ``paths`` have, too."""
+        roots = tuple(os.path.join(place, "") for place in self._library)
+        found = []
+        for test in tests:
+            try:
+                with open(test, encoding="utf-8", errors="replace") as file:
+                    text = file.read()
+            except OSError:
+                continue
+            for name in sorted(set(_IMPORTED.findall(text))):
+                spec = _found(None, name, self._library, None)
+                origin = "" if spec is None else str(spec.origin)
+                if name in PROJECTS_OWN or not origin.startswith(roots) or origin.startswith(tuple(self._installed)):
+                    continue
+                places = [os.path.join(place, name) for place in (*paths, os.path.dirname(test))]
+                files = [each for place in places for each in (place + ".py", os.path.join(place, "__init__.py"))]
+                if any(os.path.exists(each) and os.path.realpath(each) != os.path.realpath(origin) for each in files):
+                    found.append(name)
+        return found
 
     @property
     def waits(self) -> bool:
