@@ -100,7 +100,7 @@ def attempt(interpreter: Path, client: Path, server: Path, room: Path) -> None:
     room.mkdir()
     run([interpreter, "-m", "venv", room / "venv"], room)
     python = room / "venv" / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "-qq", "install"]
     run([*pip, client], room)
     place = run([python, "-c", CLIENT], room).strip()
     assert place.startswith(str(room)), f"imported from {place}"
