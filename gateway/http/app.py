@@ -239,15 +239,19 @@ class GuardedApp(ABC):
         except ClientDisconnect:
             return
         except Exception as error:
-            failure = self._coded(exhaustion(error, self._component) or error, scope)
-            self.api.metrics.refused(self._component, failure.code)
-            response = self.refuse(failure, scope)
+            # No local of this frame holds the typed error: it holds its traceback, and that this frame.
+            response = self._refusal(error, scope)
             if bounded.started:
                 raise
             # The frames that it came through hold the request's body, often with the error itself: in a circle, which
             # would stay until the collector comes. Under an overload of large requests that is too late.
             clear_frames(error.__traceback__)
             await response(scope, receive, bounded)
+
+    def _refusal(self, error: Exception, scope: Scope) -> Response:
+        failure = self._coded(exhaustion(error, self._component) or error, scope)
+        self.api.metrics.refused(self._component, failure.code)
+        return self.refuse(failure, scope)
 
     def _coded(self, error: Exception, scope: Scope) -> CodedError:
         if isinstance(error, CodedError):
