@@ -21,6 +21,7 @@ from tangram.client.handlers import captured, definition_of
 from tangram.client.heartbeats import LEASE_S, Heartbeats
 from tangram.client.requests import (
     CONCURRENCY,
+    KEEPALIVE,
     ApiRequest,
     BatchCall,
     Bearer,
@@ -226,6 +227,7 @@ class AsyncConnectionPool(httpx.AsyncBaseTransport):
             verify=self._trust,
             proxy=self._proxy,
             limits=httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=IDLE_S),
+            socket_options=KEEPALIVE,
         )
 
     def _eldest(self, before_s: float) -> httpx.AsyncBaseTransport | None:
@@ -241,10 +243,13 @@ class AsyncConnectionPool(httpx.AsyncBaseTransport):
 class AsyncLink:
     """What a client has open in one process and event loop."""
 
-    def __init__(self, http: httpx.AsyncClient, lasting: int) -> None:
+    def __init__(self, http: httpx.AsyncClient, connections: int) -> None:
         self.http = http
+        lasting = connections - min(SPARE, connections // 3)
         #: For calls that last, so that those which do not always find a connection.
         self.lasting = AsyncCallSlots(lasting)
+        #: For those of them that wait for memory.
+        self.opening = AsyncCallSlots(lasting // 2)
 
 
 class AsyncAnswerStream(httpx.AsyncByteStream):
@@ -646,11 +651,12 @@ class AsyncTrajectory:
         return self._opened
 
 
-#: Longest silence of an answer that is no invocation, and of a followed log, which has heartbeats.
+#: Longest silence of an answer that waits for nothing, and of a followed log, which has heartbeats.
 ANSWER_S = 60.0
 PAGE = 100
 WAIT_SLICE_S = 30.0
-#: Connections of a client, and how many of them calls that last leave to the others (cancel, upload, get ...).
+#: Connections of a client, and how many of them calls that last leave to the others (cancel, upload, get ...): a third
+#: of fewer.
 CONNECTIONS = 640
 SPARE = 64
 
@@ -684,8 +690,8 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
         lease_s: float | None = LEASE_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        if connections < 2:
-            raise InvalidInputError(f"connections must be at least 2, not {connections}")
+        if connections < 3:
+            raise InvalidInputError(f"connections must be at least 3, not {connections}")
         self.server = server_of(server)
         self._token = token_of(token)
         self._retries = retries or Retries()
@@ -1060,7 +1066,9 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
     async def _send_once(self, request: ApiRequest[_T]) -> _T:
         link = self._link()
         async with AsyncExitStack() as stack:
-            if request.lasting:
+            if request.lane == "opening":
+                await stack.enter_async_context(link.opening)
+            if request.lane != "spare":
                 await stack.enter_async_context(link.lasting)
             try:
                 response = await link.http.request(
@@ -1094,4 +1102,4 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
             timeout=ANSWER_S,
             transport=transport,
         )
-        return AsyncLink(http, max(1, self._connections - SPARE))
+        return AsyncLink(http, self._connections)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 from urllib.parse import SplitResult, quote, urlsplit
 
 import httpx
@@ -330,6 +330,17 @@ def _unusable(where: str, file: str | None, wanted: str, error: OSError) -> Inva
     return InvalidConfigError(f"{where} names {file}, which cannot be read: {error.strerror or error}")
 
 
+#: An answer may take as long as work does; it is the kernel that notices within two minutes that a machine is gone.
+KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, option), value)
+        for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+        if hasattr(socket, option)
+    ),
+]
+
+
 def _checked(address: str, where: str) -> str:
     def wrong(why: str) -> InvalidConfigError:
         return InvalidConfigError(f"{where}: {address!r} {why}; {_REMEDY}")
@@ -528,13 +539,11 @@ class ApiRequest(Generic[_T]):
     content: bytes | None = None
     #: Whether sending it twice does the work once.
     repeatable: bool = True
-    #: Whether the answer may take as long as the work does.
+    #: Whether the answer may take as long as the work does, or what that waits for: memory, a snapshot, a build.
     patient: bool = False
-
-    @property
-    def lasting(self) -> bool:
-        """Whether its connection is in use for as long as something else takes."""
-        return self.patient or "wait" in self.params
+    #: The connections that it takes one of. Those that wait for memory (``opening``) leave some to the other calls that
+    #: last, and both leave the ``spare`` ones: whoever has memory can act and end, so that others get it.
+    lane: Literal["spare", "lasting", "opening"] = "spare"
 
     def answer(self, response: httpx.Response) -> _T:
         """Return the typed answer; raises the TangramError of a refused request."""
@@ -579,6 +588,7 @@ def invoke(
         content=json_body(input),
         repeatable=key is not None,
         patient=mode == "sync",
+        lane="lasting" if mode == "sync" or wait_s is not None else "spare",
     )
 
 
@@ -595,6 +605,7 @@ def batch(
         headers=JSON_BODY,
         content=json_body(BatchRequest(calls=tuple(call.item() for call in calls))),
         patient=wait != "none",
+        lane="spare" if wait == "none" else "lasting",
     )
 
 
@@ -612,6 +623,7 @@ def get_invocation(id: str, wait_s: float | None = None) -> ApiRequest[Invocatio
         path=invocation_path(id),
         read=read_invocation,
         params=present({"wait": duration_text(wait_s)}),
+        lane="spare" if wait_s is None else "lasting",
     )
 
 
@@ -660,6 +672,7 @@ def apply(
         params=({"dry_run": "true"} if dry_run else {}) | ({"prune": "true"} if prune else {}),
         headers=JSON_BODY,
         content=b"" if sent is None else msgspec.json.encode(sent),
+        patient=True,
     )
 
 
@@ -678,6 +691,7 @@ def put_function(
         params={"dry_run": "true"} if dry_run else {},
         headers=JSON_BODY,
         content=content,
+        patient=True,
     )
 
 
@@ -702,6 +716,8 @@ def pull_images(images: Sequence[str], wait_s: float | None = None) -> ApiReques
         params=present({"wait": duration_text(wait_s)}),
         headers=JSON_BODY,
         content=msgspec.json.encode(ImagesWanted(images=tuple(images))),
+        patient=True,
+        lane="spare" if wait_s is None else "lasting",
     )
 
 
@@ -733,16 +749,17 @@ def open_trajectory(
         read=reader(TrajectoryInfo),
         headers=JSON_BODY,
         content=msgspec.json.encode(_said(opening)),
-        patient=snapshot is not None or (sandbox is not None and sandbox.image is not None),
+        patient=True,
+        lane="opening",
     )
 
 
 def remove_function(name: str) -> ApiRequest[ConfigDiff]:
-    return ApiRequest(method="DELETE", path=_function_path(name), read=reader(ConfigDiff))
+    return ApiRequest(method="DELETE", path=_function_path(name), read=reader(ConfigDiff), patient=True)
 
 
 def end_trajectory(id: str) -> ApiRequest[None]:
-    return ApiRequest(method="DELETE", path=trajectory_path(id), read=lambda response: None)
+    return ApiRequest(method="DELETE", path=trajectory_path(id), read=lambda response: None, patient=True)
 
 
 def upload(
@@ -763,6 +780,7 @@ def upload(
         params=present({"path": path, "mode": None if mode is None else f"{mode:03o}", "user": user}),
         headers={"Content-Type": "application/octet-stream"} | (LIVING if living else {}),
         content=data,
+        patient=True,
     )
 
 
@@ -778,6 +796,7 @@ def upload_archive(
         headers={"Content-Type": "application/octet-stream"} | (LIVING if living else {}),
         content=data,
         patient=True,
+        lane="lasting",
     )
 
 
@@ -789,6 +808,7 @@ def download_archive(id: str, path: str, *, user: str | None = None, living: boo
         params=present({"path": path, "user": user}),
         headers=LIVING if living else {},
         patient=True,
+        lane="lasting",
     )
 
 
@@ -799,6 +819,7 @@ def download(id: str, path: str, *, user: str | None = None, living: bool = Fals
         read=lambda response: response.content,
         params=present({"path": path, "user": user}),
         headers=LIVING if living else {},
+        patient=True,
     )
 
 
@@ -812,6 +833,7 @@ def list_files(
         read=lambda response: read(response).files,
         params=present({"path": path, "list": "true", "user": user}),
         headers=LIVING if living else {},
+        patient=True,
     )
 
 
@@ -953,6 +975,7 @@ def write_session(id: str, data: bytes, offset: int | None, *, end: bool = False
         headers={"Content-Type": "application/octet-stream"},
         content=data,
         repeatable=offset is not None,
+        patient=True,
     )
 
 
@@ -977,6 +1000,7 @@ def take_snapshot(trajectory: str) -> ApiRequest[SnapshotInfo]:
         read=reader(SnapshotInfo),
         repeatable=False,
         patient=True,
+        lane="lasting",
     )
 
 
@@ -1001,6 +1025,7 @@ def fork(
         ),
         repeatable=False,
         patient=True,
+        lane="opening",
     )
 
 
@@ -1009,7 +1034,8 @@ def list_snapshots() -> ApiRequest[SnapshotList]:
 
 
 def remove_snapshot(id: str) -> ApiRequest[None]:
-    return ApiRequest(method="DELETE", path=f"/v1/snapshots/{quote(id, safe='')}", read=lambda response: None)
+    path = f"/v1/snapshots/{quote(id, safe='')}"
+    return ApiRequest(method="DELETE", path=path, read=lambda response: None, patient=True)
 
 
 def list_tasks() -> ApiRequest[TaskList]:
@@ -1065,7 +1091,7 @@ class Retries:
     #: Seconds for which a gateway that cannot be reached, drains or starts is waited for.
     outage_s: float = 60.0
     #: The same for an address at which nobody listens and nobody has answered this client before; None: as long.
-    refused_s: float | None = None
+    refused_s: float | None = 1.0
 
     def patience_s(self, error: TangramError, *, new: bool) -> float:
         """Return for how long an outage is waited for; ``new`` if nobody has answered yet."""

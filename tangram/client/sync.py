@@ -22,6 +22,7 @@ from tangram.client.handlers import captured, definition_of
 from tangram.client.heartbeats import LEASE_S, Heartbeats
 from tangram.client.requests import (
     CONCURRENCY,
+    KEEPALIVE,
     ApiRequest,
     BatchCall,
     Bearer,
@@ -228,6 +229,7 @@ class ConnectionPool(httpx.BaseTransport):
             verify=self._trust,
             proxy=self._proxy,
             limits=httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=IDLE_S),
+            socket_options=KEEPALIVE,
         )
 
     def _eldest(self, before_s: float) -> httpx.BaseTransport | None:
@@ -243,10 +245,13 @@ class ConnectionPool(httpx.BaseTransport):
 class Link:
     """What a client has open in one process."""
 
-    def __init__(self, http: httpx.Client, lasting: int) -> None:
+    def __init__(self, http: httpx.Client, connections: int) -> None:
         self.http = http
+        lasting = connections - min(SPARE, connections // 3)
         #: For calls that last, so that those which do not always find a connection.
         self.lasting = CallSlots(lasting)
+        #: For those of them that wait for memory.
+        self.opening = CallSlots(lasting // 2)
 
 
 class AnswerStream(httpx.SyncByteStream):
@@ -646,11 +651,12 @@ class Trajectory:
         return self._opened
 
 
-#: Longest silence of an answer that is no invocation, and of a followed log, which has heartbeats.
+#: Longest silence of an answer that waits for nothing, and of a followed log, which has heartbeats.
 ANSWER_S = 60.0
 PAGE = 100
 WAIT_SLICE_S = 30.0
-#: Connections of a client, and how many of them calls that last leave to the others (cancel, upload, get ...).
+#: Connections of a client, and how many of them calls that last leave to the others (cancel, upload, get ...): a third
+#: of fewer.
 CONNECTIONS = 640
 SPARE = 64
 
@@ -684,8 +690,8 @@ class Client(Functions, NodeCalls, TaskCalls):
         lease_s: float | None = LEASE_S,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        if connections < 2:
-            raise InvalidInputError(f"connections must be at least 2, not {connections}")
+        if connections < 3:
+            raise InvalidInputError(f"connections must be at least 3, not {connections}")
         self.server = server_of(server)
         self._token = token_of(token)
         self._retries = retries or Retries()
@@ -1060,7 +1066,9 @@ class Client(Functions, NodeCalls, TaskCalls):
     def _send_once(self, request: ApiRequest[_T]) -> _T:
         link = self._link()
         with ExitStack() as stack:
-            if request.lasting:
+            if request.lane == "opening":
+                stack.enter_context(link.opening)
+            if request.lane != "spare":
                 stack.enter_context(link.lasting)
             try:
                 response = link.http.request(
@@ -1092,4 +1100,4 @@ class Client(Functions, NodeCalls, TaskCalls):
             timeout=ANSWER_S,
             transport=transport,
         )
-        return Link(http, max(1, self._connections - SPARE))
+        return Link(http, self._connections)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tangram import AsyncClient, Client, InvalidInputError
+from tangram import AsyncClient, Client, InvalidInputError, NotFoundError
 from tangram.client import aio as aio_connections
-from tangram.client.aio import CONNECTIONS, SPARE
-from tangram.testing import ScriptedCall, ScriptedGateway
+from tangram.client.aio import ANSWER_S, CONNECTIONS, SPARE, AsyncSessionHandle
+from tangram.testing import ScriptedCall, ScriptedGateway, ScriptedTrajectory
 from tests.tangram.sockets import DEADLINE_S, served, serving
 
 TRAJECTORIES = 500
@@ -87,6 +88,62 @@ async def test_calls_that_last_leave_connections_to_the_others() -> None:
         assert all(each.result is True for each in await asyncio.gather(*lasting))
 
 
+#: What hangs on something else, which may take as long as that does: memory, a snapshot, a build, the work.
+HANGING: dict[str, Callable[[AsyncClient], Awaitable[object]]] = {
+    "open": lambda client: client.trajectory("t").open(),
+    "open with a choice": lambda client: client.trajectory("t", sandbox={"memory": "1Gi"}).open(),
+    "fork": lambda client: client.trajectory("t").fork(["u"]),
+    "snapshot": lambda client: client.trajectory("t").snapshot(),
+    "end": lambda client: client.end_trajectory("t"),
+    "upload": lambda client: client.trajectory("t").upload("f", b""),
+    "download": lambda client: client.trajectory("t").download("f"),
+    "list": lambda client: client.trajectory("t").list(),
+    "upload an archive": lambda client: client.trajectory("t").upload_archive("d", b""),
+    "download an archive": lambda client: client.trajectory("t").download_archive("d"),
+    "register": lambda client: client.put_function("f", {"runtime": "exec"}),
+    "apply": lambda client: client.apply({}),
+    "pull": lambda client: client.pull_images(["i"], wait_s=300.0),
+    "remove a snapshot": lambda client: client.remove_snapshot("s"),
+    "end of input": lambda client: AsyncSessionHandle(client, "s", begun=True).close_input(),
+    "invoke": lambda client: client.invoke("f", {}),
+}
+
+
+@pytest.mark.parametrize("call", HANGING)
+async def test_an_answer_that_hangs_on_a_queue_is_waited_for(call: str) -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        problem = {"type": "t", "title": "t", "status": 404, "code": "not_found", "detail": "seen", "component": "test"}
+        return httpx.Response(404, json=problem)
+
+    async with AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        with pytest.raises(NotFoundError, match="seen"):
+            await HANGING[call](client)
+    timeout = seen[0].extensions["timeout"]
+    assert (timeout["read"], timeout["connect"]) == (None, ANSWER_S)
+
+
+async def test_who_has_memory_acts_and_ends_while_all_others_wait_for_some() -> None:
+    gateway, freed = ScriptedGateway({"f": {}, "shell": {}}), asyncio.Event()
+
+    class Full(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.method == "PUT":
+                await freed.wait()
+            return await gateway.handle_async_request(request)
+
+    gateway.trajectories["old"] = ScriptedTrajectory("old", "default")
+    async with AsyncClient(transport=Full(), connections=4) as client:
+        waiting = [asyncio.create_task(client.trajectory(f"t{n}").open()) for n in range(20)]
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await client.invoke("f", {}, trajectory="old")).ok
+            await client.end_trajectory("old")
+            freed.set()
+            await asyncio.gather(*waiting)
+
+
 async def test_a_connection_is_used_again_also_after_a_refusal_and_a_failed_call() -> None:
     async with serving(ScriptedGateway({"f": {}})) as server:
         async with AsyncClient(server.address) as client:
@@ -102,7 +159,7 @@ async def test_a_cancelled_call_gives_its_place_back() -> None:
         return await asyncio.Event().wait() if call.input else {}
 
     gateway = ScriptedGateway({"f": wait})
-    async with serving(gateway) as server, AsyncClient(server.address, connections=2) as client:
+    async with serving(gateway) as server, AsyncClient(server.address, connections=3) as client:
         for _ in range(5):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05):
@@ -134,9 +191,9 @@ def test_the_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -
             assert server.gateway.requests[1].url == "http://server/v1/functions"
 
 
-def test_a_client_needs_a_connection_for_calls_that_last_and_one_for_the_others() -> None:
-    with pytest.raises(InvalidInputError, match="at least 2"):
-        Client(connections=1)
+def test_a_client_needs_a_connection_for_an_opening_one_for_a_call_and_one_for_the_others() -> None:
+    with pytest.raises(InvalidInputError, match="at least 3"):
+        Client(connections=2)
 
 
 def test_a_transport_of_ones_own_is_used_instead() -> None:
