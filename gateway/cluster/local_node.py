@@ -39,8 +39,9 @@ LOG_BYTES = 8 * 2**20
 AGAIN_S, AGAIN_MAX_S = 0.5, 60.0
 #: One that has served for so long was well: its next death is waited for as its first.
 WELL_S = 60.0
-#: Seconds for it to end with its gateway: with the gateway's own drain it is less than a supervisor waits.
-END_S = 8.0
+#: Seconds for it to end with its gateway: with the gateway's own drain it is less than a supervisor waits. Where it has
+#: sandboxes to remove first, a person has ended the gateway, and waits longer: one that is killed leaves them.
+END_S, TIDY_S = 8.0, 60.0
 #: Ends a daemon and what is idle on its machine; what runs goes on.
 TIDY = signal.SIGUSR1
 
@@ -107,7 +108,7 @@ class LocalNode:
         if pid:
             self._signal(pid, signal.SIGHUP if keep else TIDY)
             with suppress(TimeoutError):
-                async with asyncio.timeout(END_S):
+                async with asyncio.timeout(END_S if keep else TIDY_S):
                     while self._living():  # noqa: ASYNC110  # it may be no child of this process: only its lock tells
                         await asyncio.sleep(LOOK_S / 10)
             if self._living() == pid:

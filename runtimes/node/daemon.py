@@ -1511,8 +1511,13 @@ class Agent:
             await self._work.executor.end_trajectory(facts.trajectory)
 
     async def end_idle(self) -> None:
-        """Remove every trajectory in which nothing runs."""
-        busy = {attempt.execute.action.trajectory for attempt in self._attempts.values()}
+        """Remove every trajectory in which nothing runs, whether the gateway has recorded what ended there or not.
+
+        The end of an attempt is in the journal; only the output of a session is still in its sandbox.
+        """
+        self._forget_settled()
+        left = [each for each in self._attempts.values() if each.end is None or is_session(each.execute)]
+        busy = {attempt.execute.action.trajectory for attempt in left}
         idle = [facts.trajectory for facts in self._work.sandboxes.facts() if facts.trajectory not in busy]
         await asyncio.gather(*map(self._work.executor.end_trajectory, idle))
 
