@@ -11,11 +11,11 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from bench.cluster.stub_runtime import NoSandboxes, StubRuntime
+from bench.cluster.stub_runtime import NoEnvironments, StubRuntime
 from manager.config import NodeSpec
 from manager.function import FunctionSpec
 from runtimes.executor import LocalExecutor
-from runtimes.node.daemon import Daemon, DaemonSettings, NodeWork
+from runtimes.node.daemon import DaemonSettings, NodeDaemon, NodeRuntimes
 
 
 def main() -> None:
@@ -38,7 +38,8 @@ def main() -> None:
         )
         runtime = StubRuntime(lambda began_s: print(began_s, flush=True))
         executor = LocalExecutor({"exec": runtime, "handler": runtime})
-        await Daemon(settings, NodeWork(executor=executor, sandboxes=NoSandboxes(), prepare=check, close=close)).run()
+        parts = NodeRuntimes(executor=executor, environments=NoEnvironments(), prepare=check, close=close)
+        await NodeDaemon(settings, parts).run()
 
     uvloop.run(run())
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 from manager.action import Action, Lease
-from manager.function import SandboxSpec
-from runtimes.node.daemon import NodeSandboxes
-from runtimes.node.protocol import TrajectoryFacts
 from runtimes.runtime import Execution, Result
-from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.command import ResumableCommand
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.session import SessionTable
 
 LINE = "x" * 59 + "\n"
@@ -51,35 +50,29 @@ class StubRuntime:
     async def close(self) -> None: ...
 
 
-class NoSandboxes(NodeSandboxes):
-    """The sandboxes of a machine that has none."""
+class NoEnvironments(Environments):
+    """The environments of a machine that has none."""
 
     def __init__(self) -> None:
         self.sessions = SessionTable()
-        self.on_change: Callable[[TrajectoryFacts], None] = lambda facts: None
 
-    async def start(self) -> None: ...
+    async def start(self, trajectories: Collection[str] | None = None) -> list[str]:
+        return []
 
-    def resumable(self) -> Collection[str]:
-        return ()
-
-    def never_started(self, trajectory: str, claims: str) -> bool:
-        return False
+    def resumable(self) -> dict[str, ResumableCommand]:
+        return {}
 
     async def end_unclaimed(self, taken: Collection[str]) -> None: ...
 
-    def facts(self) -> list[TrajectoryFacts]:
-        return []
-
-    def files(self, trajectory: str) -> SandboxFiles | None:
+    def get(self, trajectory: str) -> Sandbox | None:
         return None
 
-    def look(self, trajectory: str) -> None: ...
+    def list(self) -> list[dict[str, object]]:
+        return []
 
-    def acknowledge(self, trajectory: str | None, claim: str) -> None: ...
+    def acknowledge(self, trajectory: str | None, claims: str) -> None: ...
 
-    def mark_lost(self, trajectories: Collection[str]) -> None: ...
+    def keep(self) -> None: ...
 
-    def choose(self, trajectory: str, spec: SandboxSpec) -> None: ...
-
-    async def leave(self, claims: Iterable[str]) -> None: ...
+    async def leave(self, claims: str) -> bool:
+        return False

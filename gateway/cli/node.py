@@ -29,14 +29,10 @@ from manager.errors import CodedError, InvalidConfig, InvalidInput
 from runtimes.model.engine import nvml
 from runtimes.node.daemon import (
     KEY,
-    AgentSettings,
-    Daemon,
     DaemonSettings,
-    FitnessSettings,
+    NodeDaemon,
     NodeModels,
-    NodeSandboxes,
-    NodeWork,
-    ServedSnapshots,
+    NodeRuntimes,
 )
 from runtimes.node.ray.keeper import RayMembers, RayNode, Reservation
 from runtimes.node.ray.process import KEEPER
@@ -257,7 +253,7 @@ def join(
         spec=limits.describe(loaded),
         drain_grace_s=drain_grace,
         unattended_s=unattended,
-        agent=AgentSettings(fitness=FitnessSettings(free_min_bytes=loaded.server.free_min_bytes)),
+        free_min_bytes=loaded.server.free_min_bytes,
     )
     import uvloop
 
@@ -329,17 +325,17 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
     """Serve with the runtimes of this machine until a signal ends it."""
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     runtimes = make_runtimes(config, MonotonicClock())
-    work = NodeWork(
+    served = NodeRuntimes(
         executor=runtimes.executor,
-        sandboxes=NodeSandboxes(runtimes.environments),
+        environments=runtimes.environments,
         prepare=runtimes.prepare,
         close=runtimes.close,
         handlers_in_use=runtimes.handlers_in_use,
         models=NodeModels(runtimes.model, settings.spec.devices),
-        snapshots=ServedSnapshots(runtimes.environments),
+        snapshots=runtimes.provider.snapshots,
         trouble=runtimes.provider.trouble,
     )
-    daemon = Daemon(replace(settings, isolation=runtimes.provider.info.isolation), work)
+    daemon = NodeDaemon(replace(settings, isolation=runtimes.provider.info.isolation), served)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, daemon.drain, "SIGTERM")
     loop.add_signal_handler(signal.SIGINT, daemon.stop)

@@ -10,19 +10,15 @@ import re
 import secrets
 import shutil
 import ssl
-import struct
 import tarfile
 import time
-import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
-from urllib.parse import quote
 
 import msgspec
 import structlog
@@ -47,16 +43,16 @@ from manager.errors import (
     exhaustion,
 )
 from manager.executor import Call, CallHooks, Executor
-from manager.function import FunctionSpec, SandboxSpec, Setting
+from manager.function import FunctionSpec, SandboxSpec
 from runtimes.kinds import KINDS
 from runtimes.model.runtime import ModelRuntime
 from runtimes.node.certificate import node_side, shows
+from runtimes.node.journal import AttemptJournal, LogSpool
 from runtimes.node.protocol import (
     ARCHIVE_COMPONENT,
     ARCHIVE_MAX_BYTES,
     COMPONENT,
     GREETING_BYTES,
-    HEADER,
     PATIENCE_S,
     PROTOCOL,
     AcknowledgeEnd,
@@ -106,14 +102,11 @@ from runtimes.node.protocol import (
     SessionTyped,
     SnapshotOrder,
     SnapshotsKept,
-    Spool,
     SteerSession,
     TrajectoryFacts,
     TypeToSession,
     as_failure,
-    decode,
     digest_of,
-    encode,
     end_of,
     error_of,
     facts_of,
@@ -129,34 +122,38 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec import terminal_of
 from runtimes.sandbox.files import LocalFiles, SandboxFiles, unpack_tree
 from runtimes.sandbox.handler.sources import SOURCES_LIMIT_BYTES
+from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.session import InteractiveSession, SessionPiece, SessionTable, TerminalSize
+from runtimes.sandbox.snapshots import SnapshotStore
 from tangram.types import SnapshotId
+
+logger = structlog.get_logger("node")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class NodeAttempt:
-    """What an agent keeps of an attempt, from its arrival until its end is acknowledged."""
+    """What a daemon keeps of an attempt, from its arrival until its end is acknowledged."""
 
     execute: ExecuteAttempt
     function: FunctionSpec
     #: The same as it travelled.
     function_bytes: bytes
-    spool: Spool
+    log: LogSpool
     task: asyncio.Task[None] | None = None
     #: Done once the gateway has said whether it may begin.
     go: asyncio.Future[AttemptGo] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    #: Whether it stands ready and asks; whether it may have begun; whether its work runs, since when.
+    #: Whether it stands ready and asks; whether it may have begun; whether its work runs.
     asking: bool = False
     begun: bool = False
-    began_s: float | None = None
+    running: bool = False
     lasting: bool = False
     end: AttemptEnd | None = None
-    #: Whether the gateway listens on the present link; what it has heard on it: that the work runs, how much of the
-    #: log, the end.
+    #: Whether the gateway listens on the present link; what it was sent on it: that the work runs, how much of the log,
+    #: the end.
     attached: bool = False
-    began_told: bool = False
-    told_bytes: int = 0
-    end_told: bool = False
+    start_sent: bool = False
+    sent_bytes: int = 0
+    end_sent: bool = False
     #: Whether nobody waits for its end.
     disowned: bool = False
     #: What is to be begun in its place, once it is gone.
@@ -167,366 +164,102 @@ class NodeAttempt:
         return self.execute.claim
 
 
-def spool_name(claim: str) -> str:
-    """Return the name of the file that keeps its log."""
-    return quote(claim.rstrip("/"), safe="")
-
-
 def is_session(execute: ExecuteAttempt) -> bool:
     """Return whether its output is a session's, which no spool holds."""
     return "session" in unpack_object(execute.input)
 
 
-# The journal: which attempts have begun on this node and how they ended, until the gateway has that on record.
-#
-# An attempt is written down before it begins and when it has ended; so no daemon of this state directory begins it
-# again, and its end is told by the next one if this one is killed. Each record has its length and a checksum: one that
-# was torn by a kill ends the reading. What a kill of the daemon leaves is in the kernel's hands; what a crash of the
-# machine leaves is not trusted (`epoch`).
-
-SUM = struct.Struct(">I")
-NAME = "journal"
-#: Beside it: the life of the state directory.
-EPOCH = "epoch"
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JournalSettings:
-    """The bounds of a journal."""
-
-    #: Bytes from which on it is written anew with what still counts, and again at each doubling.
-    compact_bytes: Annotated[int, Setting(ge=2**10)] = 16 * 2**20
-
-
-@dataclass(slots=True)
-class JournalEntry:
-    """What is known of one attempt."""
-
-    execute: ExecuteAttempt
-    lasting: bool
-    end: AttemptEnd | None = None
-
-
-class AttemptJournal:
-    """Appends to the file in a directory; read once, at the beginning. Raises OSError where the disk refuses."""
-
-    def __init__(self, directory: Path, settings: JournalSettings | None = None) -> None:
-        self._path = directory / NAME
-        self._settings = settings or JournalSettings()
-        #: What is known: functions by digest as they travelled, attempts by claim.
-        self.functions: dict[str, bytes] = {}
-        self.attempts: dict[str, JournalEntry] = {}
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._size_bytes = self._read()
-        self._compact_at = self._settings.compact_bytes
-
-    def begun(self, execute: ExecuteAttempt, function: bytes, *, lasting: bool) -> None:
-        """An attempt is about to begin: whatever happens, it does not begin again."""
-        if execute.function not in self.functions:
-            self._append(DefineFunction(execute.function, function))
-        self._write(_record(execute) + _record(AttemptGo(execute.claim, lasting, None)))
-        self.attempts.setdefault(execute.claim, JournalEntry(execute, lasting=False)).lasting = lasting
-        self._keep_short()
-
-    def lasting(self, claim: str, lasting: bool) -> None:
-        """It outlives its caller, or does not."""
-        self._append(AttemptGo(claim, lasting, None))
-
-    def ended(self, *ends: AttemptEnd) -> None:
-        """Attempts have ended."""
-        self._append(*ends)
-
-    def acknowledged(self, *claims: str) -> None:
-        """Their ends are on record elsewhere."""
-        self._append(*map(AcknowledgeEnd, claims))
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _append(self, *messages: Message) -> None:
-        self._write(b"".join(map(_record, messages)))
-        for message in messages:
-            self._note(message)
-        self._keep_short()
-
-    def _write(self, data: bytes) -> None:
-        place = self._size_bytes
-        while data:  # at its own place: what a full disk took of it is written over by the next
-            written = os.pwrite(self._fd, data, place)
-            place, data = place + written, data[written:]
-        self._size_bytes = place
-
-    def _keep_short(self) -> None:
-        if self._size_bytes > self._compact_at:
-            self._compact()
-
-    def _note(self, message: Message) -> None:
-        attempts = self.attempts
-        match message:
-            case DefineFunction():
-                self.functions[message.digest] = message.function
-            case ExecuteAttempt():
-                attempts.setdefault(message.claim, JournalEntry(message, lasting=False))
-            case AttemptGo() if message.claim in attempts:
-                attempts[message.claim].lasting = message.lasting
-            case AttemptEnd() if message.claim in attempts:
-                attempts[message.claim].end = message
-            case AcknowledgeEnd():
-                attempts.pop(message.claim, None)
-
-    def _read(self) -> int:
-        """Read what is whole, and cut off the rest."""
-        data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-        place = 0
-        while len(data) - place >= SUM.size + HEADER.size:
-            (wanted,) = SUM.unpack_from(data, place)
-            size_bytes, kind = HEADER.unpack_from(data, place + SUM.size)
-            begin = place + SUM.size + HEADER.size
-            frame = data[place + SUM.size : begin + size_bytes]
-            if begin + size_bytes > len(data) or zlib.crc32(frame) != wanted:
-                break
-            try:
-                self._note(decode(kind, data[begin : begin + size_bytes]))
-            except ChannelError:
-                break
-            place = begin + size_bytes
-        os.ftruncate(self._fd, place)
-        return place
-
-    def _compact(self) -> None:
-        """Write a new file with what still counts, and take it in place of the old one."""
-        used = {entry.execute.function for entry in self.attempts.values()}
-        self.functions = {digest: data for digest, data in self.functions.items() if digest in used}
-        messages: list[Message] = [DefineFunction(digest, data) for digest, data in self.functions.items()]
-        for entry in self.attempts.values():
-            messages += [entry.execute, AttemptGo(entry.execute.claim, entry.lasting, None)]
-            messages += [] if entry.end is None else [entry.end]
-        data = b"".join(_record(message) for message in messages)
-        part = self._path.with_suffix(".part")
-        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-            os.fsync(fd)
-            part.replace(self._path)
-        except OSError:
-            os.close(fd)
-            self._compact_at = 2 * self._size_bytes  # the old one goes on
-            return
-        os.close(self._fd)
-        self._fd, self._size_bytes = fd, len(data)
-        self._compact_at = max(self._settings.compact_bytes, 2 * len(data))
-
-
-def epoch(directory: Path, boot_id: Path = BOOT_ID) -> str:
-    """Return which life of a state directory this is: the same until the machine starts anew, or the directory does."""
-    place = directory / EPOCH
-    try:
-        born = place.read_text(encoding="ascii")
-    except FileNotFoundError:
-        born = secrets.token_hex(8)
-        place.write_text(born, encoding="ascii")
-    return f"{boot_id.read_text(encoding='ascii').strip()}/{born}"
-
-
-def _record(message: Message) -> bytes:
-    frame = encode(message)
-    return SUM.pack(zlib.crc32(frame)) + frame
-
-
-# The log shipper tells a gateway of attempts: that each runs, their logs in turn, no faster than it takes them, and
-# each end last.
-#
-# What is not urgent waits a moment: of a short attempt all is told at once, with its end, and its gateway wakes up
-# once.
-
-logger = structlog.get_logger("node")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogShipperSettings:
-    """How logs travel."""
-
-    wait_s: Annotated[float, Setting("seconds for which a log waits for more before it is sent", ge=0)] = 0.02
-    piece_bytes: Annotated[int, Setting("of a log, sent at once; so much does not wait", ge=1)] = 16 * 2**10
-    unsent_bytes: Annotated[int, Setting("unsent bytes of the link beyond which logs wait", ge=1)] = 2**20
+#: Seconds for which a log waits for more before it is sent.
+LOG_WAIT_S = 0.02
+#: Bytes of a log that are sent at once; so much does not wait.
+LOG_PIECE_BYTES = 16 * 2**10
+#: Unsent bytes of the link beyond which logs wait.
+LOG_UNSENT_BYTES = 2**20
 
 
 class LogShipper:
-    """Which attempts have something to say, in the order in which it is said."""
+    """Sends a gateway what attempts have to report: that each runs, their logs in turn, and each end last.
 
-    def __init__(self, settings: LogShipperSettings, owes: Callable[[str], bool]) -> None:
-        """``owes``: whether there is more than a log to be told before the end of a claim's attempt."""
-        self._settings = settings
+    Nothing is sent faster than the gateway takes it. What is not urgent waits a moment: of a short attempt all is sent
+    with its end, and its gateway wakes up once.
+    """
+
+    def __init__(self, owes: Callable[[str], bool]) -> None:
+        """``owes``: whether more than a log is to be sent before the end of a claim's attempt."""
         self._owes = owes
         self._loop = asyncio.get_running_loop()
-        #: Where it is said; None while there is nobody.
+        #: Where it is sent; None while there is no gateway.
         self.link: NodeLink | None = None
-        self._talking: dict[str, NodeAttempt] = {}
-        self._talk = asyncio.Event()
+        self._due: dict[str, NodeAttempt] = {}
+        self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     def more(self, attempt: NodeAttempt, *, at_once: bool = False) -> None:
-        """There is something to tell, which waits a moment for more of it."""
+        """Send what is new of an attempt, ``at_once`` or with what comes within a moment."""
         if not attempt.attached:
             return
         link = self.link
         if at_once and link is not None and self._has_room(link):
-            self._talking.pop(attempt.claim, None)
-            if not self._tell(attempt, link):
+            self._due.pop(attempt.claim, None)
+            if not self._send(attempt, link):
                 return
-        self._talking[attempt.claim] = attempt
-        if at_once or attempt.spool.end - attempt.told_bytes >= self._settings.piece_bytes:
-            self._talk.set()
+        self._due[attempt.claim] = attempt
+        if at_once or attempt.log.end - attempt.sent_bytes >= LOG_PIECE_BYTES:
+            self._wake.set()
         elif self._timer is None:
-            self._timer = self._loop.call_later(self._settings.wait_s, self._now)
+            self._timer = self._loop.call_later(LOG_WAIT_S, self._now)
 
     def forget(self, attempt: NodeAttempt) -> None:
-        """Nothing more is told of it."""
-        self._talking.pop(attempt.claim, None)
+        """Send nothing more of it."""
+        self._due.pop(attempt.claim, None)
 
     def _now(self) -> None:
         self._timer = None
-        if self._talking:
-            self._talk.set()
+        if self._due:
+            self._wake.set()
 
     def _has_room(self, link: NodeLink) -> bool:
-        return not link.closed.is_set() and link.unsent_bytes <= self._settings.unsent_bytes
+        return not link.closed.is_set() and link.unsent_bytes <= LOG_UNSENT_BYTES
 
     async def run(self) -> None:
-        """Tell until it is cancelled."""
+        """Send until it is cancelled."""
         while True:
-            await self._talk.wait()
-            self._talk.clear()
-            while self._talking and (link := self.link) is not None and not link.closed.is_set():
-                claim = next(iter(self._talking))
-                attempt = self._talking.pop(claim)
-                if attempt.attached and self._tell(attempt, link):
-                    self._talking[claim] = attempt  # its next piece comes after those of the others
+            await self._wake.wait()
+            self._wake.clear()
+            while self._due and (link := self.link) is not None and not link.closed.is_set():
+                claim = next(iter(self._due))
+                attempt = self._due.pop(claim)
+                if attempt.attached and self._send(attempt, link):
+                    self._due[claim] = attempt  # its next piece comes after those of the others
                 if not self._has_room(link):
                     await link.drained()
 
-    def _piece(self, attempt: NodeAttempt, spool: Spool) -> bytes:
-        """Return what of a log is told next; one that cannot be read is left out."""
+    def _piece(self, attempt: NodeAttempt) -> bytes:
+        """Return what of a log is sent next; one that cannot be read is left out."""
         try:
-            spool.flush()  # a place that was told must mean the same to the next daemon, which reads it from the file
-            return spool.read(attempt.told_bytes, self._settings.piece_bytes)
+            return attempt.log.read(attempt.sent_bytes, LOG_PIECE_BYTES)
         except OSError as error:
-            logger.error("a spool cannot be read", claim=attempt.claim, why=str(error))
-            spool.omit(spool.end - attempt.told_bytes)
-            attempt.told_bytes = spool.end
+            logger.error("a log cannot be kept", claim=attempt.claim, why=str(error))
+            attempt.log.omit(attempt.log.end - attempt.sent_bytes)
+            attempt.sent_bytes = attempt.log.end
             return b""
 
-    def _tell(self, attempt: NodeAttempt, link: NodeLink) -> bool:
+    def _send(self, attempt: NodeAttempt, link: NodeLink) -> bool:
         """Send that it runs, a piece of its log, or its end behind the last one; return whether there is more."""
-        spool = attempt.spool
-        if attempt.began_s is not None and not attempt.began_told:
-            attempt.began_told = True
+        if attempt.running and not attempt.start_sent:
+            attempt.start_sent = True
             link.send(AttemptStarted(attempt.claim))
-        if attempt.told_bytes < spool.end:
-            piece = self._piece(attempt, spool)
+        if attempt.sent_bytes < attempt.log.end:
+            piece = self._piece(attempt)
             if piece:
-                link.send(AttemptLog(attempt.claim, attempt.told_bytes, piece))
-                attempt.told_bytes += len(piece)
-            if attempt.told_bytes < spool.end:
+                link.send(AttemptLog(attempt.claim, attempt.sent_bytes, piece))
+                attempt.sent_bytes += len(piece)
+            if attempt.sent_bytes < attempt.log.end:
                 return bool(piece)
-        if attempt.end is not None and not attempt.end_told and not self._owes(attempt.claim):
-            attempt.end_told = True
-            spool.sent(attempt.told_bytes)
+        if attempt.end is not None and not attempt.end_sent and not self._owes(attempt.claim):
+            attempt.end_sent = True
             link.send(attempt.end)
         return False
-
-
-class NodeSandboxes:
-    """The sandboxes of this machine, and what of them the gateway was told."""
-
-    def __init__(self, environments: Environments) -> None:
-        self._environments = environments
-        #: The sessions in them.
-        self.sessions = environments.sessions
-        self._told: dict[str, TrajectoryFacts] = {}
-        #: Called with what has changed of a trajectory's sandbox.
-        self.on_change: Callable[[TrajectoryFacts], None] = lambda facts: None
-
-    async def start(self) -> None:
-        """Adopt what a daemon before left."""
-        await self._environments.start()
-        self._told = {facts.trajectory: facts for facts in self.facts()}
-
-    def resumable(self) -> Collection[str]:
-        """Return the claims of the commands that can be taken over."""
-        return self._environments.resumable().keys()
-
-    def never_started(self, trajectory: str, claims: str) -> bool:
-        """Return whether it is certain that no command of an attempt was started in a trajectory's sandbox."""
-        return self._environments.never_started(trajectory, claims)
-
-    async def end_unclaimed(self, taken: Collection[str]) -> None:
-        """End the commands whose claims begin with none of these."""
-        await self._environments.end_unclaimed(taken)
-
-    def facts(self) -> list[TrajectoryFacts]:
-        """Return every trajectory that has a sandbox."""
-        names = [str(each["trajectory"]) for each in self._environments.list()]
-        return [self._facts(name) for name in names]
-
-    def _facts(self, trajectory: str) -> TrajectoryFacts:
-        sandbox = self._environments.get(trajectory)
-        if sandbox is None:
-            return TrajectoryFacts(trajectory=trajectory)
-        spec = sandbox.spec
-        return TrajectoryFacts(
-            trajectory=trajectory,
-            sandbox=sandbox.id,
-            image=spec.image,
-            workdir=spec.workdir,
-            user=spec.user,
-            network=spec.network.value,
-            memory_bytes=spec.memory_bytes,
-            alive=sandbox.alive,
-        )
-
-    def files(self, trajectory: str) -> SandboxFiles | None:
-        """Return the files of a trajectory's sandbox, if it has one."""
-        sandbox = self._environments.get(trajectory)
-        return None if sandbox is None else LocalFiles(sandbox)
-
-    def look(self, trajectory: str) -> None:
-        """See whether a trajectory's sandbox is another one than was told, and tell it."""
-        told, sandbox = self._told.get(trajectory), self._environments.get(trajectory)
-        if told is not None and sandbox is not None and (told.sandbox, told.alive) == (sandbox.id, sandbox.alive):
-            return  # one and the same sandbox stays as it was made
-        facts = self._facts(trajectory)
-        if self._told.get(trajectory) == facts or (not facts.sandbox and trajectory not in self._told):
-            return
-        if facts.sandbox:
-            self._told[trajectory] = facts
-        else:
-            del self._told[trajectory]
-        self.on_change(facts)
-
-    def acknowledge(self, trajectory: str | None, claim: str) -> None:
-        """The end of an attempt is on record."""
-        self._environments.acknowledge(trajectory, claim)
-
-    def mark_lost(self, trajectories: Collection[str]) -> None:
-        """The next action of each is told that its sandbox was lost."""
-        self._environments.mark_lost(trajectories)
-
-    def choose(self, trajectory: str, spec: SandboxSpec) -> None:
-        """A trajectory's sandbox is made so whenever it is made anew."""
-        self._environments.choose(trajectory, spec)
-
-    async def leave(self, claims: Iterable[str]) -> None:
-        """Leave the sandboxes, and the attempts that run in them, to the next daemon."""
-        self._environments.keep()
-        for claim in claims:
-            await self._environments.leave(claim)
 
 
 class _ServedTransfer(FileTransfer):
@@ -536,7 +269,7 @@ class _ServedTransfer(FileTransfer):
 
 
 class ServedTransfers:
-    """The transfers of one node; each ends with the link on which it was asked for."""
+    """The transfers of one node; each ends with the link on which it was requested."""
 
     def __init__(
         self,
@@ -558,16 +291,15 @@ class ServedTransfers:
             else:
                 transfer.take(message)
 
-    def detach(self, link: NodeLink) -> None:
-        """The link is gone: its transfers end."""
+    def detach(self, link: NodeLink | None = None) -> None:
+        """End the transfers of a link that is gone; None: of every link."""
         for transfer in list(self._transfers.values()):
-            if transfer.link is link:
+            if link is None or transfer.link is link:
                 self._stop(transfer)
 
     async def close(self) -> None:
         """End them all, and wait until they have."""
-        for transfer in list(self._transfers.values()):
-            self._stop(transfer)
+        self.detach()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     def begin(self, link: NodeLink, ask: FilesAsk) -> None:
@@ -575,8 +307,8 @@ class ServedTransfers:
         if ask.transfer in self._transfers:
             raise ChannelError(f"transfer {ask.transfer} was asked for twice")
         if len(self._transfers) >= link.settings.transfers_max:
-            told = f"the node has {len(self._transfers)} transfers of files under way (cluster.transfers_max)"
-            refusal = facts_of(CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0))
+            message = f"the node has {len(self._transfers)} transfers of files under way (cluster.transfers_max)"
+            refusal = facts_of(CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0))
             link.send(FilesEnded(ask.transfer, refusal, 0, b""))
             return
         transfer = self._transfers[ask.transfer] = _ServedTransfer(ask, link)
@@ -592,89 +324,85 @@ class ServedTransfers:
     async def _serve(self, transfer: _ServedTransfer) -> None:
         ask, failure, size_bytes, entries = transfer.ask, None, 0, b""
         try:
-            if ask.verb is FilesVerb.HANDLER:
-                size_bytes = await self._take_handler(ask.path, transfer.chunks())
-            else:
-                size_bytes, entries = await self._with_sandbox(transfer)
-        except CodedError as error:
-            failure = facts_of(error)
-        except Exception as error:  # told to the gateway: a bug here ends no daemon
-            logger.exception("a transfer failed", verb=ask.verb, trajectory=ask.trajectory, path=ask.path)
-            failure = facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
+            size_bytes, entries = await self._carried_out(transfer)
+        except Exception as error:  # noqa: BLE001  # a bug here ends no daemon
+            failure = _failure_facts(error, "transfer", verb=ask.verb, trajectory=ask.trajectory, path=ask.path)
         self._transfers.pop(ask.transfer, None)
         transfer.link.send(FilesEnded(ask.transfer, failure, size_bytes, entries))
 
-    async def _with_sandbox(self, transfer: _ServedTransfer) -> tuple[int, bytes]:
-        """Do what is asked with the files of a sandbox; return the bytes that were written, and its entries."""
+    async def _carried_out(self, transfer: _ServedTransfer) -> tuple[int, bytes]:
+        """Do what is asked; return the bytes that were written, and the entries of a directory."""
         ask = transfer.ask
+        if ask.verb is FilesVerb.HANDLER:
+            return await self._take_handler(ask.path, transfer.chunks()), b""
         files = self._files(ask.trajectory)
         if files is None:
             raise NotFound(f"trajectory {ask.trajectory!r} has no sandbox", component=COMPONENT)
-        if ask.verb is FilesVerb.LIST:
-            entries = msgspec.msgpack.encode(await files.list(ask.path, user=ask.user))
-            if len(entries) > transfer.link.settings.frame_max_bytes - GREETING_BYTES:
-                told = f"the entries of {ask.path!r} are more than a frame of the channel holds"
-                raise TooLarge(told, component=COMPONENT)
-            return 0, entries
-        if ask.verb.inward:
-            return await self._put(files, transfer), b""
-        await self._get(files, transfer)
+        match ask.verb:
+            case FilesVerb.LIST:
+                entries = msgspec.msgpack.encode(await files.list(ask.path, user=ask.user))
+                if len(entries) > transfer.link.settings.frame_max_bytes - GREETING_BYTES:
+                    message = f"the entries of {ask.path!r} are more than a frame of the channel holds"
+                    raise TooLarge(message, component=COMPONENT)
+                return 0, entries
+            case FilesVerb.WRITE:
+                return await files.write(ask.path, transfer.chunks(), mode=ask.mode, user=ask.user), b""
+            case FilesVerb.UNPACK:
+                chunks = transfer.chunks()
+                return await files.unpack(ask.path, chunks, limit_bytes=ask.limit_bytes, user=ask.user), b""
+            case FilesVerb.READ:
+                async with files.open(ask.path, limit_bytes=ask.limit_bytes, user=ask.user) as file:
+                    transfer.link.send(FilesOpened(ask.transfer, file.size_bytes))
+                    await transfer.send(file.chunks())
+            case _:
+                archive = files.pack(ask.path, limit_bytes=ask.limit_bytes, user=ask.user, base=ask.base)
+                async with archive as chunks:
+                    transfer.link.send(FilesOpened(ask.transfer, None))
+                    await transfer.send(chunks)
         return 0, b""
 
-    async def _put(self, files: SandboxFiles, transfer: _ServedTransfer) -> int:
-        ask, chunks = transfer.ask, transfer.chunks()
-        if ask.verb is FilesVerb.WRITE:
-            return await files.write(ask.path, chunks, mode=ask.mode, user=ask.user)
-        return await files.unpack(ask.path, chunks, limit_bytes=ask.limit_bytes, user=ask.user)
 
-    async def _get(self, files: SandboxFiles, transfer: _ServedTransfer) -> None:
-        ask = transfer.ask
-        if ask.verb is FilesVerb.READ:
-            async with files.open(ask.path, limit_bytes=ask.limit_bytes, user=ask.user) as file:
-                transfer.link.send(FilesOpened(ask.transfer, file.size_bytes))
-                await transfer.send(file.chunks())
-        else:
-            archive = files.pack(ask.path, limit_bytes=ask.limit_bytes, user=ask.user, base=ask.base)
-            async with archive as chunks:
-                transfer.link.send(FilesOpened(ask.transfer, None))
-                await transfer.send(chunks)
+def _failure_facts(error: Exception, what: str, **context: object) -> ErrorFacts:
+    """Return an error as it travels; one that is no `CodedError` is a fault of the node, and is logged."""
+    if isinstance(error, CodedError):
+        return facts_of(error)
+    logger.error(f"a {what} failed", exc_info=error, **context)
+    return facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
 
 
-# A node's side: it looks at its disk and its sandboxes, and says when nothing can begin there and when it can again.
+# Fitness: a node looks at its disk and its sandboxes, and reports when nothing can begin there and when it can again.
 #
 # An attempt is written down before it begins: on a disk that takes nothing none can. A disk is found short by what is
 # free of it, before anything fails, and by a write that it refused, until it takes one. Where no sandbox can be made,
-# as the Docker engine is gone, nothing new can begin, and what lives there goes on: without a word of it such a node
-# looks the emptiest of all, and draws what comes.
+# as the Docker engine is gone, nothing new can begin, and what lives there goes on: without a report such a node looks
+# the emptiest of all, and draws what comes.
 
+#: Seconds between two looks.
+FITNESS_LOOK_S = 1.0
 #: Beyond its bound so much more must be free before a node is fit again: what is at the bound would come and go.
 AGAIN = 1.25
 #: A disk that has refused is tried with so many bytes, more than a beginning writes.
 TRIAL_BYTES = 64 * 2**10
 TRIAL = "trial"
 
-#: Says why no sandbox can be made now, and what mends that; empty if one can.
+#: Returns why no sandbox can be made now, and what mends that; empty if one can.
 Trouble = Callable[[], Awaitable[str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitnessSettings:
-    """What a node needs of its disk, and how often it looks at that and at its sandboxes."""
-
-    look_s: Annotated[float, Setting("seconds between two looks", gt=0)] = 1.0
-    free_min_bytes: Annotated[int, Setting("free bytes of the state directory below which nothing begins", ge=0)] = (
-        32 * 2**20
-    )
 
 
 class NodeFitness:
     """Whether anything can begin on this node. Use from one event loop."""
 
     def __init__(
-        self, directory: Path, settings: FitnessSettings | None = None, *, trouble: Trouble | None = None
+        self,
+        directory: Path,
+        free_min_bytes: int,
+        *,
+        trouble: Trouble | None = None,
+        on_change: Callable[[FitnessChanged], None] = lambda changed: None,
     ) -> None:
+        """With fewer than ``free_min_bytes`` free in the directory nothing begins; ``on_change`` is called at turns."""
         self._directory = directory
-        self._settings = settings or FitnessSettings()
+        self._free_min_bytes = free_min_bytes
         #: Why nothing can begin; empty if anything can.
         self.why = ""
         #: Why no sandbox can be made; empty if one can, as far as is known.
@@ -682,9 +410,13 @@ class NodeFitness:
         self._trouble = trouble
         #: The last refusal of a write, until the disk takes one.
         self._refusal = ""
-        #: Called when it turns.
-        self.on_change: Callable[[FitnessChanged], None] = lambda changed: None
+        self._on_change = on_change
         self.look()
+
+    @property
+    def report(self) -> FitnessChanged:
+        """What the gateway is to know."""
+        return FitnessChanged(self.why, self.newcomers)
 
     async def watch_for_ever(self) -> None:
         """Look again and again: an engine that hangs holds up no look at the disk."""
@@ -699,17 +431,17 @@ class NodeFitness:
         self.look()
 
     def look(self) -> None:
-        """See how it is now, and tell it if it has turned."""
-        self._turn(self._found(), self.newcomers)
+        """See how it is now, and report it if it has turned."""
+        self._turn(self._shortage(), self.newcomers)
 
     async def _watch_disk(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.look_s)
+            await asyncio.sleep(FITNESS_LOOK_S)
             self.look()
 
     async def _watch_sandboxes(self, trouble: Trouble) -> None:
         while True:
-            await asyncio.sleep(self._settings.look_s)
+            await asyncio.sleep(FITNESS_LOOK_S)
             self._turn(self.why, await trouble())
 
     def _turn(self, why: str, newcomers: str) -> None:
@@ -723,15 +455,14 @@ class NodeFitness:
             logger.error("nothing new can begin on this node", why=newcomers)
         else:
             logger.info("this node is fit again")
-        self.on_change(FitnessChanged(why, newcomers))
+        self._on_change(self.report)
 
-    def _found(self) -> str:
+    def _shortage(self) -> str:
         if self._refusal:
             self._refusal = self._tried()
         if self._refusal:
             return f"its disk refuses what is written: {self._refusal} ({self._directory}): {REMEDY}"
-        needed_bytes = self._settings.free_min_bytes
-        return shortage_of(self._directory, int(needed_bytes * AGAIN) if self.why else needed_bytes)
+        return shortage_of(self._directory, int(self._free_min_bytes * AGAIN) if self.why else self._free_min_bytes)
 
     def _tried(self) -> str:
         """Return why the disk takes nothing; empty if it does."""
@@ -1069,67 +800,26 @@ class ServedSessions:
             logger.error("a session is not told of", error=repr(error))
 
 
-class ServedSnapshots:
-    """The snapshots of one node. Use from one event loop."""
-
-    def __init__(self, environments: Environments) -> None:
-        self._environments = environments
-        self._store = environments.provider.snapshots
-        self._store.on_change = self._changed
-        #: Called with all that are kept, whenever that changes and the gateway of this link has asked for it.
-        self.on_change: Callable[[Message], None] = lambda told: None
-        self._asked = False
-
-    async def take(self, trajectory: str, order: bytes) -> None:
-        """Take a snapshot of a trajectory, once; raises as `Environments.snapshot`."""
-        try:
-            wanted = msgspec.json.decode(order, type=SnapshotOrder)
-            id = convert(wanted.id, SnapshotId)
-        except msgspec.MsgspecError as error:
-            raise InvalidInput(f"no order of a snapshot: {error}", component=COMPONENT) from None
-        await self._environments.snapshot(trajectory, id=id, spared=wanted.spared)
-        self.tell()  # before the answer, whatever was told under an earlier link
-
-    async def drop(self, id: str) -> None:
-        """Remove one as soon as nothing needs it."""
-        await self._store.give_up(id)
-
-    def tell(self) -> None:
-        """Tell of all that are kept, from now on whenever that changes."""
-        self._asked = True
-        self._changed()
-
-    def detach(self) -> None:
-        """There is no link: the next gateway asks anew."""
-        self._asked = False
-
-    def _changed(self) -> None:
-        if self._asked:
-            self.on_change(SnapshotsKept(self._store.all()))
-
-
 #: In a directory of the store: the files themselves, and their bytes.
 _FILES, _SIZE = "files", "size"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandlerStoreSettings:
-    """The bounds of the store."""
-
-    max_bytes: Annotated[
-        int, Setting("most bytes of handlers' files; beyond it those used least recently go, never one in use", ge=1)
-    ] = 2 * 2**30
+#: Most bytes of handlers' files; beyond it those used least recently go, never one in use.
+HANDLERS_MAX_BYTES = 2 * 2**30
 
 
 class HandlerStore:
     """The handlers' files in one directory. Use from one event loop."""
 
     def __init__(
-        self, directory: Path, settings: HandlerStoreSettings, in_use: Callable[[], Collection[Path]] = lambda: ()
+        self,
+        directory: Path,
+        max_bytes: int = HANDLERS_MAX_BYTES,
+        in_use: Callable[[], Collection[Path]] = lambda: (),
     ) -> None:
         """Directories ``in_use``, which instances have mounted, are never removed."""
-        self._directory, self._settings, self._in_use = directory.absolute(), settings, in_use
+        self._directory, self._max_bytes, self._in_use = directory.absolute(), max_bytes, in_use
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(".*"):
             shutil.rmtree(left, ignore_errors=True)  # half of what a daemon before was sent
@@ -1226,15 +916,15 @@ class HandlerStore:
         kept = sorted((each.stat().st_mtime_ns, _size_of(each), each) for each in self._directory.glob("[!.]*"))
         total_bytes = size_bytes + sum(size for _, size, _ in kept)
         for _, size, place in kept:
-            if total_bytes <= self._settings.max_bytes:
+            if total_bytes <= self._max_bytes:
                 return
             if place.name not in in_use:
                 self._whole.discard(place.name)
                 _remove(place)
                 total_bytes -= size
                 logger.info("a handler's files were removed to make room", digest=place.name, size_bytes=size)
-        if total_bytes > self._settings.max_bytes:
-            told = f"the handlers that the node serves have {self._settings.max_bytes} bytes of files already"
+        if total_bytes > self._max_bytes:
+            told = f"the handlers that the node serves have {self._max_bytes} bytes of files already"
             raise CapacityExceeded(told, component=ARCHIVE_COMPONENT)
 
 
@@ -1301,14 +991,25 @@ def _size_of(place: Path) -> int:
 #: The kinds whose functions a node executes for a gateway. The others need what only the gateway has: its own address
 #: towards the world.
 SERVED: tuple[str, ...] = ("exec", "pytest", "handler", "model")
+#: Most attempts that run, or whose end is not acknowledged, and most functions that are known at once.
+ATTEMPTS_MAX, FUNCTIONS_MAX = 16384, 4096
+DAEMON_COMPONENT = "node.daemon"
+#: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
+CHANCE = random.SystemRandom()
+#: In the state directory.
+LOCK, PID, KEY, HANDLERS = "lock", "pid", "key", "handlers"
+#: Seconds between two looks whether a draining node is empty.
+DRAIN_LOOK_S = 0.2
+#: Seconds for a connection and its greeting; until the next try, doubled each time, half of it by chance; and at most.
+GREETING_S, REDIAL_S, REDIAL_MAX_S = 10.0, 0.5, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeWork:
-    """What a daemon works with, and how that is let go."""
+class NodeRuntimes:
+    """What a daemon executes with."""
 
     executor: Executor
-    sandboxes: NodeSandboxes
+    environments: Environments
     #: Checks that a function can run here; raises CodedError.
     prepare: Callable[[FunctionSpec], Awaitable[None]]
     close: Callable[[], Awaitable[None]]
@@ -1316,169 +1017,204 @@ class NodeWork:
     handlers_in_use: Callable[[], Collection[Path]] = lambda: ()
     #: The model services and the snapshots of this machine, if it has any.
     models: NodeModels | None = None
-    snapshots: ServedSnapshots | None = None
-    #: Says why no sandbox can be made; None where nothing could tell.
+    snapshots: SnapshotStore | None = None
+    #: None where nothing could say why no sandbox can be made.
     trouble: Trouble | None = None
 
 
-class DefinedFunctions:
-    """What gateways have defined, by digest; what a link has defined lately is never dropped."""
-
-    def __init__(self, most: int, handlers: HandlerStore) -> None:
-        self._most = most
-        self._handlers = handlers
-        self._known: dict[str, tuple[bytes, FunctionSpec | CodedError]] = {}
-
-    def define(self, digest: str, data: bytes) -> None:
-        """Keep a function as it travelled, as the youngest; one of another version too, which `get` refuses."""
-        self._known.pop(digest, None)
-        while len(self._known) >= self._most:
-            del self._known[next(iter(self._known))]
-        kind = KINDS.get(msgspec.json.decode(data, type=_Kind).runtime)
-        try:
-            function = read_function(data, FunctionSpec if kind is None else kind.function)
-            self._known[digest] = (data, self._handlers.placed(function))
-        except ChannelError as error:  # the others run here all the same
-            self._known[digest] = (data, InvalidConfig(f"{error.message}; upgrade the node", component=COMPONENT))
-
-    def get(self, digest: str) -> tuple[bytes, FunctionSpec]:
-        """Return a function, as it travelled too; raises ChannelError if it was never defined, or InvalidConfig."""
-        known = self._known.get(digest)
-        if known is None:
-            raise ChannelError(f"function {digest} was never defined")
-        data, function = known
-        if isinstance(function, CodedError):
-            raise function
-        return data, function
-
-
-class _Kind(msgspec.Struct):
-    runtime: str
-
-
-# The agent: a node's side of the channel. It turns frames into calls of an executor, and ends into frames.
-#
-# Nothing here depends on a link: attempts run on while there is none, their ends lie in the journal and their logs in
-# spools, and a gateway that comes back asks for what it has not heard.
-
-#: In a state directory: a spool for each attempt, and the files of handlers.
-SPOOLS, HANDLERS = "spool", "handlers"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSettings:
-    """The bounds of an agent."""
+class DaemonSettings:
+    """Where a daemon joins, as what, and how patient it is."""
 
-    attempts_max: Annotated[int, Setting("most attempts that run, or whose end is not acknowledged", ge=1)] = 16384
-    functions_max: Annotated[int, Setting("most functions that are known at once", ge=1)] = 4096
-    logs: LogShipperSettings = field(default_factory=LogShipperSettings)
-    journal: JournalSettings = field(default_factory=JournalSettings)
-    handlers: HandlerStoreSettings = field(default_factory=HandlerStoreSettings)
-    fitness: FitnessSettings = field(default_factory=FitnessSettings)
+    host: str
+    port: int
+    #: SHA-256 of the gateway's certificate, hexadecimal.
+    fingerprint: str
+    #: Admits it once; empty if the state directory holds a key.
+    ticket: str
+    state_dir: Path
+    #: This machine, with its name and labels.
+    spec: NodeSpec
+    #: What its sandboxes are (`runtimes.sandbox.spec.ProviderInfo`).
+    isolation: str = ""
+    #: Seconds without a gateway after which all is ended.
+    unattended_s: float = 600.0
+    #: Seconds that a drain waits for what runs.
+    drain_grace_s: float = 600.0
+    #: Free bytes of the state directory below which nothing begins.
+    free_min_bytes: int = 32 * 2**20
 
 
 class _AttemptHooks(CallHooks):
-    """Has an agent answer what the runtime of an attempt asks."""
+    """Has a daemon answer what the runtime of an attempt asks."""
 
-    __slots__ = ("_agent", "_attempt")
+    __slots__ = ("_attempt", "_daemon")
 
-    def __init__(self, agent: Agent, attempt: NodeAttempt) -> None:
-        self._agent, self._attempt = agent, attempt
+    def __init__(self, daemon: NodeDaemon, attempt: NodeAttempt) -> None:
+        self._daemon, self._attempt = daemon, attempt
 
     async def announce(self) -> bool:
-        return await self._agent.announce(self._attempt)
+        return await self._daemon.announce(self._attempt)
 
     def begun(self) -> None:
-        self._agent.started(self._attempt)
+        self._daemon.started(self._attempt)
 
 
-class Agent:
-    """Executes what gateways ask for, each attempt at most once. Use from one event loop."""
+class _FunctionKind(msgspec.Struct):
+    """Of a function that travels, what tells its class."""
 
-    def __init__(
-        self,
-        directory: Path,
-        work: NodeWork,
-        settings: AgentSettings | None = None,
-        *,
-        clock: Clock | None = None,
-    ) -> None:
-        self.settings = settings or AgentSettings()
-        spools = directory / SPOOLS
-        spools.mkdir(parents=True, exist_ok=True)
-        #: What daemons before left there, and the directory's name.
-        self._left, self._spools = list(spools.iterdir()), str(spools)
-        self.epoch = epoch(directory)
-        self._journal = AttemptJournal(directory, self.settings.journal)
-        self.fitness = NodeFitness(directory, self.settings.fitness, trouble=work.trouble)
-        self._work = work
+    runtime: str
+
+
+class NodeDaemon:
+    """Dials its gateway for ever, and executes what that asks for, each attempt at most once. Use from one event loop.
+
+    It is a process of its own, under systemd, Slurm or whatever starts it. Nothing depends on a link: attempts run on
+    while there is none, their ends and logs lie in the journal, and a gateway that comes back asks for what it has not
+    received. What runs in sandboxes outlives the daemon: the next one of the same state directory adopts that. Only one
+    that meets no gateway for ``unattended_s`` ends all.
+
+    `run` it to its end; `drain`, `leave` and `stop` may be called from anywhere on its loop.
+    """
+
+    def __init__(self, settings: DaemonSettings, runtimes: NodeRuntimes, *, clock: Clock | None = None) -> None:
+        self._settings, self._runtimes = settings, runtimes
+        self._environments = runtimes.environments
         self._clock = clock or MonotonicClock()
         self._loop = asyncio.get_running_loop()
+        self._instance = secrets.token_hex(8)
         self._attempts: dict[str, NodeAttempt] = {}
-        #: Ends that were told, and are written down in the same turn of the loop.
+        #: Ends that were sent, and are written down in the same turn of the loop.
         self._ends: list[AttemptEnd] = []
         #: Attempts whose end is on record: forgotten soon, many at once, and not between two that begin.
         self._settled: dict[str, NodeAttempt] = {}
         self._settling: asyncio.TimerHandle | None = None
-        self._link: NodeLink | None = None
-        self._handlers = HandlerStore(directory / HANDLERS, self.settings.handlers, work.handlers_in_use)
-        self._functions = DefinedFunctions(self.settings.functions_max, self._handlers)
+        #: What gateways have defined, by digest, the youngest last: as it travelled, and as it is or why it is not.
+        self._functions: dict[str, tuple[bytes, FunctionSpec | CodedError]] = {}
         #: Requests that are under way, by number.
         self._requests: dict[int, asyncio.Task[None]] = {}
-        self._transfers = ServedTransfers(work.sandboxes.files, self._handlers.take)
-        self._sessions = ServedSessions(work.sandboxes.sessions, self._session_told)
-        self._shipper = LogShipper(self.settings.logs, self._sessions.owes)
+        self._transfers = ServedTransfers(self._files, lambda digest, chunks: self._handlers.take(digest, chunks))
+        self._sessions = ServedSessions(self._environments.sessions, self._session_ended)
+        self._shipper = LogShipper(self._sessions.owes)
+        #: The sandboxes that the gateway knows of.
+        self._reported: dict[str, TrajectoryFacts] = {}
+        #: Whether the gateway of this link has asked which snapshots there are.
+        self._reports_snapshots = False
+        self._link: NodeLink | None = None
+        self._contact_s = self._clock.now()
+        #: Why it drains; whether what runs is left to the next daemon, and nothing else. Empty and False before.
+        self._draining = ""
+        self._leaving = self._tidy = self._closing = False
+        self._stopping = asyncio.Event()
+        self._drainer: asyncio.Future[None] | None = None
+        self._ending: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closing = False
-        self._handle_by: Mapping[type[Message], Callable[[NodeLink, Any], None]] = {
-            ExecuteAttempt: lambda _, message: self._execute(message),
-            AttemptGo: lambda _, message: self._told_to_go(message),
-            AcknowledgeEnd: lambda _, message: self._acknowledged(message.claim),
-            DefineFunction: lambda _, message: self._functions.define(message.digest, message.function),
-            AttachAttempt: lambda _, message: self._attach(message),
-            CancelAttempt: lambda _, message: self._cancel(message),
-            ResizeAttempt: lambda _, message: self._resize(message),
-            NodeRequest: lambda _, message: self._begin_request(message),
-            NodeDraining: lambda _, message: self.on_drain(message.why),
-            FilesAsk: self._transfers.begin,
-            **dict.fromkeys((FilesPiece, FilesTaken, FilesStop), lambda _, message: self._transfers.take(message)),
-            **dict.fromkeys((AttachSession, SessionRoom, TypeToSession, SteerSession), self._sessions.take),
-        }
-        #: Called when the gateway asks the node to drain, with why.
-        self.on_drain: Callable[[str], None] = lambda why: None
-        work.sandboxes.on_change = lambda facts: self.say(SandboxChanged(facts))
-        self.fitness.on_change = self.say
-        if work.models is not None:
-            work.models.on_change = self.say
-        if work.snapshots is not None:
-            work.snapshots.on_change = self.say
+        #: Set once it has joined a gateway.
+        self.joined = asyncio.Event()
 
-    # --- beginning and end
+    # --- from outside
+
+    def drain(self, why: str) -> None:
+        """Take no new work, and end when nothing is left or the grace is over; a second time changes nothing.
+
+        A machine's own shutdown, its orchestrator and an operator may each ask for it: `stop` ends at once.
+        """
+        if self._draining:
+            logger.info("it drains already", why=why)
+            return
+        self._draining = why
+        logger.info("draining", why=why)
+        self._send(NodeDraining(why))
+        self._drainer = asyncio.ensure_future(self._drain())
+
+    def leave(self, *, tidy: bool = False) -> None:
+        """End now, and leave all that runs to the next daemon of this state directory; ``tidy``: and nothing else."""
+        self._leaving, self._tidy = True, tidy
+        self.stop()
+
+    def stop(self) -> None:
+        """End now, with all that runs."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        """Kill what is not left to the next daemon, and report that; then end."""
+        try:
+            if not self._leaving:
+                await self.end_all()
+            elif self._tidy:
+                await self._end_idle()
+            if self._link is not None:
+                self._link.send(NodeGoodbye(self._draining or "the daemon ends", not self._leaving))
+                self._link.close("the daemon ends")
+        finally:
+            self._stopping.set()
+
+    async def _drain(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.drain_grace_s):
+                while self._attempts or self._environments.list():  # noqa: ASYNC110  # it ends in many places
+                    await asyncio.sleep(DRAIN_LOOK_S)
+        self.stop()
+
+    # --- life
+
+    async def run(self) -> None:
+        """Join, and join again, until it is told to end or is unattended for too long.
+
+        Raises Conflict if another daemon has the state directory, Unauthorized if the gateway takes neither its ticket
+        nor its key at the first try, InvalidConfig if it is not the gateway that it was told of.
+        """
+        with _held(self._settings.state_dir):
+            self._open()
+            try:
+                await self._adopt()
+                await self._dial_for_ever()
+            finally:
+                for ending in (self._drainer, self._ending):
+                    if ending is not None:
+                        ending.cancel()
+                if not self._leaving:
+                    await self.end_all()
+                await self.close()
+                await self._runtimes.close()
 
     async def start(self) -> None:
+        """Begin without dialling: links are brought to `serve`."""
+        self._open()
+        await self._adopt()
+
+    def _open(self) -> None:
+        directory, runtimes = self._settings.state_dir, self._runtimes
+        self._journal = AttemptJournal(directory)
+        self._handlers = HandlerStore(directory / HANDLERS, in_use=runtimes.handlers_in_use)
+        self.fitness = NodeFitness(
+            directory, self._settings.free_min_bytes, trouble=runtimes.trouble, on_change=self._send
+        )
+        if runtimes.models is not None:
+            runtimes.models.on_change = self._send
+        if runtimes.snapshots is not None:
+            runtimes.snapshots.on_change = self._report_snapshots
+
+    async def _adopt(self) -> None:
         """Adopt what a daemon before left: sandboxes and their commands; what it left and no sandbox holds, is lost."""
-        await self._work.sandboxes.start()
-        held = self._work.sandboxes.resumable()
-        for digest, data in self._journal.functions.items():
-            self._functions.define(digest, data)
-        for claim, entry in list(self._journal.attempts.items()):
-            attempt = self._enter(entry.execute, fresh=False)
+        await self._environments.start()
+        self._reported = {facts.trajectory: facts for facts in self._trajectories()}
+        resumable = self._environments.resumable()
+        for entry in self._journal.entries:
+            self._define(DefineFunction(entry.execute.function, entry.function))
+            attempt = self._enter(entry.execute, resumed=True)
             if attempt is None:
                 continue
             attempt.begun, attempt.lasting = True, entry.lasting
-            holds = any(each.startswith(claim) for each in held)
-            if entry.end is not None and not (holds and is_session(entry.execute)):
+            is_held = any(each.startswith(attempt.claim) for each in resumable)
+            if entry.end is not None and not (is_held and is_session(entry.execute)):
                 attempt.end = entry.end
-            elif holds or self._never_started(attempt):
+            elif is_held or self._never_started(attempt):
                 self._run(attempt)
             else:
                 self._conclude(attempt, mislaid("the node's daemon ended while it ran, and with it what it had begun"))
-        await self._work.sandboxes.end_unclaimed(self._attempts)
-        known = {spool_name(claim) for claim in self._attempts}
-        for stale in self._left:
-            if stale.name not in known:
-                stale.unlink(missing_ok=True)
-        self._left.clear()
+        await self._environments.end_unclaimed(self._attempts)
         self._spawn(self._shipper.run())
         self._spawn(self.fitness.watch_for_ever())
 
@@ -1486,17 +1222,12 @@ class Agent:
         """Return whether a daemon before died after it had written that it begins, and before its first command."""
         kind, trajectory = KINDS.get(attempt.function.runtime), attempt.execute.action.trajectory
         inside = kind is not None and kind.works_in_sandbox and trajectory is not None
-        return inside and self._work.sandboxes.never_started(str(trajectory), attempt.claim)
+        return inside and self._environments.never_started(str(trajectory), attempt.claim)
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs, or has to be told yet."""
+        """Whether anything runs, or has to be reported yet."""
         return bool(self._attempts)
-
-    @property
-    def idle(self) -> bool:
-        """Whether it has nothing: no attempt and no trajectory."""
-        return not self._attempts and not self._work.sandboxes.facts()
 
     async def end_all(self) -> None:
         """Kill every attempt and remove every trajectory, and forget both."""
@@ -1507,10 +1238,10 @@ class Agent:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._forget(*self._attempts.values())
-        for facts in self._work.sandboxes.facts():
-            await self._work.executor.end_trajectory(facts.trajectory)
+        for facts in self._trajectories():
+            await self._runtimes.executor.end_trajectory(facts.trajectory)
 
-    async def end_idle(self) -> None:
+    async def _end_idle(self) -> None:
         """Remove every trajectory in which nothing runs, whether the gateway has recorded what ended there or not.
 
         The end of an attempt is in the journal; only the output of a session is still in its sandbox.
@@ -1518,17 +1249,20 @@ class Agent:
         self._forget_settled()
         left = [each for each in self._attempts.values() if each.end is None or is_session(each.execute)]
         busy = {attempt.execute.action.trajectory for attempt in left}
-        idle = [facts.trajectory for facts in self._work.sandboxes.facts() if facts.trajectory not in busy]
-        await asyncio.gather(*map(self._work.executor.end_trajectory, idle))
+        idle = [facts.trajectory for facts in self._trajectories() if facts.trajectory not in busy]
+        await asyncio.gather(*map(self._runtimes.executor.end_trajectory, idle))
 
     async def close(self) -> None:
         """Stop. What runs in a sandbox is left as it is, for the next daemon of this directory; idempotent."""
         self._forget_settled()
         self._closing = True
-        self.detach()
+        self._detach()
         for attempt in self._attempts.values():
-            attempt.spool.paused = True  # what its command says from now on is the next daemon's
-        await self._work.sandboxes.leave(claim for claim, attempt in self._attempts.items() if attempt.end is None)
+            attempt.log.paused = True  # what its command says from now on is the next daemon's
+        self._environments.keep()
+        for attempt in self._attempts.values():
+            if attempt.end is None:
+                await self._environments.leave(attempt.claim)
         tasks = [*self._tasks, *self._requests.values()]
         for task in tasks:
             task.cancel()
@@ -1536,30 +1270,116 @@ class Agent:
         await self._transfers.close()
         await self._sessions.close()
         for attempt in self._attempts.values():
-            attempt.spool.close()
+            self._to_disk(attempt.log.flush)
         self._write_ends()
         self._journal.close()
 
     # --- the link
 
+    async def _dial_for_ever(self) -> None:
+        wait_s = REDIAL_S
+        while not self._stopping.is_set():
+            try:
+                await self._join()
+                wait_s = REDIAL_S
+            except (InvalidConfig, Unauthorized):
+                if not self.joined.is_set():
+                    self._leaving = True  # what an earlier daemon left waits for one that is let in
+                    raise
+                logger.exception("the gateway refuses this node")
+            except (OSError, CodedError, TimeoutError) as error:
+                logger.info("the gateway is not to be had", why=str(error) or type(error).__name__)
+            if self._clock.now() - self._contact_s > self._settings.unattended_s:
+                logger.error("no gateway came: all is ended", seconds=self._settings.unattended_s)
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), wait_s * CHANCE.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, REDIAL_MAX_S)
+
+    async def _join(self) -> None:
+        """One connection, from its dialling to its end."""
+        async with asyncio.timeout(GREETING_S):
+            link = await self._dial()
+        try:
+            link.send(self._hello())
+            welcome = await self._welcomed(link)
+            if welcome.key:
+                _keep_key(self._settings.state_dir, welcome.key)
+            if welcome.fence:
+                logger.warning("the gateway had given this node up: all that it has is ended")
+                await self.end_all()
+            link.settings = replace(link.settings, beat_s=welcome.beat_s, silent_s=welcome.silent_s)
+            self.joined.set()
+            logger.info("joined", gateway=link.peer, generation=welcome.generation)
+            if self._draining:
+                link.send(NodeDraining(self._draining))
+            why = await self.serve(link)
+            logger.info("the link is gone", why=why)
+            self._contact_s = self._clock.now()
+        finally:
+            link.close("the daemon is done with it")
+
+    async def _dial(self) -> NodeLink:
+        settings = self._settings
+        transport, stream = await self._loop.create_connection(
+            LinkStream, settings.host, settings.port, ssl=node_side(), server_hostname=""
+        )
+        peer = transport.get_extra_info("ssl_object")
+        if not isinstance(peer, ssl.SSLObject | ssl.SSLSocket) or not shows(peer, settings.fingerprint):
+            transport.abort()
+            message = f"{settings.host}:{settings.port} shows another certificate than {settings.fingerprint}"
+            raise InvalidConfig(
+                f"{message}: it is not the gateway, or has a new state directory", component=DAEMON_COMPONENT
+            )
+        return NodeLink(stream, LinkSettings(), clock=self._clock)
+
+    def _hello(self) -> NodeHello:
+        settings = self._settings
+        return NodeHello(
+            protocol=PROTOCOL,
+            version=_version(),
+            name=settings.spec.name,
+            epoch=self._journal.epoch,
+            instance=self._instance,
+            ticket=settings.ticket,
+            key=_kept_key(settings.state_dir),
+            spec=settings.spec,
+            labels=dict(settings.spec.labels),
+            isolation=settings.isolation,
+            draining=bool(self._draining),
+            unfit=self.fitness.why,
+            newcomers=self.fitness.newcomers,
+        )
+
+    async def _welcomed(self, link: NodeLink) -> NodeWelcome:
+        answer = await link.receive(Message, GREETING_S)
+        match answer:
+            case NodeWelcome():
+                return answer
+            case NodeRefused(code=Unauthorized.code):
+                raise Unauthorized(f"the gateway refuses the node: {answer.message}", component=DAEMON_COMPONENT)
+            case NodeRefused():
+                raise LinkClosed(f"the gateway refuses the node: {answer.message}", component=DAEMON_COMPONENT)
+        raise ChannelError(f"a {type(answer).__name__} where a welcome was expected")
+
     def inventory(self) -> Inventory:
         """Return all that is here."""
         self._forget_settled()
         return Inventory(
-            epoch=self.epoch,
+            epoch=self._journal.epoch,
             attempts=[
                 AttemptFacts(claim=each.claim, begun=each.begun, ended=each.end is not None)
                 for each in self._attempts.values()
                 if not each.disowned
             ],
-            trajectories=self._work.sandboxes.facts(),
+            trajectories=self._trajectories(),
         )
 
     async def serve(self, link: NodeLink) -> str:
-        """Say what is here, then do what the gateway asks until the link is gone; return why it is."""
+        """Send what is here, then do what the gateway asks until the link is gone; return why it is."""
         link.send(self.inventory())
-        link.send(FitnessChanged(self.fitness.why, self.fitness.newcomers))
-        if self._work.models is not None and (models := self._work.models.facts()).services:
+        link.send(self.fitness.report)
+        if self._runtimes.models is not None and (models := self._runtimes.models.facts()).services:
             link.send(models)
         self._link = self._shipper.link = link
         try:
@@ -1568,28 +1388,50 @@ class Agent:
             self._transfers.detach(link)
             self._sessions.detach(link)
             if self._link is link:
-                self.detach()
+                self._detach()
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         """There is no gateway; everything goes on."""
         self._link = self._shipper.link = None
-        if self._work.snapshots is not None:
-            self._work.snapshots.detach()
+        self._reports_snapshots = False
         for attempt in self._attempts.values():
-            attempt.attached = attempt.end_told = False
+            attempt.attached = attempt.end_sent = False
             if not attempt.begun and attempt.go.done():
                 attempt.go = self._loop.create_future()  # the next inventory says that it has not begun: it asks again
 
-    def say(self, message: Message) -> None:
-        """Tell the gateway, if there is one."""
+    def _send(self, message: Message) -> None:
+        """Send a message to the gateway, if there is one."""
         if self._link is not None:
             self._link.send(message)
 
     def _handle(self, link: NodeLink, message: Message) -> None:
-        handle = self._handle_by.get(type(message))
-        if handle is None:
-            raise ChannelError(f"a {type(message).__name__} to a node")
-        handle(link, message)
+        match message:
+            case ExecuteAttempt():
+                self._execute(message)
+            case AttemptGo():
+                self._permit(message)
+            case AcknowledgeEnd():
+                self._acknowledged(message.claim)
+            case DefineFunction():
+                self._define(message)
+            case AttachAttempt():
+                self._attach(message)
+            case CancelAttempt():
+                self._cancel(message)
+            case ResizeAttempt():
+                self._resize(message)
+            case NodeRequest():
+                self._begin_request(message)
+            case NodeDraining():
+                self.drain(message.why)
+            case FilesAsk():
+                self._transfers.begin(link, message)
+            case FilesPiece() | FilesTaken() | FilesStop():
+                self._transfers.take(message)
+            case AttachSession() | SessionRoom() | TypeToSession() | SteerSession():
+                self._sessions.take(link, message)
+            case _:
+                raise ChannelError(f"a {type(message).__name__} to a node")
 
     # --- requests
 
@@ -1604,56 +1446,90 @@ class Agent:
         """Answer on the link that is there at its end."""
         done, failure = True, None
         try:
-            done = await self._do(request)
-        except CodedError as error:
-            failure = facts_of(error)
-        except Exception as error:  # told to the gateway: a bug here ends no daemon
-            logger.exception("a request failed", verb=request.verb, name=request.name)
-            failure = facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
-        self.say(NodeAnswer(request.number, failure, done))
+            done = await self._carry_out(request)
+        except Exception as error:  # noqa: BLE001  # a bug here ends no daemon
+            failure = _failure_facts(error, "request", verb=request.verb, name=request.name)
+        self._send(NodeAnswer(request.number, failure, done))
 
-    async def _do(self, request: NodeRequest) -> bool:
-        name, sandboxes, snapshots = request.name, self._work.sandboxes, self._work.snapshots
+    async def _carry_out(self, request: NodeRequest) -> bool:
+        name, executor, snapshots = request.name, self._runtimes.executor, self._runtimes.snapshots
         match request.verb:
             case "open":
-                await self._work.executor.open_trajectory(name, request.task, self._function(request))
-                sandboxes.look(name)
+                await executor.open_trajectory(name, request.task, self._function(request.function)[1])
+                self._report_sandbox(name)
             case "end":
-                await self._work.executor.end_trajectory(name)
-                sandboxes.look(name)
+                await executor.end_trajectory(name)
+                self._report_sandbox(name)
             case "prepare":
-                await self._prepare(self._function(request))
+                await self._prepare(self._function(request.function)[1])
             case "replicate":
-                chunk = request.chunk
-                replicate = self._work.executor.replicate
-                return chunk is not None and await replicate(self._function(request), name, "", chunk)
+                function, chunk = self._function(request.function)[1], request.chunk
+                return chunk is not None and await executor.replicate(function, name, "", chunk)
             case "mark_lost":
-                sandboxes.mark_lost([name])
+                self._environments.mark_lost([name])
             case "choose":
-                sandboxes.choose(name, msgspec.json.decode(request.body, type=SandboxSpec))
+                self._environments.choose(name, msgspec.json.decode(request.body, type=SandboxSpec))
             case "has_handler":
                 return await self._handlers.has(name)
             case "snapshot" if snapshots is not None:
-                await snapshots.take(name, request.body)
+                await self._take_snapshot(name, request.body)
             case "snapshots" if snapshots is not None:
-                snapshots.tell()
+                self._reports_snapshots = True
+                self._report_snapshots()
             case "drop_snapshot" if snapshots is not None:
-                await snapshots.drop(name)
+                await snapshots.give_up(name)
             case _:
                 raise Unsupported(f"this node knows no request {request.verb!r}", component=COMPONENT)
         return True
 
     async def _prepare(self, function: FunctionSpec) -> None:
-        models = self._work.models
+        models = self._runtimes.models
         if models is not None:
             models.check(function)
         async with self._handlers.held(function):
-            await self._work.prepare(function)
+            await self._runtimes.prepare(function)
         if models is not None:
             await models.prepared(function)
 
-    def _function(self, request: NodeRequest) -> FunctionSpec:
-        return self._functions.get(request.function)[1]
+    async def _take_snapshot(self, trajectory: str, body: bytes) -> None:
+        try:
+            order = msgspec.json.decode(body, type=SnapshotOrder)
+            id = convert(order.id, SnapshotId)
+        except msgspec.MsgspecError as error:
+            raise InvalidInput(f"no order of a snapshot: {error}", component=COMPONENT) from None
+        await self._environments.snapshot(trajectory, id=id, spared=order.spared)
+        self._reports_snapshots = True
+        self._report_snapshots()  # before the answer, whatever was sent on an earlier link
+
+    def _report_snapshots(self) -> None:
+        if self._reports_snapshots and self._runtimes.snapshots is not None:
+            self._send(SnapshotsKept(self._runtimes.snapshots.all()))
+
+    # --- functions
+
+    def _define(self, message: DefineFunction) -> None:
+        """Keep a function as it travelled, as the youngest; one of another version too, which `_function` refuses."""
+        digest, data = message.digest, message.function
+        self._functions.pop(digest, None)
+        while len(self._functions) >= FUNCTIONS_MAX:
+            del self._functions[next(iter(self._functions))]
+        kind = KINDS.get(msgspec.json.decode(data, type=_FunctionKind).runtime)
+        try:
+            function = read_function(data, FunctionSpec if kind is None else kind.function)
+            self._functions[digest] = (data, self._handlers.placed(function))
+        except ChannelError as error:  # the others run here all the same
+            refusal = InvalidConfig(f"{error.message}; upgrade the node", component=COMPONENT)
+            self._functions[digest] = (data, refusal)
+
+    def _function(self, digest: str) -> tuple[bytes, FunctionSpec]:
+        """Return a function, as it travelled too; raises ChannelError if it was never defined, or InvalidConfig."""
+        known = self._functions.get(digest)
+        if known is None:
+            raise ChannelError(f"function {digest} was never defined")
+        data, function = known
+        if isinstance(function, CodedError):
+            raise function
+        return data, function
 
     # --- attempts
 
@@ -1663,46 +1539,46 @@ class Agent:
         known = self._attempts.get(execute.claim)
         if known is not None and not known.disowned:
             known.attached = True
-            self._retell(known, 0)
+            self._report_again(known, 0)
         elif known is not None:
             known.successor = execute
         elif (attempt := self._enter(execute)) is not None:
             attempt.attached = True
             self._run(attempt)
 
-    def _enter(self, execute: ExecuteAttempt, *, fresh: bool = True) -> NodeAttempt | None:
+    def _enter(self, execute: ExecuteAttempt, *, resumed: bool = False) -> NodeAttempt | None:
         """Make room for an attempt; one that cannot be had ends at once."""
+        claim = execute.claim
         try:
-            data, function = self._functions.get(execute.function)
-            if len(self._attempts) >= self.settings.attempts_max:
-                raise StorageUnavailable(f"the node has {self.settings.attempts_max} attempts", component=COMPONENT)
-            place = f"{self._spools}/{spool_name(execute.claim)}"
-            spool = Spool(place, function.log_limit_bytes, partial(self._said, execute.claim), fresh=fresh)
+            data, function = self._function(execute.function)
+            if len(self._attempts) >= ATTEMPTS_MAX:
+                raise StorageUnavailable(f"the node has {ATTEMPTS_MAX} attempts", component=COMPONENT)
+            more = partial(self._log_grew, claim)
+            log = LogSpool(self._journal, claim, function.log_limit_bytes, more, resumed=resumed)
         except (OSError, StorageUnavailable, InvalidConfig) as error:
             if isinstance(error, OSError):
                 self.fitness.refused(error)
             message = f"the node cannot take it: {error}"
             refused = Outcome(state=State.FAILED, reason=Reason.ENVIRONMENT_LOST, message=message, component=COMPONENT)
-            self.say(end_of(execute.claim, refused, 0))
+            self._send(end_of(claim, refused, 0))
             return None
-        attempt = NodeAttempt(execute=execute, function=function, function_bytes=data, spool=spool)
-        self._attempts[execute.claim] = attempt
+        attempt = NodeAttempt(execute=execute, function=function, function_bytes=data, log=log)
+        self._attempts[claim] = attempt
         return attempt
 
     def _run(self, attempt: NodeAttempt) -> None:
-        given = unpack_object(attempt.execute.input)
-        self._sessions.begin(attempt.claim, attempt.execute.action, attempt.execute.context, given)
-        work = self._work_on(attempt, given)
-        attempt.task = self._loop.create_task(work)
+        input = unpack_object(attempt.execute.input)
+        self._sessions.begin(attempt.claim, attempt.execute.action, attempt.execute.context, input)
+        attempt.task = self._loop.create_task(self._work_on(attempt, input))
         self._tasks.add(attempt.task)
         attempt.task.add_done_callback(partial(self._worked, attempt))
 
-    async def _work_on(self, attempt: NodeAttempt, given: Mapping[str, object]) -> None:
+    async def _work_on(self, attempt: NodeAttempt, input: Mapping[str, object]) -> None:
         execute, function = attempt.execute, attempt.function
         call = Call(
             function=function,
-            input=given,
-            log=attempt.spool,
+            input=input,
+            log=attempt.log,
             traceparent=execute.traceparent,
             tracestate=execute.tracestate,
             context=execute.context,
@@ -1713,7 +1589,7 @@ class Agent:
             async with nullcontext() if function.handler is None else self._handlers.held(function):
                 if not attempt.begun and (kind is None or not kind.works_in_sandbox):
                     await self.announce(attempt)  # its runtime does not ask
-                outcome = await self._work.executor.execute(execute.action, execute.lease, call)
+                outcome = await self._runtimes.executor.execute(execute.action, execute.lease, call)
         except CodedError as error:
             outcome = failed(error)
         except asyncio.CancelledError:
@@ -1740,7 +1616,7 @@ class Agent:
             return True  # by its first command, or under a daemon before
         attempt.asking = True
         if attempt.attached and not attempt.go.done():
-            self.say(AttemptBegins(attempt.claim))
+            self._send(AttemptBegins(attempt.claim))
         while not attempt.go.done():  # another one takes its place if the link goes
             await attempt.go
         go = attempt.go.result()
@@ -1748,17 +1624,17 @@ class Agent:
         if go.refusal is not None:
             raise as_failure(error_of(go.refusal))
         try:
-            self._journal.begun(attempt.execute, attempt.function_bytes, lasting=go.lasting)
+            self._journal.begin(attempt.execute, attempt.function_bytes, lasting=go.lasting)
         except OSError as error:
             self.fitness.refused(error)
             message = f"the node cannot write down that it begins: {error}"
             raise ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT, retry_after_s=5.0) from error
         attempt.begun, attempt.lasting = True, go.lasting
-        self._look(attempt)
+        self._report_sandbox(attempt.execute.action.trajectory)
         return True
 
-    def _told_to_go(self, go: AttemptGo) -> None:
-        """It may begin, perhaps before it asks, or its caller has gone, and it outlives him."""
+    def _permit(self, go: AttemptGo) -> None:
+        """It may begin, perhaps before it asks; or its caller has gone, and it outlives him."""
         attempt = self._attempts.get(go.claim)
         if attempt is None:
             return
@@ -1766,67 +1642,75 @@ class Agent:
             if attempt.go.done():
                 attempt.go = self._loop.create_future()
             attempt.go.set_result(go)
-        elif attempt.begun and attempt.end is None and go.refusal is None and attempt.lasting != go.lasting:
+        elif attempt.end is None and go.refusal is None and attempt.lasting != go.lasting:
             attempt.lasting = go.lasting
-            self._written(partial(self._journal.lasting, go.claim, go.lasting))
+            self._to_disk(partial(self._journal.set_lasting, go.claim, go.lasting))
 
     def started(self, attempt: NodeAttempt) -> None:
-        """Note that the attempt's work begins, and say so."""
-        attempt.began_s = self._clock.now()
+        """Report that the attempt's work begins."""
+        attempt.running = True
         self._shipper.more(attempt)
 
     def _conclude(self, attempt: NodeAttempt, outcome: Outcome) -> None:
         """It has ended, once and for all."""
         attempt.asking = False
-        end = end_of(attempt.claim, outcome, attempt.spool.omitted_bytes)
-        if len(end.result) + len(end.detail) > self._frame_bytes:
-            large = oversized(outcome, len(end.result))
-            end = end_of(attempt.claim, large, attempt.spool.omitted_bytes)
+        most_bytes = LinkSettings().frame_max_bytes if self._link is None else self._link.settings.frame_max_bytes
+        end = end_of(attempt.claim, outcome, attempt.log.omitted_bytes)
+        if len(end.result) + len(end.detail) > most_bytes - GREETING_BYTES:
+            end = end_of(attempt.claim, oversized(outcome, len(end.result)), attempt.log.omitted_bytes)
         attempt.end = end
         self._sessions.ended(attempt.claim)
-        self._look(attempt)
-        self._written(attempt.spool.flush)
+        self._report_sandbox(attempt.execute.action.trajectory)
+        self._to_disk(attempt.log.flush)
         if not attempt.disowned:
             self._shipper.more(attempt, at_once=True)
-        if attempt.begun:  # behind the telling: nobody waits for the disk, and ends of one turn are one write
+        if attempt.begun:  # behind the sending: nobody waits for the disk, and ends of one turn are one write
             if not self._ends:
                 self._loop.call_soon(self._write_ends)
             self._ends.append(end)
         if attempt.disowned:
             self._forget(attempt)
 
-    def _session_told(self, claim: str) -> None:
-        """All of a session's output is told: its end may follow."""
+    def _session_ended(self, claim: str) -> None:
+        """All of a session's output is sent: its end may follow."""
         attempt = self._attempts.get(claim)
         if attempt is not None:
             self._shipper.more(attempt, at_once=True)
 
-    def _said(self, claim: str) -> None:
+    def _log_grew(self, claim: str) -> None:
         attempt = self._attempts.get(claim)
         if attempt is not None:
             self._shipper.more(attempt)
 
-    @property
-    def _frame_bytes(self) -> int:
-        most_bytes = 64 * 2**20 if self._link is None else self._link.settings.frame_max_bytes
-        return most_bytes - 64 * 2**10
+    def _attach(self, message: AttachAttempt) -> None:
+        attempt = self._attempts.get(message.claim)
+        if attempt is not None:
+            attempt.attached = True
+            self._report_again(attempt, message.log_offset)
 
-    def _cancel(self, asked: CancelAttempt) -> None:
-        attempt = self._attempts.get(asked.claim)
+    def _report_again(self, attempt: NodeAttempt, log_offset: int) -> None:
+        """Send the gateway what it has not received."""
+        attempt.sent_bytes, attempt.start_sent, attempt.end_sent = min(log_offset, attempt.log.end), False, False
+        if attempt.asking and not attempt.go.done():
+            self._send(AttemptBegins(attempt.claim))
+        self._shipper.more(attempt, at_once=True)
+
+    def _cancel(self, message: CancelAttempt) -> None:
+        attempt = self._attempts.get(message.claim)
         if attempt is None:
             return
         attempt.successor = None
-        attempt.disowned = attempt.disowned or asked.disowned
+        attempt.disowned = attempt.disowned or message.disowned
         if attempt.end is not None:
             if attempt.disowned:
                 self._forget(attempt)
         elif attempt.task is not None:
             attempt.task.cancel()
 
-    def _resize(self, asked: ResizeAttempt) -> None:
-        attempt = self._attempts.get(asked.claim)
+    def _resize(self, message: ResizeAttempt) -> None:
+        attempt = self._attempts.get(message.claim)
         if attempt is not None and attempt.end is None:
-            self._spawn(self._work.executor.resize(attempt.execute.action, asked.lease))
+            self._spawn(self._runtimes.executor.resize(attempt.execute.action, message.lease))
 
     def _acknowledged(self, claim: str) -> None:
         attempt = self._attempts.get(claim)
@@ -1842,29 +1726,26 @@ class Agent:
         if not self._closing:
             self._forget(*self._settled.values())
 
+    def _forget(self, *attempts: NodeAttempt) -> None:
+        self._write_ends()
+        if attempts:
+            self._to_disk(partial(self._journal.forget, [attempt.claim for attempt in attempts]))
+        for attempt in attempts:
+            del self._attempts[attempt.claim]
+            self._settled.pop(attempt.claim, None)
+            self._sessions.forget(attempt.claim)
+            self._shipper.forget(attempt)
+            attempt.log.paused = True
+            self._environments.acknowledge(attempt.execute.action.trajectory, attempt.claim)
+            if attempt.successor is not None:
+                self._execute(attempt.successor)
+
     def _write_ends(self) -> None:
         ends, self._ends = self._ends, []
         if ends:
-            self._written(partial(self._journal.ended, *ends))
+            self._to_disk(partial(self._journal.end, ends))
 
-    def _forget(self, *attempts: NodeAttempt) -> None:
-        self._write_ends()
-        if begun := [attempt.claim for attempt in attempts if attempt.begun]:
-            self._written(partial(self._journal.acknowledged, *begun))
-        for attempt in attempts:
-            self._forget_one(attempt)
-
-    def _forget_one(self, attempt: NodeAttempt) -> None:
-        del self._attempts[attempt.claim]
-        self._settled.pop(attempt.claim, None)
-        self._sessions.forget(attempt.claim)
-        self._shipper.forget(attempt)
-        attempt.spool.remove()
-        self._work.sandboxes.acknowledge(attempt.execute.action.trajectory, attempt.claim)
-        if attempt.successor is not None:
-            self._execute(attempt.successor)
-
-    def _written(self, write: Callable[[], None]) -> None:
+    def _to_disk(self, write: Callable[[], None]) -> None:
         """Write; a disk that refuses costs what a crash would cost, and nothing else."""
         try:
             write()
@@ -1872,25 +1753,30 @@ class Agent:
             logger.error("the node's disk refuses", why=str(error))
             self.fitness.refused(error)
 
-    # --- telling
+    # --- sandboxes
 
-    def _attach(self, asked: AttachAttempt) -> None:
-        attempt = self._attempts.get(asked.claim)
-        if attempt is not None:
-            attempt.attached = True
-            self._retell(attempt, asked.log_offset)
+    def _trajectories(self) -> list[TrajectoryFacts]:
+        """Return every trajectory that has a sandbox."""
+        names = [str(each["trajectory"]) for each in self._environments.list()]
+        return [
+            _sandbox_facts(name, sandbox) for name in names if (sandbox := self._environments.get(name)) is not None
+        ]
 
-    def _retell(self, attempt: NodeAttempt, log_offset: int) -> None:
-        """Tell the gateway what it has not heard."""
-        attempt.told_bytes, attempt.began_told, attempt.end_told = min(log_offset, attempt.spool.end), False, False
-        if attempt.asking and not attempt.go.done():
-            self.say(AttemptBegins(attempt.claim))
-        self._shipper.more(attempt, at_once=True)
+    def _files(self, trajectory: str) -> SandboxFiles | None:
+        sandbox = self._environments.get(trajectory)
+        return None if sandbox is None else LocalFiles(sandbox)
 
-    def _look(self, attempt: NodeAttempt) -> None:
-        """See whether its trajectory has another sandbox by now."""
-        if attempt.execute.action.trajectory is not None:
-            self._work.sandboxes.look(attempt.execute.action.trajectory)
+    def _report_sandbox(self, trajectory: str | None) -> None:
+        """Report a trajectory's sandbox, if it is another one than was reported, or none any more."""
+        if trajectory is None:
+            return
+        reported, sandbox = self._reported.get(trajectory), self._environments.get(trajectory)
+        if sandbox is None:
+            if self._reported.pop(trajectory, None) is not None:
+                self._send(SandboxChanged(TrajectoryFacts(trajectory=trajectory)))
+        elif reported is None or (reported.sandbox, reported.alive) != (sandbox.id, sandbox.alive):
+            facts = self._reported[trajectory] = _sandbox_facts(trajectory, sandbox)
+            self._send(SandboxChanged(facts))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -1898,223 +1784,18 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
 
-# The daemon of a node: dials the gateway for ever, and lets the agent do what it asks.
-#
-# It is a process of its own, under systemd, Slurm or whatever starts it. What runs in its sandboxes outlives it: the
-# next daemon of the same state directory adopts that. Only one that hears no gateway for ``unattended_s`` ends all.
-
-DAEMON_COMPONENT = "node.daemon"
-#: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
-CHANCE = random.SystemRandom()
-LOCK, PID, KEY = "lock", "pid", "key"
-#: Seconds between two looks whether a draining node is empty.
-DAEMON_LOOK_S = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonSettings:
-    """Where a daemon joins, as what, and how patient it is."""
-
-    host: str
-    port: int
-    #: SHA-256 of the gateway's certificate, hexadecimal.
-    fingerprint: str
-    #: Admits it once; empty if the state directory holds a key.
-    ticket: str
-    state_dir: Path
-    #: This machine, with its name and labels.
-    spec: NodeSpec
-    #: What its sandboxes are (`runtimes.sandbox.spec.ProviderInfo`).
-    isolation: str = ""
-    greeting_s: Annotated[float, Setting("seconds for a connection and its greeting", gt=0)] = 10.0
-    redial_s: Annotated[float, Setting("seconds until the next try, doubled each time, half of it by chance", gt=0)] = (
-        0.5
+def _sandbox_facts(trajectory: str, sandbox: Sandbox) -> TrajectoryFacts:
+    spec = sandbox.spec
+    return TrajectoryFacts(
+        trajectory=trajectory,
+        sandbox=sandbox.id,
+        image=spec.image,
+        workdir=spec.workdir,
+        user=spec.user,
+        network=spec.network.value,
+        memory_bytes=spec.memory_bytes,
+        alive=sandbox.alive,
     )
-    redial_max_s: Annotated[float, Setting("longest wait between two tries", gt=0)] = 10.0
-    unattended_s: Annotated[float, Setting("seconds without a gateway after which all is ended", gt=0)] = 600.0
-    drain_grace_s: Annotated[float, Setting("seconds that a drain waits for what runs", ge=0)] = 600.0
-    link: LinkSettings = field(default_factory=LinkSettings)
-    agent: AgentSettings = field(default_factory=AgentSettings)
-
-
-class Daemon:
-    """One daemon: `run` it to its end; `drain`, `leave` and `stop` may be called from anywhere on its loop."""
-
-    def __init__(self, settings: DaemonSettings, work: NodeWork, *, clock: Clock | None = None) -> None:
-        self._settings = settings
-        self._work = work
-        self._clock = clock or MonotonicClock()
-        self._instance = secrets.token_hex(8)
-        self._agent: Agent | None = None
-        self._link: NodeLink | None = None
-        self._stopping = asyncio.Event()
-        self._heard_s = self._clock.now()
-        #: Why it drains; whether what runs is left to the next daemon, and nothing else. Empty and False before.
-        self._draining = ""
-        self._leaving = self._tidy = False
-        self._drainer: asyncio.Future[None] | None = None
-        self._ending: asyncio.Future[None] | None = None
-        #: Set once it has joined a gateway.
-        self.joined = asyncio.Event()
-
-    # --- from outside
-
-    def drain(self, why: str) -> None:
-        """Take no new work, and end when nothing is left or the grace is over; a second time changes nothing.
-
-        A machine's own shutdown, its orchestrator and an operator may each ask for it: `stop` ends at once.
-        """
-        if self._draining:
-            logger.info("it drains already", why=why)
-            return
-        self._draining = why
-        logger.info("draining", why=why)
-        if self._agent is not None:
-            self._agent.say(NodeDraining(why))
-        self._drainer = asyncio.ensure_future(self._drain())
-
-    def leave(self, *, tidy: bool = False) -> None:
-        """End now, and leave all that runs to the next daemon of this state directory; ``tidy``: and nothing else."""
-        self._leaving, self._tidy = True, tidy
-        self.stop()
-
-    def stop(self) -> None:
-        """End now, with all that runs."""
-        if self._ending is None:
-            self._ending = asyncio.ensure_future(self._end())
-
-    async def _end(self) -> None:
-        """Kill what is not left to the next daemon, and say so; then end."""
-        try:
-            if self._agent is not None and not self._leaving:
-                await self._agent.end_all()
-            elif self._agent is not None and self._tidy:
-                await self._agent.end_idle()
-            if self._link is not None:
-                self._link.send(NodeGoodbye(self._draining or "the daemon ends", not self._leaving))
-                self._link.close("the daemon ends")
-        finally:
-            self._stopping.set()
-
-    async def _drain(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.drain_grace_s):
-                while self._agent is not None and not self._agent.idle:  # noqa: ASYNC110  # it ends in many places
-                    await asyncio.sleep(DAEMON_LOOK_S)
-        self.stop()
-
-    # --- life
-
-    async def run(self) -> None:
-        """Join, and join again, until it is told to end or is unattended for too long.
-
-        Raises Conflict if another daemon has the state directory, Unauthorized if the gateway takes neither its ticket
-        nor its key at the first try, InvalidConfig if it is not the gateway that it was told of.
-        """
-        settings = self._settings
-        with _held(settings.state_dir):
-            self._agent = Agent(settings.state_dir, self._work, settings.agent, clock=self._clock)
-            self._agent.on_drain = self.drain
-            try:
-                await self._agent.start()
-                await self._dial_for_ever(self._agent)
-            finally:
-                for ending in (self._drainer, self._ending):
-                    if ending is not None:
-                        ending.cancel()
-                if not self._leaving:
-                    await self._agent.end_all()
-                await self._agent.close()
-                await self._work.close()
-
-    async def _dial_for_ever(self, agent: Agent) -> None:
-        wait_s = self._settings.redial_s
-        while not self._stopping.is_set():
-            try:
-                await self._join(agent)
-                wait_s = self._settings.redial_s
-            except (InvalidConfig, Unauthorized):
-                if not self.joined.is_set():
-                    self._leaving = True  # what an earlier daemon left waits for one that is let in
-                    raise
-                logger.exception("the gateway refuses this node")
-            except (OSError, CodedError, TimeoutError) as error:
-                logger.info("the gateway is not to be had", why=str(error) or type(error).__name__)
-            if self._clock.now() - self._heard_s > self._settings.unattended_s:
-                logger.error("no gateway came: all is ended", seconds=self._settings.unattended_s)
-                return
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), wait_s * CHANCE.uniform(0.5, 1.0))
-            wait_s = min(2 * wait_s, self._settings.redial_max_s)
-
-    async def _join(self, agent: Agent) -> None:
-        """One connection, from its dialling to its end."""
-        async with asyncio.timeout(self._settings.greeting_s):
-            link = await self._dial()
-        try:
-            link.send(self._hello(agent))
-            welcome = await self._welcomed(link)
-            if welcome.key:
-                _keep_key(self._settings.state_dir, welcome.key)
-            if welcome.fence:
-                logger.warning("the gateway had given this node up: all that it has is ended")
-                await agent.end_all()
-            link.settings = replace(link.settings, beat_s=welcome.beat_s, silent_s=welcome.silent_s)
-            self._link = link
-            self.joined.set()
-            logger.info("joined", gateway=link.peer, generation=welcome.generation)
-            if self._draining:
-                link.send(NodeDraining(self._draining))
-            why = await agent.serve(link)
-            logger.info("the link is gone", why=why)
-        finally:
-            if self._link is link:
-                self._link, self._heard_s = None, self._clock.now()
-            link.close("the daemon is done with it")
-
-    async def _dial(self) -> NodeLink:
-        settings = self._settings
-        loop = asyncio.get_running_loop()
-        transport, stream = await loop.create_connection(
-            LinkStream, settings.host, settings.port, ssl=node_side(), server_hostname=""
-        )
-        peer = transport.get_extra_info("ssl_object")
-        if not isinstance(peer, ssl.SSLObject | ssl.SSLSocket) or not shows(peer, settings.fingerprint):
-            transport.abort()
-            told = f"{settings.host}:{settings.port} shows another certificate than {settings.fingerprint}"
-            raise InvalidConfig(
-                f"{told}: it is not the gateway, or has a new state directory", component=DAEMON_COMPONENT
-            )
-        return NodeLink(stream, settings.link, clock=self._clock)
-
-    def _hello(self, agent: Agent) -> NodeHello:
-        settings = self._settings
-        return NodeHello(
-            protocol=PROTOCOL,
-            version=_version(),
-            name=settings.spec.name,
-            epoch=agent.epoch,
-            instance=self._instance,
-            ticket=settings.ticket,
-            key=_kept_key(settings.state_dir),
-            spec=settings.spec,
-            labels=dict(settings.spec.labels),
-            isolation=settings.isolation,
-            draining=bool(self._draining),
-            unfit=agent.fitness.why,
-            newcomers=agent.fitness.newcomers,
-        )
-
-    async def _welcomed(self, link: NodeLink) -> NodeWelcome:
-        answer = await link.receive(Message, self._settings.greeting_s)
-        match answer:
-            case NodeWelcome():
-                return answer
-            case NodeRefused(code=Unauthorized.code):
-                raise Unauthorized(f"the gateway refuses the node: {answer.message}", component=DAEMON_COMPONENT)
-            case NodeRefused():
-                raise LinkClosed(f"the gateway refuses the node: {answer.message}", component=DAEMON_COMPONENT)
-        raise ChannelError(f"a {type(answer).__name__} where a welcome was expected")
 
 
 @contextmanager
@@ -2129,8 +1810,8 @@ def _held(state_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            told = f"another daemon has the state directory {state_dir}; give each its own --state-dir"
-            raise Conflict(told, component=DAEMON_COMPONENT) from None
+            message = f"another daemon has the state directory {state_dir}; give each its own --state-dir"
+            raise Conflict(message, component=DAEMON_COMPONENT) from None
         (state_dir / PID).write_text(f"{os.getpid()}\n", encoding="ascii")
         yield
     finally:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +183,8 @@ class DaemonProcess:
         return self._process.pid
 
     def has_begun(self, invocation_id: str) -> bool:
-        """Whether an attempt of it was let go here, which the daemon writes down before it begins."""
-        return invocation_id.encode() in (self._directory / "state" / "journal").read_bytes()
+        """Whether an attempt of it may begin here, which the daemon writes down before."""
+        return any(invocation_id in claim for claim in self.attempts())
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
@@ -204,8 +206,9 @@ class DaemonProcess:
         return (self._directory / "log").read_text()
 
     def attempts(self) -> list[str]:
-        """Return the attempts that it has not been told to forget."""
-        return sorted(each.name for each in (self._directory / "state" / "spool").iterdir())
+        """Return the claims of the attempts that have begun, and that it has not been told to forget."""
+        with closing(sqlite3.connect(self._directory / "state" / "journal")) as journal:
+            return [row[0] for row in journal.execute("SELECT claim FROM attempts")]
 
     def handlers(self) -> list[tuple[str, int]]:
         """Return the digests of the handlers' files that it keeps, and when each was made."""

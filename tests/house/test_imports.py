@@ -27,7 +27,8 @@ ROOMS = {
     "opentelemetry": ("gateway/tracing.py",),
     "mcp": ("gateway/facades/mcp.py",),
     "mcp_types": ("gateway/facades/mcp.py",),
-    "sqlite3": ("gateway/store", "gateway/invocations/record.py", "gateway/store/maintenance.py"),
+    # A gateway's record, and that of a node's daemon, which imports nothing of the gateway.
+    "sqlite3": ("gateway/store", "gateway/invocations/record.py", "runtimes/node/journal.py"),
     # Inspect asks for a model of the configuration, and its files are YAML.
     "yaml": ("gateway/config/", "tangram/adapters/inspect.py"),
     "pydantic": ("gateway/config/", "gateway/facades/mcp.py", "tangram/adapters/inspect.py"),

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from manager.action import Action, Lease
+from manager.config import NodeSpec
 from manager.errors import ActionFailed, Reason
-from manager.function import FunctionSpec, SandboxSpec
+from manager.function import FunctionSpec, Network, SandboxSpec
 from runtimes.executor import LocalExecutor
-from runtimes.node.daemon import NodeSandboxes, NodeWork
-from runtimes.node.protocol import TrajectoryFacts
+from runtimes.node.daemon import DaemonSettings, NodeDaemon, NodeRuntimes
 from runtimes.runtime import Execution, Result
-from runtimes.sandbox.command import claims_of
-from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.command import ResumableCommand, claims_of
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.session import SessionTable
 
+BOX = SandboxSpec(image="image", workdir="/workspace", network=Network.NONE, memory_bytes=1)
 #: What a command says: (stream, text) in order.
 Words = tuple[tuple[str, str], ...]
 
@@ -41,15 +43,18 @@ class Machine:
         self.killed: list[str] = []
         self.commands: dict[str, MachineCommand] = {}
         self.acknowledged: list[str] = []
-        self.trajectories: dict[str, TrajectoryFacts] = {}
-        self.files: dict[str, SandboxFiles] = {}
-        self.told_lost: list[str] = []
+        self.trajectories: dict[str, MachineSandbox] = {}
+        self.marked_lost: list[str] = []
         self.resized: list[tuple[str, Lease]] = []
         #: Actions whose commands run until `finish`.
         self.long: set[str] = set()
         #: Whether the daemon is being killed: what runs is not.
         self.dying = False
         self._running = asyncio.Condition()
+
+    def open(self, *trajectories: str) -> None:
+        """Let trajectories have a sandbox."""
+        self.trajectories |= {name: MachineSandbox(name) for name in trajectories}
 
     def finish(self, claim: str) -> None:
         """Let a long command end."""
@@ -116,18 +121,29 @@ class MachineRuntime:
     async def close(self) -> None: ...
 
 
-class MachineSandboxes(NodeSandboxes):
-    """The sandboxes of such a machine."""
+class MachineSandbox(Sandbox):
+    """The sandbox of a trajectory there, which the gateway is told of."""
+
+    def __init__(self, trajectory: str) -> None:
+        self.id, self.spec = f"box-{trajectory}", BOX
+
+    @property
+    def alive(self) -> bool:
+        return True
+
+
+class MachineEnvironments(Environments):
+    """The environments of such a machine."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.sessions = SessionTable()
-        self.on_change: Callable[[TrajectoryFacts], None] = lambda facts: None
 
-    async def start(self) -> None: ...
+    async def start(self, trajectories: Collection[str] | None = None) -> list[str]:
+        return list(self._machine.trajectories)
 
-    def resumable(self) -> Collection[str]:
-        return list(self._machine.commands)
+    def resumable(self) -> dict[str, ResumableCommand]:
+        return {claim: ResumableCommand(0.0, True) for claim in self._machine.commands}
 
     def never_started(self, trajectory: str, claims: str) -> bool:
         return trajectory in self._machine.trajectories and not self._machine.begun[claims]
@@ -137,42 +153,41 @@ class MachineSandboxes(NodeSandboxes):
             self._machine.killed.append(claim)
             del self._machine.commands[claim]
 
-    def facts(self) -> list[TrajectoryFacts]:
-        return list(self._machine.trajectories.values())
+    def get(self, trajectory: str) -> Sandbox | None:
+        return self._machine.trajectories.get(trajectory)
 
-    def files(self, trajectory: str) -> SandboxFiles | None:
-        return self._machine.files.get(trajectory)
+    def list(self) -> list[dict[str, object]]:
+        return [{"trajectory": name} for name in self._machine.trajectories]
 
-    def look(self, trajectory: str) -> None:
-        if trajectory in self._machine.trajectories:
-            self.on_change(self._machine.trajectories[trajectory])
-
-    def acknowledge(self, trajectory: str | None, claim: str) -> None:
-        self._machine.acknowledged.append(claim)
-        self._machine.commands.pop(claim, None)
+    def acknowledge(self, trajectory: str | None, claims: str) -> None:
+        self._machine.acknowledged.append(claims)
+        self._machine.commands.pop(claims, None)
 
     def mark_lost(self, trajectories: Collection[str]) -> None:
-        self._machine.told_lost += trajectories
+        self._machine.marked_lost += trajectories
 
     def choose(self, trajectory: str, spec: SandboxSpec) -> None: ...
 
-    async def leave(self, claims: Iterable[str]) -> None:
+    def keep(self) -> None:
         self._machine.dying = True
+
+    async def leave(self, claims: str) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineWork(NodeWork):
-    """What an agent works with on such a machine."""
+class MachineRuntimes(NodeRuntimes):
+    """What a daemon executes with on such a machine."""
 
     prepared: list[str]
 
     @classmethod
-    def on(cls, machine: Machine) -> MachineWork:
+    def on(cls, machine: Machine) -> MachineRuntimes:
         """Return what a new daemon has there."""
         machine.dying = False
 
         async def open_environment(trajectory: str, task: str, function: FunctionSpec) -> None:
-            machine.trajectories[trajectory] = facts_of_trajectory(trajectory, task)
+            machine.open(trajectory)
 
         runtime = MachineRuntime(machine)
         executor = LocalExecutor({"exec": runtime, "handler": runtime}, open_environment=open_environment)
@@ -183,25 +198,29 @@ class MachineWork(NodeWork):
 
         async def close() -> None: ...
 
-        sandboxes = MachineSandboxes(machine)
-        return cls(executor=executor, sandboxes=sandboxes, prepare=prepare, close=close, prepared=prepared)
+        environments = MachineEnvironments(machine)
+        return cls(executor=executor, environments=environments, prepare=prepare, close=close, prepared=prepared)
+
+
+def daemon_settings(directory: Path, **more: object) -> DaemonSettings:
+    """Return the settings of a daemon in a state directory; without ``host`` and ``port`` it is never to dial."""
+    known = {
+        "host": "127.0.0.1",
+        "port": 1,
+        "fingerprint": "",
+        "ticket": "ticket",
+        "state_dir": directory,
+        "spec": NodeSpec(name="n1", numa=((0,),), memory_bytes=1, labels={"pool": "big"}),
+    }
+    return DaemonSettings(**{**known, **more})  # type: ignore[arg-type]
+
+
+def daemon_on(machine: Machine, directory: Path, **more: object) -> NodeDaemon:
+    """Return a daemon of a machine."""
+    return NodeDaemon(daemon_settings(directory, **more), MachineRuntimes.on(machine))
 
 
 def files_of(directory: Path) -> dict[str, str]:
     """Return the files below a directory by name."""
     found = sorted(path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_text() for path in found}
-
-
-def facts_of_trajectory(trajectory: str, task: str) -> TrajectoryFacts:
-    """Return a trajectory that has a sandbox."""
-    return TrajectoryFacts(
-        trajectory=trajectory,
-        sandbox=f"box-{trajectory}",
-        image="image",
-        workdir="/workspace",
-        user="auto",
-        network="none",
-        memory_bytes=1,
-        alive=True,
-    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from manager.action import Action, Lease, Outcome
@@ -16,17 +16,16 @@ from manager.errors import CodedError
 from manager.executor import Call, CallHooks
 from manager.function import FunctionSpec
 from runtimes.node import protocol as wire
-from runtimes.node.daemon import Agent, AgentSettings, LogShipperSettings
+from runtimes.node.daemon import NodeDaemon
 from runtimes.node.protocol import Inventory, Message
 from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.command import claims_of
-from tests.runtimes.node.machine import Machine, MachineWork, Words
+from tests.runtimes.node.machine import Machine, MachineRuntimes, Words, daemon_settings
 from tests.runtimes.node.memory_stream import pair
 
 #: Seconds after which a test is taken for stuck.
 STUCK_S = 60.0
 FUNCTION = FunctionSpec(name="shell", runtime="exec")
-AGENT = AgentSettings(logs=LogShipperSettings(wait_s=0.0, piece_bytes=64))
 
 
 class KeptLog:
@@ -103,8 +102,8 @@ class Session:
     def __init__(self, directory: Path, machine: Machine) -> None:
         self.directory, self.machine = directory, machine
         directory.mkdir(exist_ok=True)
-        self.agent: Agent | None = None
-        self.work: MachineWork | None = None
+        self.daemon: NodeDaemon | None = None
+        self.runtimes: MachineRuntimes | None = None
         self.node = RemoteNode("n1")
         self.actions: dict[str, SessionAction] = {}
         self.frames = 0
@@ -157,12 +156,12 @@ class Session:
         for fault in self._due:
             await {"cut": self._nothing, "daemon": self._kill_daemon, "gateway": self._kill_gateway}[fault]()
         self._due.clear()
-        if self.agent is None:
+        if self.daemon is None:
             await self.begin_daemon()
-        assert self.agent is not None
+        assert self.daemon is not None
         self.links += 1
         near, far = pair(self._arrives)
-        serving = asyncio.create_task(self.agent.serve(far))
+        serving = asyncio.create_task(self.daemon.serve(far))
         with suppress(CodedError):
             inventory = await near.receive(Inventory, STUCK_S, frame_max_bytes=2**20)
             self.node.connect(near, inventory, recovering=self._recovering)
@@ -196,15 +195,15 @@ class Session:
 
     async def begin_daemon(self) -> None:
         """Begin a daemon in the state directory."""
-        self.work = MachineWork.on(self.machine)
-        self.agent = Agent(self.directory, self.work, AGENT)
-        await self.agent.start()
+        self.runtimes = MachineRuntimes.on(self.machine)
+        self.daemon = NodeDaemon(daemon_settings(self.directory), self.runtimes)
+        await self.daemon.start()
 
     async def _kill_daemon(self) -> None:
         """Nothing of it is written at its end, as nothing is by one that is killed; its commands run on."""
-        assert self.agent is not None
-        await self.agent.close()
-        self.agent = None
+        assert self.daemon is not None
+        await self.daemon.close()
+        self.daemon = None
 
     async def _kill_gateway(self) -> None:
         for kept in self.actions.values():
@@ -233,8 +232,8 @@ class Session:
         for kept in self.actions.values():
             if kept.task is not None and not kept.task.done():
                 kept.task.cancel()
-        if self.agent is not None:
-            await self.agent.close()
+        if self.daemon is not None:
+            await self.daemon.close()
 
 
 async def _until(holds: Callable[[], bool]) -> None:
@@ -244,7 +243,9 @@ async def _until(holds: Callable[[], bool]) -> None:
 
 def settled(session: Session) -> bool:
     """Return whether every action has ended and the node has forgotten it."""
-    return all(kept.ends for kept in session.actions.values()) and session.agent is not None and not session.agent.busy
+    return (
+        all(kept.ends for kept in session.actions.values()) and session.daemon is not None and not session.daemon.busy
+    )
 
 
 #: What the actions of a session say; more than one piece, in both streams, not only ASCII.
@@ -262,4 +263,7 @@ def said(words: Words) -> dict[str, str]:
     return streams
 
 
-spool_files = partial(lambda directory: sorted(path.name for path in (directory / "spool").iterdir()))
+def kept_in(directory: Path) -> list[str]:
+    """Return the claims of the attempts and logs that a journal holds."""
+    with closing(sqlite3.connect(directory / "journal")) as journal:
+        return [row[0] for row in journal.execute("SELECT claim FROM attempts UNION ALL SELECT claim FROM logs")]

@@ -12,8 +12,8 @@ import pytest
 
 from manager.action import State
 from runtimes.node.protocol import AttemptBegins, AttemptGo
-from tests.runtimes.node.machine import Machine, facts_of_trajectory
-from tests.runtimes.node.session import WORDS, Session, said, settled, spool_files
+from tests.runtimes.node.machine import Machine
+from tests.runtimes.node.session import WORDS, Session, kept_in, said, settled
 
 FAULTS = ("cut", "daemon", "gateway")
 #: Frames of a session without faults, at least; asserted, so that the tests below cut it all over.
@@ -28,7 +28,7 @@ async def play(directory: Path, faults: dict[int, str], *, ready: bool = False) 
     """
     machine = Machine(WORDS)
     if ready:
-        machine.trajectories["t1"] = facts_of_trajectory("t1", "")
+        machine.open("t1")
     session = Session(directory, machine)
     session.faults = faults
     try:
@@ -41,7 +41,7 @@ async def play(directory: Path, faults: dict[int, str], *, ready: bool = False) 
             words = WORDS[f"{name}.1/"]
             assert (end.state, end.result) == (State.SUCCEEDED, {"said": len(words), "echo": {"of": name}})
             assert kept.log.said == said(words)
-        assert machine.killed == [] and machine.commands == {} and spool_files(directory) == []
+        assert machine.killed == [] and machine.commands == {} and kept_in(directory) == []
     finally:
         await session.close()
     return session

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from manager.action import Action, Lease, Outcome, State
-from manager.config import NodeSpec
 from manager.errors import CodedError, Conflict, InvalidConfig, Unauthorized
 from manager.executor import Call
+from runtimes.node import daemon as node_daemon
 from runtimes.node import protocol
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
-from runtimes.node.daemon import Daemon, DaemonSettings
+from runtimes.node.daemon import NodeDaemon
 from runtimes.node.protocol import LinkStream, Message, NodeLink
 from runtimes.node.remote import RemoteNode
-from tests.runtimes.node.machine import Machine, MachineWork, facts_of_trajectory
-from tests.runtimes.node.session import AGENT, FUNCTION, STUCK_S, KeptLog
+from tests.runtimes.node.machine import Machine, daemon_on
+from tests.runtimes.node.session import FUNCTION, STUCK_S, KeptLog
 
 
 class DialledStream(LinkStream):
@@ -100,6 +100,11 @@ def welcome(**more: object) -> protocol.NodeWelcome:
     return protocol.NodeWelcome(**said)  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def redials_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_daemon, "REDIAL_S", 0.001)
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> NodeCertificate:
     return ensure_certificate(tmp_path_factory.mktemp("tls"))
@@ -112,19 +117,10 @@ async def door(certificate: NodeCertificate) -> AsyncIterator[StandInDoor]:
     await door.close()
 
 
-async def daemon_of(door: StandInDoor, state_dir: Path, machine: Machine, **more: object) -> Daemon:
+async def daemon_of(door: StandInDoor, state_dir: Path, machine: Machine, **more: object) -> NodeDaemon:
     """Return a daemon that is to join there."""
-    known = {
-        "host": "127.0.0.1",
-        "port": await door.open() if "port" not in more else more["port"],
-        "fingerprint": door.certificate.fingerprint,
-        "ticket": "ticket",
-        "state_dir": state_dir,
-        "spec": NodeSpec(name="n1", numa=((0,),), memory_bytes=1, labels={"pool": "big"}),
-        "redial_s": 0.001,
-        "agent": AGENT,
-    }
-    return Daemon(DaemonSettings(**{**known, **more}), MachineWork.on(machine))  # type: ignore[arg-type]
+    port = more.pop("port", None) or await door.open()
+    return daemon_on(machine, state_dir, **{"fingerprint": door.certificate.fingerprint, "port": port, **more})
 
 
 async def execute(node: RemoteNode, name: str = "a") -> Outcome:
@@ -226,7 +222,7 @@ async def test_a_daemon_that_leaves_tidily_ends_the_trajectories_in_which_nothin
     machine = Machine()
     machine.long.add("runs.1/")
     for name in ("ended", "runs"):
-        machine.trajectories[name] = facts_of_trajectory(name, "task")
+        machine.open(name)
     daemon = await daemon_of(door, tmp_path / "n", machine)
     running = asyncio.create_task(daemon.run())
     async with asyncio.timeout(STUCK_S):
@@ -249,7 +245,7 @@ async def test_a_daemon_that_leaves_tidily_ends_the_trajectories_in_which_nothin
 async def test_a_node_that_was_given_up_ends_all_before_it_is_welcome(door: StandInDoor, tmp_path: Path) -> None:
     machine = Machine()
     machine.long.add("a.1/")
-    machine.trajectories["t"] = facts_of_trajectory("t", "task")
+    machine.open("t")
     daemon = await daemon_of(door, tmp_path / "n", machine)
     running = asyncio.create_task(daemon.run())
     async with asyncio.timeout(STUCK_S):

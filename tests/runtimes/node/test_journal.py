@@ -1,8 +1,9 @@
-"""The journal and the spools on real files, as kills leave them."""
+"""The journal and its logs on real files, as kills leave them."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 
 from manager.action import Outcome, State
 from runtimes.node import protocol
-from runtimes.node.daemon import AttemptJournal, JournalSettings, epoch
-from runtimes.node.protocol import TAIL_BYTES, TEXT_BYTES, Spool, records
+from runtimes.node.journal import PENDING_BYTES, TEXT_BYTES, AttemptJournal, LogSpool
+from runtimes.node.protocol import records
 from tests.runtimes.node.test_wire import ACTION, LEASE
 
 LIMIT_BYTES = 4 * 2**20
@@ -25,166 +26,162 @@ def end(claim: str) -> protocol.AttemptEnd:
     return protocol.end_of(claim, Outcome(state=State.SUCCEEDED, result={"exit_code": 0}), 0)
 
 
-def written(directory: Path) -> None:
-    journal = AttemptJournal(directory)
-    journal.begun(execute("a.1/"), b"{}", lasting=True)
-    journal.begun(execute("b.1/"), b"{}", lasting=False)
-    journal.begun(execute("c.1/"), b"{}", lasting=False)
-    journal.ended(end("a.1/"))
-    journal.acknowledged("c.1/")
-    journal.lasting("b.1/", True)
-    journal.close()
+def claims(journal: AttemptJournal) -> set[str]:
+    return {entry.execute.claim for entry in journal.entries}
 
 
-def test_a_journal_tells_the_next_daemon_what_has_begun_and_how_it_ended(tmp_path: Path) -> None:
-    written(tmp_path)
-    journal = AttemptJournal(tmp_path)
-    assert set(journal.attempts) == {"a.1/", "b.1/"}
-    assert journal.attempts["a.1/"].end == end("a.1/")
-    assert (journal.attempts["b.1/"].end, journal.attempts["b.1/"].lasting) == (None, True)
-    assert journal.attempts["b.1/"].execute == execute("b.1/")
-    assert journal.functions == {"digest": b"{}"}
+def spool(journal: AttemptJournal, *, limit_bytes: int = LIMIT_BYTES, resumed: bool = False) -> LogSpool:
+    return LogSpool(journal, "a.1/", limit_bytes, lambda: None, resumed=resumed)
 
 
-def test_a_journal_torn_anywhere_tells_a_beginning_of_it_and_goes_on(tmp_path: Path) -> None:
-    written(tmp_path)
-    data = (tmp_path / "journal").read_bytes()
-    for size in range(len(data)):
-        (tmp_path / "journal").write_bytes(data[:size])
-        journal = AttemptJournal(tmp_path)
-        assert set(journal.attempts) <= {"a.1/", "b.1/", "c.1/"}
-        journal.begun(execute("d.1/"), b"{}", lasting=True)
-        journal.close()
-        after = AttemptJournal(tmp_path)
-        assert "d.1/" in after.attempts
-        after.close()
-
-
-def test_a_byte_gone_wrong_ends_the_reading_there(tmp_path: Path) -> None:
-    written(tmp_path)
-    data = bytearray((tmp_path / "journal").read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    (tmp_path / "journal").write_bytes(bytes(data))
-    journal = AttemptJournal(tmp_path)
-    assert "a.1/" in journal.attempts
-    assert journal.attempts["a.1/"].end is None
-
-
-def test_a_journal_is_written_anew_when_it_has_grown_and_loses_nothing(tmp_path: Path) -> None:
-    journal = AttemptJournal(tmp_path, JournalSettings(compact_bytes=8 * 2**10))
-    journal.begun(execute("kept.1/"), b"{}", lasting=True)
-    for number in range(200):
-        journal.begun(execute(f"{number}.1/"), b"{}", lasting=True)
-        journal.ended(end(f"{number}.1/"))
-        journal.acknowledged(f"{number}.1/")
-    assert (tmp_path / "journal").stat().st_size < 16 * 2**10
-    journal.close()
-    assert set(AttemptJournal(tmp_path).attempts) == {"kept.1/"}
-
-
-def test_an_epoch_ends_with_the_directory_and_with_the_machines_life(tmp_path: Path) -> None:
-    boot = tmp_path / "boot_id"
-    boot.write_text("one\n")
-    first = epoch(tmp_path, boot)
-    assert epoch(tmp_path, boot) == first
-    boot.write_text("two\n")
-    assert epoch(tmp_path, boot) != first
-    other = tmp_path / "other"
-    other.mkdir()
-    boot.write_text("one\n")
-    assert epoch(other, boot) != first
-
-
-def heard(spool: Spool, begin: int = 0, most_bytes: int = 100) -> list[tuple[str, str]]:
-    """Return what a gateway hears of a spool from an offset on."""
+def output(log: LogSpool, begin: int = 0, most_bytes: int = 100) -> list[tuple[str, str]]:
+    """Return what a gateway receives of a log from a place on."""
     found: list[tuple[str, str]] = []
-    while piece := spool.read(begin, most_bytes):
+    while piece := log.read(begin, most_bytes):
         found += records(piece)
         begin += len(piece)
     return found
 
 
-async def test_a_spool_gives_every_record_from_any_offset_whatever_lies_in_memory(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "s", LIMIT_BYTES, lambda: None)
+def test_a_journal_tells_the_next_daemon_what_has_begun_and_how_it_ended(tmp_path: Path) -> None:
+    journal = AttemptJournal(tmp_path)
+    journal.begin(execute("a.1/"), b"{}", lasting=True)
+    journal.begin(execute("b.1/"), b"{1}", lasting=False)
+    journal.begin(execute("c.1/"), b"{}", lasting=False)
+    journal.end([end("a.1/"), end("c.1/")])
+    journal.forget(["c.1/"])
+    journal.set_lasting("b.1/", True)
+    # Nothing is closed: whatever a kill leaves is all that the next one reads.
+    first, second = sorted(AttemptJournal(tmp_path).entries, key=lambda entry: entry.execute.claim)
+    assert (first.execute, first.function, first.lasting, first.end) == (execute("a.1/"), b"{}", True, end("a.1/"))
+    assert (second.execute, second.function, second.lasting, second.end) == (execute("b.1/"), b"{1}", True, None)
+
+
+def test_a_journal_gives_back_what_its_attempts_and_logs_took(tmp_path: Path) -> None:
+    journal = AttemptJournal(tmp_path)
+    journal.begin(execute("kept.1/"), b"{}", lasting=True)
+    for number in range(100):
+        journal.begin(execute(f"{number}.1/"), b"{}", lasting=True)
+        journal.append_log(f"{number}.1/", 0, bytes(100_000))
+        journal.end([end(f"{number}.1/")])
+        journal.forget([f"{number}.1/"])
+    journal.close()
+    assert (tmp_path / "journal").stat().st_size < 2**20
+    assert claims(AttemptJournal(tmp_path)) == {"kept.1/"}
+
+
+@pytest.mark.parametrize("place", [0, 3 * 4096], ids=["header", "attempts"])
+def test_a_file_that_a_crash_of_the_machine_has_damaged_is_begun_anew_as_another_life(
+    tmp_path: Path, place: int
+) -> None:
+    boot = tmp_path / "boot_id"
+    boot.write_text("one\n")
+    journal = AttemptJournal(tmp_path, boot)
+    journal.begin(execute("a.1/"), b"{}", lasting=True)
+    journal.close()
+    boot.write_text("two\n")
+    with (tmp_path / "journal").open("r+b") as file:
+        file.seek(place)
+        file.write(os.urandom(4096))
+    after = AttemptJournal(tmp_path, boot)
+    assert claims(after) == set()
+    assert after.epoch.partition("/")[2] != journal.epoch.partition("/")[2]
+    after.begin(execute("b.1/"), b"{}", lasting=True)
+    assert claims(AttemptJournal(tmp_path, boot)) == {"b.1/"}
+
+
+def test_an_epoch_ends_with_the_directory_and_with_the_machines_life(tmp_path: Path) -> None:
+    boot = tmp_path / "boot_id"
+    boot.write_text("one\n")
+    first = AttemptJournal(tmp_path, boot).epoch
+    assert AttemptJournal(tmp_path, boot).epoch == first
+    boot.write_text("two\n")
+    assert AttemptJournal(tmp_path, boot).epoch != first
+    other = tmp_path / "other"
+    other.mkdir()
+    boot.write_text("one\n")
+    assert AttemptJournal(other, boot).epoch != first
+
+
+async def test_a_log_gives_every_record_from_any_place_written_or_not(tmp_path: Path) -> None:
+    log = spool(AttemptJournal(tmp_path))
     lines = [("stdout" if number % 2 else "stderr", f"line {number} ü\n") for number in range(50)]
-    for stream, text in lines:
-        spool.write(stream, text)
-    assert heard(spool) == lines
-    spool.flush()
-    spool.sent(spool.end // 2)
-    assert heard(spool) == lines
-    spool.sent(spool.end)
-    assert heard(spool) == lines
-    begin = len(spool.read(0, 100))
-    assert heard(spool, begin) == lines[len(list(records(spool.read(0, 100)))) :]
+    for stream, text in lines[:20]:
+        log.write(stream, text)
+    assert output(log) == lines[:20]
+    for stream, text in lines[20:]:
+        log.write(stream, text)
+    assert output(log) == lines
+    begin = len(log.read(0, 100))
+    assert output(log, begin) == lines[len(list(records(log.read(0, 100)))) :]
 
 
-async def test_a_spool_torn_anywhere_is_made_whole_by_what_is_said_again(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "s", LIMIT_BYTES, lambda: None)
+async def test_what_a_killed_daemon_has_not_written_is_made_whole_by_what_is_repeated(tmp_path: Path) -> None:
     words = [("stdout", "eins\n"), ("stderr", "zwei ü\n"), ("stdout", "drei ✓\n")]
-    for stream, text in words:
-        spool.write(stream, text)
-    spool.flush()
-    spool.close()
-    data = (tmp_path / "s").read_bytes()
-    for size in range(len(data) + 1):
-        (tmp_path / "s").write_bytes(data[:size])
-        again = Spool(tmp_path / "s", LIMIT_BYTES, lambda: None)
+    for written in range(len(words) + 1):
+        directory = tmp_path / str(written)
+        directory.mkdir()
+        journal = AttemptJournal(directory)
+        journal.begin(execute("a.1/"), b"{}", lasting=True)
+        log = spool(journal)
+        for number, (stream, text) in enumerate(words):
+            if number == written:
+                log.flush()
+            log.write(stream, text)
+        again = spool(AttemptJournal(directory), resumed=True)
         again.write("stderr", "zwei ü\n")
         again.write("stdout", "eins\ndrei ✓\nvier")
         by_stream = {
-            name: "".join(text for stream, text in heard(again) if stream == name) for name in ("stdout", "stderr")
+            name: "".join(text for stream, text in output(again) if stream == name) for name in ("stdout", "stderr")
         }
-        assert by_stream == {"stdout": "eins\ndrei ✓\nvier", "stderr": "zwei ü\n"}, size
-        again.remove()
+        assert by_stream == {"stdout": "eins\ndrei ✓\nvier", "stderr": "zwei ü\n"}, written
 
 
-async def test_an_attempt_that_says_nothing_costs_no_file(tmp_path: Path) -> None:
-    for end in (Spool.close, Spool.remove):
-        spool = Spool(tmp_path / "s", LIMIT_BYTES, lambda: None)
-        spool.flush()
-        assert spool.read(0, 100) == b""
-        end(spool)
-        assert not (tmp_path / "s").exists()
+async def test_the_log_of_an_attempt_that_never_began_is_no_part_of_its_next_try(tmp_path: Path) -> None:
+    log = spool(AttemptJournal(tmp_path))
+    log.write("system", "an image is pulled")
+    log.flush()
+    assert output(spool(AttemptJournal(tmp_path), resumed=True)) == []
 
 
-async def test_a_spool_that_was_closed_makes_no_file_any_more(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "s", LIMIT_BYTES, lambda: None)
-    spool.write("stdout", "said too late to be written")
-    spool.close()
-    with pytest.raises(OSError):
-        spool.flush()
-    assert not (tmp_path / "s").exists()
-
-
-async def test_a_spool_is_bounded_and_counts_what_it_drops(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "s", 10, lambda: None)
-    spool.write("stdout", "12345")
-    spool.write("stdout", "678ü9")
-    spool.write("stdout", "more")
-    spool.omit(100)
-    assert "".join(text for _, text in heard(spool)) == "12345678ü"
-    assert spool.omitted_bytes == 1 + 4 + 100
+async def test_a_log_is_bounded_and_counts_what_it_drops(tmp_path: Path) -> None:
+    log = spool(AttemptJournal(tmp_path), limit_bytes=10)
+    log.write("stdout", "12345")
+    log.write("stdout", "678ü9")
+    log.write("stdout", "more")
+    log.omit(100)
+    assert "".join(text for _, text in output(log)) == "12345678ü"
+    assert log.omitted_bytes == 1 + 4 + 100
 
 
 async def test_long_texts_travel_in_pieces_that_end_between_characters(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "s", LIMIT_BYTES, lambda: None)
+    journal = AttemptJournal(tmp_path)
+    log = spool(journal)
     text = "ü" * TEXT_BYTES + "✓"
-    spool.write("stdout", text)
-    assert "".join(piece for _, piece in heard(spool)) == text
-    assert len(text.encode()) > TAIL_BYTES  # so that it was written out on the way
-    assert (tmp_path / "s").stat().st_size >= len(text.encode())
+    assert len(text.encode()) > PENDING_BYTES
+    log.write("stdout", text)
+    assert journal.read_log("a.1/", 0), "it waits in no memory"
+    assert "".join(piece for _, piece in output(log)) == text
 
 
-async def test_a_spool_may_be_written_from_any_thread(tmp_path: Path) -> None:
+async def test_a_log_that_cannot_be_written_any_more_is_a_disk_error(tmp_path: Path) -> None:
+    journal = AttemptJournal(tmp_path)
+    log = spool(journal)
+    log.write("stdout", "too late to be written")
+    journal.close()
+    with pytest.raises(OSError, match="journal"):
+        log.flush()
+
+
+async def test_a_log_may_be_written_from_any_thread(tmp_path: Path) -> None:
     more = asyncio.Event()
-    spool = Spool(tmp_path / "s", LIMIT_BYTES, more.set)
-    thread = threading.Thread(target=spool.write, args=("log", "from elsewhere"))
+    log = LogSpool(AttemptJournal(tmp_path), "a.1/", LIMIT_BYTES, more.set)
+    thread = threading.Thread(target=log.write, args=("log", "from elsewhere"))
     thread.start()
     async with asyncio.timeout(30):
         await more.wait()
     thread.join()
-    assert heard(spool) == [("log", "from elsewhere")]
+    assert output(log) == [("log", "from elsewhere")]
 
 
 def test_a_torn_piece_is_no_log() -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from manager.action import Outcome, State
 from manager.function import FunctionSpec
-from runtimes.node import protocol
-from runtimes.node.daemon import LogShipper, LogShipperSettings, NodeAttempt
-from runtimes.node.protocol import Message, Spool
+from runtimes.node import daemon, protocol
+from runtimes.node.daemon import LogShipper, NodeAttempt
+from runtimes.node.journal import AttemptJournal, LogSpool
+from runtimes.node.protocol import Message
 from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import STUCK_S
 from tests.runtimes.node.test_wire import ACTION, LEASE
@@ -23,10 +24,10 @@ SUCCEEDED = Outcome(state=State.SUCCEEDED)
 class ShippingNode:
     """The two ends of a link over which attempts are told of."""
 
-    def __init__(self, directory: Path, **settings: float) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path) -> None:
+        self._journal = AttemptJournal(directory)
         self.near, self._far = pair()
-        self.shipper = LogShipper(LogShipperSettings(**settings), lambda claim: False)  # type: ignore[arg-type]
+        self.shipper = LogShipper(lambda claim: False)
         self.shipper.link = self.near
         self.heard: list[Message] = []
         self.changed = asyncio.Event()
@@ -39,9 +40,9 @@ class ShippingNode:
 
     def attempt(self, claim: str) -> NodeAttempt:
         execute = protocol.ExecuteAttempt(claim, ACTION, LEASE, "f", protocol.pack({}), None, None, {})
-        spool = Spool(self._directory / claim.rstrip("/"), 2**20, lambda: None)
+        log = LogSpool(self._journal, claim, 2**20, lambda: None)
         function = FunctionSpec(name="shell", runtime="exec")
-        return NodeAttempt(execute=execute, function=function, function_bytes=b"", spool=spool, attached=True)
+        return NodeAttempt(execute=execute, function=function, function_bytes=b"", log=log, attached=True)
 
     async def until_heard(self, number: int) -> list[type[Message]]:
         async with asyncio.timeout(STUCK_S):
@@ -54,16 +55,20 @@ class ShippingNode:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+        self._journal.close()
 
 
 @pytest.mark.parametrize("said", ["", "a line\n"])
-async def test_of_a_short_attempt_all_is_told_in_one_turn_and_in_order(tmp_path: Path, said: str) -> None:
-    told = ShippingNode(tmp_path, wait_s=3600.0)
+async def test_of_a_short_attempt_all_is_told_in_one_turn_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    monkeypatch.setattr(daemon, "LOG_WAIT_S", 3600.0)
+    told = ShippingNode(tmp_path)
     attempt = told.attempt("a.1/")
-    attempt.began_s = 1.0
+    attempt.running = True
     told.shipper.more(attempt)
     if said:
-        attempt.spool.write("stdout", said)
+        attempt.log.write("stdout", said)
         told.shipper.more(attempt)
     for _ in range(3):
         await asyncio.sleep(0)
@@ -78,19 +83,22 @@ async def test_of_a_short_attempt_all_is_told_in_one_turn_and_in_order(tmp_path:
 
 
 async def test_that_a_long_attempt_runs_is_told_soon_and_once(tmp_path: Path) -> None:
-    told = ShippingNode(tmp_path, wait_s=0.0)
+    told = ShippingNode(tmp_path)
     attempt = told.attempt("a.1/")
-    attempt.began_s = 1.0
+    attempt.running = True
     told.shipper.more(attempt)
     assert await told.until_heard(1) == [protocol.AttemptStarted]
-    attempt.spool.write("stdout", "a line\n")
+    attempt.log.write("stdout", "a line\n")
     told.shipper.more(attempt)
     assert await told.until_heard(2) == [protocol.AttemptStarted, protocol.AttemptLog]
     await told.close()
 
 
-async def test_an_end_waits_its_turn_where_the_link_has_no_room(tmp_path: Path) -> None:
-    told = ShippingNode(tmp_path, wait_s=0.0, unsent_bytes=1)
+async def test_an_end_waits_its_turn_where_the_link_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "LOG_UNSENT_BYTES", 1)
+    told = ShippingNode(tmp_path)
     told.near.send(protocol.AttemptBegins("b.1/"))
     attempt = told.attempt("a.1/")
     attempt.end = protocol.end_of(attempt.claim, SUCCEEDED, 0)

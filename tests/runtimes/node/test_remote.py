@@ -18,7 +18,7 @@ from manager.function import FunctionSpec
 from runtimes.node import protocol, remote
 from runtimes.node.protocol import Message
 from runtimes.node.remote import RemoteNode
-from tests.runtimes.node.machine import Machine, facts_of_trajectory
+from tests.runtimes.node.machine import Machine
 from tests.runtimes.node.memory_stream import close_all, pair
 from tests.runtimes.node.session import FUNCTION, STUCK_S, WORDS, Session, said, settled
 from tests.runtimes.node.test_wire import ACTION, LEASE
@@ -112,9 +112,9 @@ async def test_a_node_that_comes_back_from_another_life_has_lost_what_had_begun(
     session.machine.long.update(("a.1/", "i.1/"))
     kept, again = session.start("a"), session.start("i", IDEMPOTENT)
     await session.play(lambda: {"a.1/", "i.1/"} <= session.machine.commands.keys())
-    assert session.agent is not None
-    await session.agent.close()
-    session.agent, session.directory = None, session.directory / "reborn"  # its disk is a new one
+    assert session.daemon is not None
+    await session.daemon.close()
+    session.daemon, session.directory = None, session.directory / "reborn"  # its disk is a new one
     session.machine.commands.clear()
     session.directory.mkdir()
     session.machine.long.clear()
@@ -128,9 +128,9 @@ async def test_what_a_daemon_finds_dead_is_lost_and_an_idempotent_attempt_begins
     session.machine.long.update(("a.1/", "i.1/"))
     kept, again = session.start("a"), session.start("i", IDEMPOTENT)
     await session.play(lambda: {"a.1/", "i.1/"} <= session.machine.commands.keys())
-    assert session.agent is not None
-    await session.agent.close()
-    session.agent = None
+    assert session.daemon is not None
+    await session.daemon.close()
+    session.daemon = None
     session.machine.commands.clear()  # their sandboxes died while there was no daemon
     session.machine.long.clear()
     await session.play(lambda: settled(session))
@@ -144,13 +144,13 @@ async def test_an_end_that_no_gateway_heard_is_told_by_the_next_daemon(session: 
     kept = session.start("a")
     await runs(session, "a.1/")
     session.machine.finish("a.1/")
-    agent = session.agent
+    agent = session.daemon
     assert agent is not None
     async with asyncio.timeout(STUCK_S):
         while not agent.inventory().attempts[0].ended:  # noqa: ASYNC110  # no link, hence no event
             await asyncio.sleep(0)
     await agent.close()
-    session.agent = None
+    session.daemon = None
     await session.play(lambda: settled(session))
     assert kept.ends[0].state is State.SUCCEEDED
     assert (session.machine.begun["a.1/"], kept.log.said) == (1, said(WORDS["a.1/"]))
@@ -180,11 +180,11 @@ async def test_requests_are_answered_over_a_cut_and_ends_of_trajectories_are_rem
 
 
 async def test_a_trajectory_that_died_with_a_daemon_is_marked_before_its_next_action(session: Session) -> None:
-    session.machine.trajectories["t"] = facts_of_trajectory("t", "task")
+    session.machine.open("t")
     await session.play(lambda: "t" in session.node.trajectories())
     session.machine.trajectories.clear()
-    await session.play(lambda: bool(session.machine.told_lost))
-    assert session.machine.told_lost == ["t"]
+    await session.play(lambda: bool(session.machine.marked_lost))
+    assert session.machine.marked_lost == ["t"]
 
 
 @pytest.mark.parametrize("runtime", ["api"])
@@ -202,8 +202,8 @@ async def test_functions_that_no_node_can_run_are_refused_by_name(session: Sessi
 async def test_functions_that_a_node_can_run_are_prepared_there(session: Session) -> None:
     asked = asyncio.create_task(session.node.prepare(FUNCTION))
     await session.play(asked.done)
-    assert session.work is not None
-    assert session.work.prepared == ["shell"]
+    assert session.runtimes is not None
+    assert session.runtimes.prepared == ["shell"]
 
 
 async def test_a_failure_comes_back_with_its_reason_result_and_detail(session: Session) -> None:
@@ -229,7 +229,7 @@ async def test_a_new_gateway_ends_what_it_does_not_take(session: Session) -> Non
     await runs(session, "a.1/")
     session.actions.clear()  # the next gateway has no record of it
     session.faults = {session.frames + 1: "gateway"}
-    await session.play(lambda: session.agent is not None and not session.agent.busy)
+    await session.play(lambda: session.daemon is not None and not session.daemon.busy)
     assert session.machine.killed == ["a.1/"]
 
 
@@ -302,7 +302,7 @@ async def test_a_cancel_before_its_node_is_back_is_told_only_when_the_node_has_k
 
 async def test_a_node_that_tells_of_too_many_trajectories_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "TRAJECTORIES_MAX", 2)
-    facts = [facts_of_trajectory(f"t{number}", "task") for number in range(3)]
+    facts = [protocol.TrajectoryFacts(trajectory=f"t{number}", sandbox="box", alive=True) for number in range(3)]
     node, (near, far) = RemoteNode("n1"), pair()
     with pytest.raises(protocol.ChannelError, match="more than 2 trajectories"):
         node.connect(near, protocol.Inventory(epoch="e", attempts=[], trajectories=facts))
@@ -318,9 +318,11 @@ async def test_a_node_that_tells_of_too_many_trajectories_is_cut(monkeypatch: py
 
 async def test_a_frame_of_the_wrong_side_cuts_the_link(session: Session) -> None:
     await session.begin_daemon()
-    assert session.agent is not None
+    assert session.daemon is not None
     link, _ = pair()
     with pytest.raises(protocol.ChannelError):
-        session.agent._handle(link, protocol.AttemptBegins("a.1/"))
+        session.daemon._handle(link, protocol.AttemptBegins("a.1/"))
     with pytest.raises(protocol.ChannelError, match="never defined"):
-        session.agent._handle(link, protocol.ExecuteAttempt("a.1/", ACTION, LEASE, "unknown", b"m\x80", None, None, {}))
+        session.daemon._handle(
+            link, protocol.ExecuteAttempt("a.1/", ACTION, LEASE, "unknown", b"m\x80", None, None, {})
+        )

@@ -9,15 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from runtimes.node import daemon as node_daemon
 from runtimes.node import protocol
-from runtimes.node.daemon import Agent, AgentSettings, FitnessSettings, NodeFitness
+from runtimes.node.daemon import NodeFitness
 from runtimes.node.protocol import FitnessChanged
-from tests.runtimes.node.machine import Machine, MachineWork
+from tests.runtimes.node.machine import Machine, daemon_on
 from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import STUCK_S
 from tests.small_disk import fill, small_disk_at
 
 SIZE = 4 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_daemon, "FITNESS_LOOK_S", 0.001)
 
 
 @pytest.fixture
@@ -29,8 +35,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_too_little_room_is_found_before_a_write_fails_and_enough_again_once_there_is_some_more(disk: Path) -> None:
     told: list[str] = []
-    fitness = NodeFitness(disk, FitnessSettings(free_min_bytes=2 * 2**20))
-    fitness.on_change = lambda changed: told.append(changed.why)
+    fitness = NodeFitness(disk, 2 * 2**20, on_change=lambda changed: told.append(changed.why))
     fitness.look()
     assert (fitness.why, told) == ("", [])
     filler = disk / "filler"
@@ -47,7 +52,7 @@ def test_too_little_room_is_found_before_a_write_fails_and_enough_again_once_the
 
 
 def test_a_disk_that_refuses_is_unfit_until_it_takes_a_write_of_ours_and_nothing_of_that_is_left(disk: Path) -> None:
-    fitness = NodeFitness(disk, FitnessSettings(free_min_bytes=0))
+    fitness = NodeFitness(disk, 0)
     filler = fill(disk)
     fitness.look()
     assert not fitness.why, "it asks for no room, and nothing was refused"
@@ -59,18 +64,17 @@ def test_a_disk_that_refuses_is_unfit_until_it_takes_a_write_of_ours_and_nothing
 
 
 def test_a_refusal_that_is_over_already_closes_nothing(tmp_path: Path) -> None:
-    fitness = NodeFitness(tmp_path, FitnessSettings(free_min_bytes=0))
+    fitness = NodeFitness(tmp_path, 0)
     fitness.refused(OSError(errno.EIO, "once"))
     assert fitness.why == ""
 
 
 async def test_the_gateway_is_told_at_the_join_and_whenever_it_turns(disk: Path) -> None:
-    settings = AgentSettings(fitness=FitnessSettings(free_min_bytes=2 * 2**20, look_s=0.001))
-    agent = Agent(disk, MachineWork.on(Machine()), settings)
-    await agent.start()
+    daemon = daemon_on(Machine(), disk, free_min_bytes=2 * 2**20)
+    await daemon.start()
     try:
         near, far = pair()
-        serving = asyncio.create_task(agent.serve(far))
+        serving = asyncio.create_task(daemon.serve(far))
         async with asyncio.timeout(STUCK_S):
             await near.receive(protocol.Inventory, STUCK_S)
             assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("", "")
@@ -82,7 +86,7 @@ async def test_the_gateway_is_told_at_the_join_and_whenever_it_turns(disk: Path)
         near.close("done")
         await serving
     finally:
-        await agent.close()
+        await daemon.close()
 
 
 async def test_one_whose_sandboxes_are_in_trouble_says_that_nothing_new_can_begin_until_they_are_not(
@@ -94,8 +98,7 @@ async def test_one_whose_sandboxes_are_in_trouble_says_that_nothing_new_can_begi
     async def found() -> str:
         return trouble
 
-    fitness = NodeFitness(tmp_path, FitnessSettings(look_s=0.001, free_min_bytes=0), trouble=found)
-    fitness.on_change = told.put_nowait
+    fitness = NodeFitness(tmp_path, 0, trouble=found, on_change=told.put_nowait)
     watching = asyncio.create_task(fitness.watch_for_ever())
     async with asyncio.timeout(STUCK_S):
         assert await told.get() == FitnessChanged("", "its engine is gone")
@@ -113,8 +116,7 @@ async def test_an_engine_that_hangs_holds_up_no_look_at_the_disk(disk: Path) -> 
         await asyncio.Event().wait()
         return ""
 
-    fitness = NodeFitness(disk, FitnessSettings(look_s=0.001, free_min_bytes=2 * 2**20), trouble=hangs)
-    fitness.on_change = told.put_nowait
+    fitness = NodeFitness(disk, 2 * 2**20, trouble=hangs, on_change=told.put_nowait)
     watching = asyncio.create_task(fitness.watch_for_ever())
     (disk / "filler").write_bytes(bytes(SIZE - 2**20))
     async with asyncio.timeout(STUCK_S):

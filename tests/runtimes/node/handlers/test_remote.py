@@ -68,7 +68,7 @@ async def test_functions_of_one_directory_run_with_its_files_which_are_sent_once
     other = replace(judge, name="other", revision="r9")
     await prepared(session, judge, other)
     await prepared(session, judge)
-    assert session.work is not None and sorted(session.work.prepared) == ["judge", "judge", "other"]
+    assert session.runtimes is not None and sorted(session.runtimes.prepared) == ["judge", "judge", "other"]
     assert code(await ran(session, "a", judge)) == code(await ran(session, "b", other)) == "x = 1\n"
     assert session.kinds[FilesAsk] == len(sent(tmp_path)) == 1
 

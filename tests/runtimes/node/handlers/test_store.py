@@ -13,7 +13,7 @@ import pytest
 
 from manager.errors import ActionFailed, CapacityExceeded, InvalidInput, Reason, TooLarge
 from manager.function import FunctionSpec, HandlerSpec
-from runtimes.node.daemon import HandlerStore, HandlerStoreSettings
+from runtimes.node.daemon import HandlerStore
 from runtimes.node.protocol import ARCHIVE_MAX_BYTES, ChannelError, HandlerArchive, HandlerArchives
 from runtimes.sandbox.files import unpack_tree
 
@@ -47,7 +47,7 @@ async def pieces(data: bytes, size: int = 1000) -> AsyncIterator[bytes]:
 
 
 def store(directory: Path, max_bytes: int = 10**6, in_use: Iterator[Path] | tuple[Path, ...] = ()) -> HandlerStore:
-    return HandlerStore(directory / "store", HandlerStoreSettings(max_bytes=max_bytes), lambda: tuple(in_use))
+    return HandlerStore(directory / "store", max_bytes, lambda: tuple(in_use))
 
 
 def kept(directory: Path) -> list[str]:
@@ -147,7 +147,7 @@ async def test_a_receiver_that_is_cancelled_leaves_nothing_half_unpacked(
 async def test_files_used_least_recently_make_room_and_those_in_use_never(tmp_path: Path) -> None:
     first, second, third, fourth = [await archive(tmp_path, str(number) * 400) for number in range(4)]
     mounted: list[Path] = []
-    here = HandlerStore(tmp_path / "store", HandlerStoreSettings(max_bytes=1000), lambda: tuple(mounted))
+    here = HandlerStore(tmp_path / "store", 1000, lambda: tuple(mounted))
     for each in (first, second):
         await here.take(each.digest, pieces(each.data))
     assert await here.has(first.digest), "which makes it the one used last"
