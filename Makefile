@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 #   test-all  at most 75 minutes   everything else, one part after the other
 QUICK := tests/house tests/manager tests/gateway
 # Other doors, and what runs in sandboxes or plays whole workloads.
-NOT_QUICK := tests/gateway/facades tests/gateway/grpc tests/gateway/http/test_snapshots.py tests/gateway/steps \
+NOT_QUICK := tests/gateway/facades tests/gateway/grpc tests/gateway/http/test_snapshots.py tests/gateway/test_steps.py \
 	tests/gateway/cli/test_simulate.py
 # Folders whose tests are parts of test-all, whole.
 APART := tests/attacks tests/bench tests/cluster tests/ecosystem tests/faults tests/ray

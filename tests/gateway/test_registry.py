@@ -1,19 +1,65 @@
-"""The registry: what a new configuration changes, and that it comes whole or not at all."""
+"""The registry: what a configuration changes, how functions are prepared, and what outlives a restart."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import httpx
 import pytest
 
+from gateway import registry
+from gateway.app import gateway as opened_gateway
 from gateway.config.load import GatewayConfig, load
-from gateway.registry import Registry, function_info
+from gateway.config.schema import ServerConfig
+from gateway.http.app import HttpDoor
+from gateway.http.server import listen
+from gateway.registry import KEPT, Registry, Revisions, function_info
 from manager.config import NodeSpec
-from manager.errors import InvalidConfig, NotFound, Unsatisfiable, Unsupported
-from manager.function import FunctionSpec
+from manager.errors import (
+    CapacityExceeded,
+    CodedError,
+    FunctionUnavailable,
+    InvalidConfig,
+    NotFound,
+    Unsatisfiable,
+    Unsupported,
+)
+from manager.function import FunctionSpec, SandboxSpec
+from runtimes.testing import ScriptedRuntime
+from tests.gateway.conftest import (
+    DEADLINE_S,
+    GatewayBench,
+    RunningGateway,
+    function,
+    scripted_runtimes,
+    serving,
+    step_of,
+    until,
+)
+
+ONE = "functions: {a: {runtime: exec}, b: {runtime: exec}}"
+TWO = "functions: {a: {runtime: exec, timeout: 5s}, c: {runtime: exec}}\ntasks: {t: {weight: 2}}"
+OWN = "functions: {own: {runtime: exec}}\nserver: {port: 0, grpc_port: 0, drain_grace: 200ms, state_dir: state}\n"
+APPLIED = (
+    "functions: {own: {runtime: exec}, one: {runtime: exec, timeout: 5s}, two: {runtime: exec, cost: {seats: 1}}}\n"
+)
+SEATS = "resources: {seats: {kind: concurrency, limit: 2}}\n"
+RUN_S = 120.0
+CONFIG = """
+functions: {say: {runtime: toy, times: 2}}
+sandbox: {provider: process}
+server: {port: 0, grpc_port: 0, state_dir: state}
+"""
 
 NODE = NodeSpec(name="n", numa=((0, 1),), memory_bytes=4 * 2**30)
 
@@ -47,10 +93,6 @@ class RegistryBench:
 @pytest.fixture
 def bench(tmp_path: Path) -> RegistryBench:
     return RegistryBench(tmp_path)
-
-
-ONE = "functions: {a: {runtime: exec}, b: {runtime: exec}}"
-TWO = "functions: {a: {runtime: exec, timeout: 5s}, c: {runtime: exec}}\ntasks: {t: {weight: 2}}"
 
 
 def test_a_plan_names_what_is_added_changed_and_removed_and_changes_nothing(bench: RegistryBench) -> None:
@@ -251,3 +293,443 @@ def test_what_an_environment_holds_is_told_to_nobody(bench: RegistryBench) -> No
     assert told.sandbox
     assert told.sandbox.env == {"KEY": "[secret]", "REFERENCE": "${secret:KEY}"}
     assert registry.get("a").sandbox is not None and "sesame" in str(registry.get("a").sandbox)
+
+
+@dataclass
+class AppliedBench:
+    """A gateway over files, and a client of it."""
+
+    http: httpx.AsyncClient
+
+    async def apply(self, text: str, query: str = "") -> dict[str, object]:
+        answer = await self.http.put(f"/v1/config{query}", content=text)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        assert isinstance(found, dict)
+        return found
+
+    async def sources(self) -> Mapping[str, str]:
+        found = (await self.http.get("/v1/functions")).json()["functions"]
+        return {each["name"]: each["source"] for each in found}
+
+
+@asynccontextmanager
+async def serving_files(directory: Path, files: str = OWN) -> AsyncIterator[AppliedBench]:
+    (directory / "tangram.yaml").write_text(files)
+    make = scripted_runtimes(ScriptedRuntime(step_of), directory)
+    async with opened_gateway(load([directory], {}), paths=[directory], env={}, make=make) as app:
+        assert app.tokens is not None
+        headers = {"Authorization": f"Bearer {app.tokens.admin}"}
+        task = asyncio.create_task(app.serve())
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{app.http_port}", headers=headers, timeout=DEADLINE_S
+        ) as client:
+            try:
+                yield AppliedBench(client)
+            finally:
+                app.stop()
+                await task
+
+
+async def test_what_was_applied_is_there_after_a_restart_with_its_resources_and_may_be_removed(tmp_path: Path) -> None:
+    both = {"own": "files", "one": "applied", "two": "applied"}
+    async with serving_files(tmp_path) as bench:
+        await bench.apply(APPLIED + SEATS)
+        assert await bench.sources() == both
+    async with serving_files(tmp_path) as bench:
+        assert await bench.sources() == both
+        assert "seats" in (await bench.http.get("/v1/resources")).json()["pools"]
+        own = await bench.http.delete("/v1/functions/own")
+        assert (own.status_code, own.json()["code"]) == (409, "conflict") and "tangram.yaml:1" in own.json()["detail"]
+        assert (await bench.http.delete("/v1/functions/one")).json()["removed"] == ["one"]
+        assert (await bench.http.delete("/v1/functions/one")).status_code == 404
+    async with serving_files(tmp_path) as bench:
+        assert await bench.sources() == {"own": "files", "two": "applied"}
+
+
+async def test_the_files_win_for_the_names_that_they_declare(tmp_path: Path) -> None:
+    async with serving_files(tmp_path) as bench:
+        await bench.apply(APPLIED + SEATS)
+    files = OWN.replace("own: {runtime: exec}", "own: {runtime: exec}, one: {runtime: exec, timeout: 9s}")
+    async with serving_files(tmp_path, files) as bench:
+        assert await bench.sources() == {"own": "files", "one": "files", "two": "applied"}
+        assert (await bench.http.get("/v1/functions/one")).json()["timeout_s"] == 9.0
+
+
+async def test_what_cannot_be_had_any_more_keeps_no_gateway_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text("def work(event, context):\n    return event\n")
+    async with serving_files(tmp_path) as bench:
+        await bench.apply("functions: {own: {runtime: exec}, work: {runtime: handler, handler: 'work:work'}}")
+    (tmp_path / "work.py").unlink()
+    async with serving_files(tmp_path) as bench:
+        assert await bench.sources() == {"own": "files"}
+    (tmp_path / "work.py").write_text("def work(event, context):\n    return event\n")
+    async with serving_files(tmp_path) as bench:
+        assert await bench.sources() == {"own": "files", "work": "applied"}
+
+
+async def test_each_document_may_use_what_earlier_ones_and_the_caller_gave_and_prune_forgets_it(tmp_path: Path) -> None:
+    text = "functions: {late: {runtime: exec, timeout: '${LIMIT}', cost: {seats: 1}}}"
+    sent = {"files": [{"path": "late.yaml", "text": text}], "variables": {"LIMIT": "7s"}}
+    for again in (False, True):
+        async with serving_files(tmp_path) as bench:
+            if not again:
+                await bench.apply(SEATS)
+                await bench.apply(json.dumps(sent))
+            assert await bench.sources() == {"own": "files", "late": "applied"}
+            assert (await bench.http.get("/v1/functions/late")).json()["timeout_s"] == 7.0
+    database = tmp_path / "state" / "tangram.sqlite"
+    async with serving_files(tmp_path) as bench:
+        assert (await bench.apply("functions: {own: {runtime: exec}}", "?prune=true"))["removed"] == ["late"]
+    with closing(sqlite3.connect(database)) as connection:
+        assert connection.execute("SELECT body FROM documents WHERE name = 'applied'").fetchall() == [("[]",)]
+    async with serving_files(tmp_path) as bench:
+        assert await bench.sources() == {"own": "files"}
+        assert "seats" not in (await bench.http.get("/v1/resources")).json()["pools"]
+
+
+async def test_the_files_of_a_registered_handler_come_with_the_record_wherever_it_lies(tmp_path: Path) -> None:
+    """As where a backup of the record is restored, or the whole state directory was moved to another disk."""
+    code = "def score(event, context):\n    return 'ä'\n"
+    definition = {"runtime": "handler", "handler": "rewards.h:score"}
+    body = {"definition": definition, "sources": {"rewards/h.py": code, "rewards/__init__.py": ""}}
+    both = {"own": "files", "mine": "applied"}
+
+    def kept(state: str) -> list[Path]:
+        return [each for each in (tmp_path / state / "handlers").rglob("h.py") if each.read_text() == code]
+
+    async with serving_files(tmp_path) as bench:
+        dry = await bench.http.put("/v1/functions/other?dry_run=true", json=body)
+        made = await bench.http.put("/v1/functions/mine", json=body)
+        assert (dry.status_code, made.status_code) == (200, 200), made.text
+    shutil.rmtree(tmp_path / "state" / "handlers")
+    async with serving_files(tmp_path) as bench:
+        assert await bench.sources() == both
+        assert len(kept("state")) == 1
+    (tmp_path / "state").rename(tmp_path / "moved")
+    moved = OWN.replace("state_dir: state", "state_dir: moved")
+    async with serving_files(tmp_path, moved) as bench:
+        assert await bench.sources() == both
+        assert len(kept("moved")) == 1
+    assert not (tmp_path / "state").exists()
+    async with serving_files(tmp_path, moved) as bench:
+        assert (await bench.http.delete("/v1/functions/mine")).status_code == 200
+    async with serving_files(tmp_path, moved) as bench:
+        assert (await bench.sources(), kept("moved")) == ({"own": "files"}, [])
+    with closing(sqlite3.connect(tmp_path / "moved" / "tangram.sqlite")) as record:
+        assert record.execute("SELECT name FROM documents WHERE name LIKE 'handler:%'").fetchall() == []
+
+
+def spec(revision: str, **changed: object) -> FunctionSpec:
+    return replace(function("f"), revision=revision, **changed)  # type: ignore[arg-type]  # a test's keywords
+
+
+@pytest.fixture
+def revisions() -> Revisions:
+    return Revisions({"f": spec("a", timeout_s=1.0)}, lambda: 1000.0)
+
+
+def test_a_change_tells_what_each_key_was_and_is(revisions: Revisions) -> None:
+    boxed = SandboxSpec(memory_bytes=2**20, env={"TOKEN": "secret", "WORD": "${secret:word}"})
+    revisions.switched({"f": spec("b", timeout_s=2.0, sandbox=boxed)})
+    (change,) = revisions.of("f")
+    assert (change.was, change.now, change.at.timestamp()) == ("a", "b", 1000.0)
+    assert (change.values["timeout_s"].was, change.values["timeout_s"].now) == ("1.0", "2.0")
+    assert (change.values["sandbox.memory_bytes"].was, change.values["sandbox.memory_bytes"].now) == ("", "1048576")
+    assert "revision" not in change.values and change.values["sandbox.env.TOKEN"].now == "[secret]"
+    assert change.values["sandbox.env.WORD"].now == "${secret:word}"
+
+
+def test_only_the_source_of_a_handler_is_a_change_without_values(revisions: Revisions) -> None:
+    revisions.switched({"f": spec("b", timeout_s=1.0)})
+    revisions.switched({"f": spec("b", timeout_s=1.0)})
+    (change,) = revisions.of("f")
+    assert change.values == {}
+
+
+def test_few_changes_are_kept_and_none_of_what_is_gone(revisions: Revisions) -> None:
+    for number in range(KEPT + 5):
+        revisions.switched({"f": spec(str(number))})
+    assert [change.now for change in revisions.of("f")] == [str(KEPT + 4 - each) for each in range(KEPT)]
+    revisions.switched({})
+    assert revisions.of("f") == ()
+
+
+async def test_a_function_tells_its_changes_and_a_list_does_not(gateway: RunningGateway) -> None:
+    async def put(timeout: str) -> None:
+        definition: Mapping[str, object] = {"runtime": "exec", "cost": {"cpu": 1}, "timeout": timeout}
+        answer = await gateway.http.put("/v1/functions/mine", json={"definition": definition})
+        assert answer.status_code == 200, answer.text
+
+    await put("10s")
+    assert "changes" not in (await gateway.http.get("/v1/functions/mine")).json()
+    await put("20s")
+    (change,) = (await gateway.http.get("/v1/functions/mine")).json()["changes"]
+    assert change["values"] == {"timeout_s": {"was": "10.0", "now": "20.0"}} and change["was"] != change["now"]
+    listed = (await gateway.http.get("/v1/functions")).json()["functions"]
+    assert all("changes" not in each for each in listed)
+
+
+class SlowToPrepare(ScriptedRuntime):
+    """Prepares ``slow`` when ``gate`` is set, and ``broken`` when ``mended`` is."""
+
+    def __init__(self) -> None:
+        super().__init__(step_of)
+        self.gate = asyncio.Event()
+        self.mended = False
+        self.error: CodedError = Unsupported("there is no image nowhere:1", component="docker")
+        self.tries: dict[str, int] = defaultdict(int)
+
+    async def prepare(self, function: FunctionSpec) -> None:
+        self.tries[function.name] += 1
+        if function.name == "slow":
+            await self.gate.wait()
+        if function.name == "broken" and not self.mended:
+            raise self.error
+        await super().prepare(function)
+
+
+@dataclass
+class SlowGateway:
+    """A gateway with a slow function and a broken one, and their runtime."""
+
+    gateway: RunningGateway
+    runtime: SlowToPrepare
+
+    async def submit(self, name: str, n: int, **headers: str) -> str:
+        answer = await self.gateway.invoke({"n": n}, function=name, mode="async", headers=headers)
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["id"])
+
+    async def record(self, invocation_id: str, wait: str = "0s") -> dict[str, object]:
+        found = (await self.gateway.http.get(f"/v1/invocations/{invocation_id}", params={"wait": wait})).json()
+        assert isinstance(found, dict)
+        return found
+
+    async def status(self, name: str) -> tuple[str, str | None]:
+        found = (await self.gateway.http.get(f"/v1/functions/{name}")).json()
+        return found["status"], found.get("problem")
+
+    def executed(self) -> list[str]:
+        return [each for verb, each in self.runtime.seen if verb == "execute"]
+
+
+@pytest.fixture
+async def slow_gateway(tmp_path: Path) -> AsyncIterator[SlowGateway]:
+    runtime = SlowToPrepare()
+    functions = {"slow": function("slow"), "broken": function("broken")}
+    async with serving(GatewayBench(tmp_path, functions=functions), runtime=runtime) as gateway:
+        yield SlowGateway(gateway, runtime)
+
+
+async def test_what_is_accepted_for_a_function_that_is_being_prepared_runs_in_order_when_it_is(
+    slow_gateway: SlowGateway,
+) -> None:
+    ids = [await slow_gateway.submit("slow", n) for n in range(3)]
+    assert (await slow_gateway.gateway.invoke({"n": 9})).status_code == 200, "the others serve"
+    assert [(await slow_gateway.record(each))["state"] for each in ids] == ["queued"] * 3
+    assert await slow_gateway.status("slow") == ("preparing", None)
+    ready = await slow_gateway.gateway.http.get("/readyz")
+    assert (ready.status_code, ready.json()["preparing"]) == (200, ["slow"])
+    slow_gateway.runtime.gate.set()
+    assert [(await slow_gateway.record(each, "5s"))["state"] for each in ids] == ["succeeded"] * 3
+    assert slow_gateway.executed()[1:] == ids
+    assert await slow_gateway.status("slow") == ("ready", None)
+
+
+async def test_what_waits_behind_it_in_its_trajectory_waits_too_and_what_is_cancelled_never_runs(
+    slow_gateway: SlowGateway,
+) -> None:
+    first, gone = await slow_gateway.submit("slow", 1, **{"X-Trajectory-Id": "t"}), await slow_gateway.submit("slow", 2)
+    second = await slow_gateway.submit("echo", 3, **{"X-Trajectory-Id": "t"})
+    assert (await slow_gateway.gateway.http.post(f"/v1/invocations/{gone}/cancel")).status_code == 200
+    assert slow_gateway.executed() == []
+    slow_gateway.runtime.gate.set()
+    assert (await slow_gateway.record(second, "5s"))["state"] == "succeeded"
+    assert slow_gateway.executed() == [first, second]
+    assert (await slow_gateway.record(gone))["state"] == "cancelled"
+
+
+async def test_a_function_that_cannot_be_prepared_is_unavailable_and_is_tried_again(
+    slow_gateway: SlowGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = await slow_gateway.submit("broken", 1)
+    monkeypatch.setattr(registry, "AGAIN_S", 0.01)
+    await until(lambda: slow_gateway.runtime.tries["broken"] > 1)
+    assert await slow_gateway.status("broken") == ("unavailable", "there is no image nowhere:1")
+    ready = await slow_gateway.gateway.http.get("/readyz")
+    assert (ready.status_code, ready.json()["unavailable"]) == (200, ["broken"])
+    assert (await slow_gateway.record(waits))["state"] == "queued"
+    slow_gateway.runtime.mended = True
+    assert (await slow_gateway.record(waits, "5s"))["state"] == "succeeded"
+
+
+async def test_what_waits_for_an_unavailable_function_ends_at_its_queue_timeout_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "AGAIN_MAX_S", 0.01)
+    monkeypatch.setattr(registry, "FAILURES_MIN", 10**9)
+    functions = {"broken": function("broken", queue_timeout_s=0.2)}
+    runtime = SlowToPrepare()
+    async with serving(GatewayBench(tmp_path, functions=functions), runtime=runtime) as gateway:
+        refused = await gateway.invoke({}, function="broken")
+        assert refused.status_code == 408
+        record = refused.json()["invocation"]
+        assert (record["state"], record["reason"]) == ("timed_out", "queue_timeout")
+        assert record["message"].endswith("its function is unavailable: there is no image nowhere:1")
+        assert 200 <= record["queue_ms"] < 5000
+
+
+async def test_a_function_that_stays_unavailable_refuses_calls_at_once_with_why_until_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "AGAIN_S", 60.0)
+    monkeypatch.setattr(registry, "FAILURES_MIN", 1)
+    runtime = SlowToPrepare()
+    slow_gateway = GatewayBench(tmp_path, functions={"broken": function("broken"), "echo": function("echo")})
+    async with serving(slow_gateway, runtime=runtime) as gateway:
+        await until(lambda: gateway.app.registry.readiness("broken").status == "unavailable")
+        for mode in ("sync", "async"):
+            refused = await gateway.invoke({}, function="broken", mode=mode)
+            told = refused.json()
+            assert (refused.status_code, told["code"]) == (503, "function_unavailable")
+            assert "there is no image nowhere:1" in told["detail"] and 0 < told["retry_after_s"] <= 60
+        assert (await gateway.invoke({"n": 1})).status_code == 200, "the others serve"
+        runtime.mended = True
+        gateway.app.registry.preparation.again()
+        assert (await gateway.invoke({}, function="broken")).status_code == 200
+
+
+async def test_a_call_waits_for_the_first_node_however_long_it_takes_to_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "AGAIN_S", 60.0)
+    monkeypatch.setattr(registry, "FAILURES_MIN", 1)
+    runtime = SlowToPrepare()
+    runtime.error = CapacityExceeded("no node has joined yet that could run it", component="cluster")
+    slow_gateway = GatewayBench(tmp_path, functions={"broken": function("broken", queue_timeout_s=30.0)})
+    async with serving(slow_gateway, runtime=runtime) as gateway:
+        await until(lambda: gateway.app.registry.readiness("broken").status == "unavailable")
+        call = asyncio.create_task(gateway.invoke({}, function="broken"))
+        await until(lambda: call.done() or bool(gateway.app.invocations.living))
+        runtime.mended = True
+        gateway.app.registry.preparation.again()
+        assert (await call).status_code == 200
+
+
+def test_a_call_waits_for_a_try_that_runs_or_is_due_in_time_and_for_no_other() -> None:
+    def refused(failures: int, again_s: float) -> bool:
+        found = registry.Readiness("unavailable", "no image", failures, again_s)
+        try:
+            found.check(function("f", queue_timeout_s=5.0), now_s=100.0)
+        except FunctionUnavailable as error:
+            assert error.retry_after_s == again_s - 100.0
+            return True
+        return False
+
+    few, many = registry.FAILURES_MIN - 1, registry.FAILURES_MIN
+    assert (refused(few, 104.0), refused(few, 106.0), refused(many, 104.0)) == (False, True, True)
+    assert not refused(many, 0.0), "a try runs"
+    registry.Readiness("preparing").check(function("f"), now_s=0.0)
+
+
+async def test_a_mistake_of_the_configuration_is_told_to_the_first_call_and_has_no_time_to_ask_again(
+    tmp_path: Path,
+) -> None:
+    runtime = SlowToPrepare()
+    runtime.error = InvalidConfig("sandbox.image names nothing", component="sandbox")
+    slow_gateway = GatewayBench(tmp_path, functions={"broken": function("broken")})
+    async with serving(slow_gateway, runtime=runtime) as gateway:
+        await until(lambda: gateway.app.registry.readiness("broken").status == "unavailable")
+        refused = await gateway.invoke({}, function="broken")
+        assert (refused.status_code, refused.json()["code"]) == (503, "function_unavailable")
+        assert "sandbox.image names nothing" in refused.json()["detail"]
+        assert "Retry-After" not in refused.headers and "retry_after_s" not in refused.json()
+
+
+async def test_what_waited_for_a_broken_function_is_done_by_the_one_that_takes_its_place(tmp_path: Path) -> None:
+    runtime = SlowToPrepare()
+    slow_gateway = GatewayBench(tmp_path, functions={"broken": function("broken")})
+    async with serving(slow_gateway, runtime=runtime) as gateway:
+        waits = (await gateway.invoke({}, function="broken", mode="async")).json()["id"]
+        await until(lambda: runtime.tries["broken"] > 0)
+        runtime.mended = True
+        mended = GatewayBench(tmp_path, functions={"broken": function("broken", revision="mended", timeout_s=7.0)})
+        await gateway.app.registry.apply(mended.config())
+        record = (await gateway.http.get(f"/v1/invocations/{waits}", params={"wait": "5s"})).json()
+        assert (record["state"], record["revision"]) == ("succeeded", "mended")
+        assert runtime.leases[waits]
+
+
+async def test_the_process_says_that_it_lives_before_there_is_a_gateway() -> None:
+    async def app(scope: object, receive: object, send: object) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": b""})  # type: ignore[operator]
+
+    with listen("127.0.0.1", 0) as listener:
+        door = HttpDoor(listener, 8192, ServerConfig())
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
+            assert (await client.get("/healthz")).json()["status"] == "ok"
+            starting = await client.get("/readyz")
+            assert (starting.status_code, starting.json()["status"]) == (503, "starting")
+            early = await client.post("/v1/functions/echo/invocations", json={})
+            assert (early.status_code, early.headers["retry-after"]) == (503, "1")
+            door.open(app)
+            assert (await client.get("/healthz")).status_code == 204
+        await door.close()
+
+
+async def test_a_node_that_joins_has_the_others_asked_no_more_and_a_change_in_the_middle_of_a_try_is_not_missed() -> (
+    None
+):
+    shell = FunctionSpec(name="shell", runtime="exec")
+    asked: list[str] = []
+    ready, failed, go_on = asyncio.Event(), asyncio.Queue[str](), asyncio.Event()
+
+    async def everywhere(function: FunctionSpec) -> None:
+        asked.append("all")
+        failed.put_nowait("all")
+        await go_on.wait()
+        raise Unsupported("nobody can")
+
+    def told(name: str, able: bool) -> registry.Prepare:
+        async def by_it(function: FunctionSpec) -> None:
+            asked.append(name)
+            failed.put_nowait(name)
+            if not able:
+                raise Unsupported(f"{name} cannot")
+
+        return by_it
+
+    prepared = registry.Preparation(everywhere)
+    prepared.on_ready.append(lambda name: ready.set())
+    prepared.begin([shell])
+    async with asyncio.timeout(10.0):
+        await failed.get()
+        prepared.again(told("n1", able=False))  # it joins while all are asked
+        go_on.set()
+        assert await failed.get() == "n1"
+        prepared.again(told("n2", able=True))
+        await ready.wait()
+    assert asked == ["all", "n1", "n2"]
+    await prepared.close()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_a_kind_that_has_its_row_is_configured_made_told_of_and_served(tmp_path: Path) -> None:
+    (tmp_path / "tangram.yaml").write_text(CONFIG)
+    command = [sys.executable, "-m", "tests.gateway.toy_kind", str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
+    assert ran.returncode == 0, ran.stderr
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    assert (answers["function"]["runtime"], answers["function"]["own"]) == ("toy", {"times": 2})
+    assert answers["function"]["input_schema"]["required"] == ["text"]
+    assert answers["good"]["result"] == {"text": "abab"}
+    assert answers["bad"] == 422
+    assert answers["change"]["changed"] == {"say": ["times"]}
+    assert answers["changed"]["result"] == {"text": "ababab"}
+    assert answers["changed"]["revision"] != answers["good"]["revision"]
+    assert answers["chapters"] == ["functions.NAME, runtime toy"]

@@ -1,15 +1,21 @@
-"""Loading the configuration: what it becomes, and how everything wrong with it is told."""
+"""Loading the configuration: what it becomes, how everything wrong with it is told, and its JSON Schema."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.config.load import EXTRAS, GatewayConfig, load
-from gateway.config.schema import ClusterConfig
+from gateway.config.load import EXTRAS, ConfigSource, GatewayConfig, build, load
+from gateway.config.schema import MAPS, SECTIONS, ClusterConfig, schema
+from gateway.config.yaml import parse
 from manager.action import Amdahl, EfficiencyTable, UnitSet
 from manager.config import TaskSpec
 from manager.errors import InvalidConfig, Reason
@@ -56,6 +62,11 @@ functions:
     concurrency: {per_instance: 1}
     scale: {min: 1, max: 8, idle: 5m}
     idempotent: true             # may be run again after a node or the gateway is lost
+"""
+ENGINES = """\
+functions:
+  own: {runtime: model, model: {path: models/reward, action: score}}
+  theirs: {runtime: model, model: {path: served, action: score, engine: {url: "http://127.0.0.1:8000"}}}
 """
 
 SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
@@ -412,13 +423,6 @@ def test_a_policy_is_chosen_for_all_or_by_resource(tmp_path: Path) -> None:
     assert loaded(tmp_path, "scheduler: {policy: paper}").scheduler.policies["default"].name == "paper"
 
 
-ENGINES = """\
-functions:
-  own: {runtime: model, model: {path: models/reward, action: score}}
-  theirs: {runtime: model, model: {path: served, action: score, engine: {url: "http://127.0.0.1:8000"}}}
-"""
-
-
 def test_an_external_engine_beside_own_models_is_refused_where_there_may_be_gpus(tmp_path: Path) -> None:
     reward = tmp_path / "models" / "reward"
     reward.mkdir(parents=True)
@@ -449,3 +453,104 @@ def test_machines_of_ray_need_an_address_to_dial_and_names_of_their_own(tmp_path
     for section, told in refused:
         with pytest.raises(InvalidConfig, match=told):
             loaded(tmp_path, f"version: 1\ncluster: {json.dumps(section)}\n")
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SHIPPED = ROOT / "gateway" / "config" / "schema.json"
+
+EXAMPLES = [ROOT / "tangram.yaml", *sorted(ROOT.glob("functions/*/function.yaml"))]
+
+
+def example_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def accepts(text: str) -> bool:
+    # As an editor reads it: YAML 1.2, variables not replaced, and keys as text.
+    document = parse(text.replace("${", "$${"), Path("x.yaml"), {})
+    assert not document.problems
+    value = json.loads(json.dumps(document.values))
+    return jsonschema.Draft202012Validator(schema()).is_valid(value)
+
+
+def test_the_shipped_schema_is_the_one_of_the_models() -> None:
+    written = json.dumps(schema(), indent=2, sort_keys=True) + "\n"
+    assert SHIPPED.read_text(encoding="utf-8") == written, "run: tangram config-schema > gateway/config/schema.json"
+    jsonschema.Draft202012Validator.check_schema(schema())
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=example_id)
+def test_every_example_fits_the_schema_and_names_it(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert accepts(text)
+    marker = "# yaml-language-server: $schema="
+    first = text.splitlines()[0]
+    assert first.startswith(marker)
+    assert (path.parent / first.removeprefix(marker)).resolve() == SHIPPED
+
+
+def test_the_examples_load_together_with_no_environment_at_all() -> None:
+    config = load([ROOT], {}, look=False)
+    assert sorted(config.functions) == [
+        *("math_reward", "pytest_reward", "reward_model", "shell", "teacher", "web_search")
+    ]
+    assert config.server.host == "127.0.0.1" and config.server.token == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("server: {port: 80}", True),
+        ('server: {port: "${PORT:-80}"}', True),
+        ("server: {prot: 80}", False),
+        ("server: {port: 70000}", False),
+        ("functions: {f: {runtime: exec, timeout: 30s}}", True),
+        ("functions: {f: {runtime: exec, timeout: 30}}", False),
+        ("functions: {f: {runtime: exec, sandbox: {memory: 512Mi}}}", True),
+        ("functions: {f: {runtime: exec, sandbox: {memory: lots}}}", False),
+        ("functions: {f: {runtime: exec, cost: {cpu: {min: 1, max: 2}, gpu: {choices: [1]}, x: 1}}}", True),
+        ("functions: {f: {runtime: exec, cost: {cpu: 0}}}", False),
+        ("functions: {f: {runtime: exec, model: {path: m, action: score}}}", False),
+        ("functions: {f: {runtime: model}}", False),
+    ],
+)
+def test_the_schema_tells_right_from_wrong(text: str, fits: bool) -> None:
+    assert accepts(text) is fits
+
+
+DEFINITIONS: Any = schema()["$defs"]
+
+KEYS = sorted({*SECTIONS, *MAPS, *(key for each in DEFINITIONS.values() for key in each.get("properties", ()))})
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(
+        ["exec", "pytest", "handler", "model", "api", "auto", "container", "30s", "-1s", "1Gi", "x:y", ""]
+    )
+    | st.text(max_size=8)
+)
+
+names = st.sampled_from(KEYS) | st.sampled_from(["f", "cpu", "gpu", "min", "max"]) | st.text(max_size=5)
+
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4), max_leaves=12
+)
+
+#: A document that is right but for one value somewhere, and documents that are wrong everywhere.
+almost = st.builds(
+    lambda key, value: {"functions": {"f": {"runtime": "exec", key: value}}}, st.sampled_from(KEYS), values
+)
+
+sections = st.builds(lambda name, value: {name: value}, st.sampled_from(sorted({*SECTIONS, *MAPS})), values)
+
+
+@pytest.mark.slow
+@given(almost | sections | values)
+def test_a_document_is_a_configuration_or_is_refused(document: object) -> None:
+    text = json.dumps(document)  # JSON is YAML
+    with contextlib.suppress(InvalidConfig):
+        assert isinstance(build([ConfigSource(path=Path("fuzz.yaml"), text=text)], {}), GatewayConfig)

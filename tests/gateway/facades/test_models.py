@@ -24,7 +24,7 @@ from manager.action import UnitSet
 from manager.function import FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.request import ModelSettings
 from runtimes.sandbox.provider import ProviderSettings
-from tests.gateway.facades.test_fuzz import COUNT, SECRETS, SEED, almost
+from tests.gateway.facades.test_facade import COUNT, SECRETS, SEED, almost
 
 pytest.importorskip("torch")
 from tests.runtimes.model import checkpoints  # it imports torch

@@ -18,7 +18,7 @@ from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.grpc.peer import INVOKE, Peer, PeerAnswer, echo, framed, head, peer, random_frame
-from tests.gateway.grpc.test_grpc import channel
+from tests.gateway.grpc.test_service import channel
 
 OK, INVALID, DEADLINE, UNIMPLEMENTED, UNAVAILABLE = "0", "3", "4", "12", "14"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

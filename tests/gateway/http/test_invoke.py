@@ -1,21 +1,34 @@
-"""Invocation over HTTP: the three modes, their statuses, and what happens when the caller goes."""
+"""Invocation over HTTP: the three modes, batches, nested calls, and a caller or a gateway that goes."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import orjson
 import pytest
+from grpclib import GRPCError, Status
 from grpclib.client import Channel
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from gateway.invocations.invocations import InvocationRequest
+from gateway.invocations.invocations import DeadLetters, InvocationRequest
+from manager.action import Action, UnitSet
+from manager.config import TaskSpec
 from manager.errors import Reason
-from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
+from manager.formulation import formulate
+from manager.function import FunctionSpec
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
+from tangram.client.aio import AsyncClient
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
+
+STRICT = b"version: 1\nfunctions:\n  echo: {runtime: exec, cost: {cpu: 1}, description: now strict}\n"
+KEY = {"Idempotency-Key": "k"}
 
 
 async def test_a_sync_call_answers_with_the_record_and_its_times(gateway: RunningGateway) -> None:
@@ -287,3 +300,278 @@ async def test_while_it_drains_new_work_is_503_and_running_work_ends(tmp_path: P
         assert (await gateway.http.get("/readyz")).status_code == 503
         gateway.runtime.finish(next(iter(gateway.runtime.running)))
         assert (await running).json()["state"] == "succeeded"
+
+
+async def test_each_call_of_a_batch_has_its_own_verdict(gateway: RunningGateway) -> None:
+    calls: list[object] = [
+        {"function": "echo", "input": {"n": 1}},
+        {"function": "nope"},
+        {"function": "echo", "input": []},
+        {"function": "echo", "colour": "red"},
+        7,
+        {"function": "echo", "input": {"reason": "handler_error"}, "trajectory": "t-1", "key": "k"},
+    ]
+    response = await gateway.http.post("/v1/invocations:batch?wait=all", json={"calls": calls})
+    verdicts = response.json()["results"]
+    assert [verdict["status"] for verdict in verdicts] == [200, 404, 422, 422, 422, 200]
+    assert verdicts[0]["invocation"]["result"] == {"n": 1}
+    assert verdicts[3]["problem"]["errors"] == {"path": "$.calls[3].colour"}
+    assert verdicts[5]["invocation"]["reason"] == "handler_error"
+
+
+async def test_a_fault_in_one_call_of_a_batch_costs_no_other(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(function: FunctionSpec, *, input: Mapping[str, object], **more: Any) -> Action:
+        if "absurd" in input:
+            raise OverflowError("intermediate overflow in fsum")
+        return formulate(function, input=input, **more)
+
+    monkeypatch.setattr("gateway.invocations.invocations.formulate", faulty)
+    calls = [{"function": "echo", "input": each} for each in ({"n": 1}, {"absurd": 1}, {"n": 2})]
+    verdicts = (await gateway.http.post("/v1/invocations:batch?wait=all", json={"calls": calls})).json()["results"]
+    assert [verdict["status"] for verdict in verdicts] == [200, 500, 200]
+    assert "a fault of the gateway" in verdicts[1]["problem"]["detail"]
+
+
+@pytest.mark.slow
+async def test_a_thousand_calls_share_a_few_commits(gateway: RunningGateway) -> None:
+    before = gateway.app.store.commits
+    calls = [{"function": "echo", "input": {"n": n}} for n in range(1000)]
+    accepted = (await gateway.http.post("/v1/invocations:batch", json={"calls": calls})).json()["results"]
+    assert [verdict["status"] for verdict in accepted] == [202] * 1000
+    assert gateway.app.store.commits - before < 100
+    last = accepted[-1]["invocation"]["id"]
+    assert (await gateway.http.get(f"/v1/invocations/{last}?wait=10s")).json()["result"] == {"n": 999}
+
+
+async def test_a_batch_may_wait_for_its_first_end(gateway: RunningGateway) -> None:
+    calls = [{"function": "echo", "input": {"hangs": True}}, {"function": "echo", "input": {"n": 2}}]
+    body = (await gateway.http.post("/v1/invocations:batch?wait=any&timeout=5s", json={"calls": calls})).json()
+    assert [verdict["status"] for verdict in body["results"]] == [202, 200]
+
+
+async def test_a_batch_that_is_none_is_refused(gateway: RunningGateway) -> None:
+    bodies: list[object] = [{}, {"calls": {}}, []]
+    for body in bodies:
+        assert (await gateway.http.post("/v1/invocations:batch", json=body)).status_code == 422
+    assert (await gateway.http.post("/v1/invocations:batch?wait=some", json={"calls": []})).status_code == 422
+
+
+async def test_a_dead_letter_is_sent_again_once_or_let_go_of(gateway: RunningGateway) -> None:
+    dead = []
+    for n in range(3):
+        accepted = await gateway.invoke({"reason": "handler_error", "n": n}, mode="async", wait="5s")
+        dead.append(accepted.json()["id"])
+    redriven = await gateway.http.post(f"/v1/dead-letters/{dead[0]}/redrive")
+    assert redriven.status_code == 202
+    assert redriven.json()["input"] == {"reason": "handler_error", "n": 0}
+    again = await gateway.http.post(f"/v1/dead-letters/{dead[0]}/redrive")
+    assert (again.status_code, again.json()["code"]) == (409, "conflict")
+    assert (await gateway.http.delete(f"/v1/dead-letters/{dead[1]}")).json() == {"purged": 1}
+    await gateway.http.get(f"/v1/invocations/{redriven.json()['id']}?wait=5s")
+    assert (await gateway.http.delete("/v1/dead-letters?function=echo")).json() == {"purged": 2}
+    left = (await gateway.http.get("/v1/invocations?dead=true")).json()["invocations"]
+    assert left == []
+    assert (await gateway.http.get(f"/v1/invocations/{dead[1]}")).json()["state"] == "failed"
+
+
+async def verdicts(gateway: RunningGateway, query: str, calls: list[dict[str, object]]) -> list[int]:
+    answer = await gateway.http.post(f"/v1/invocations:batch?{query}", json={"calls": calls})
+    return [verdict["status"] for verdict in answer.json()["results"]]
+
+
+async def test_waiting_for_any_ends_with_the_first_end_whenever_it_was_or_with_the_time(
+    gateway: RunningGateway,
+) -> None:
+    hangs: dict[str, object] = {"function": "echo", "input": {"hangs": True}}
+    keyed: dict[str, object] = {"function": "echo", "input": {"n": 1}, "key": "k"}
+    assert await verdicts(gateway, "wait=any&timeout=5s", [hangs, {"function": "nope"}, keyed]) == [202, 404, 200]
+    assert await verdicts(gateway, "wait=any&timeout=5s", [hangs, keyed]) == [202, 200], "it ended before this batch"
+    assert await verdicts(gateway, "wait=any&timeout=10ms", [hangs, hangs]) == [202, 202]
+    assert await verdicts(gateway, "wait=any", [{"function": "nope"}]) == [404], "nothing to wait for"
+    assert await verdicts(gateway, "wait=all", []) == []
+
+
+async def test_a_dead_letter_is_sent_again_to_its_function_as_it_is_now(gateway: RunningGateway) -> None:
+    letters = []
+    for _ in range(2):
+        accepted = await gateway.invoke({"reason": "handler_error"}, mode="async", wait="5s")
+        letters.append(accepted.json())
+    assert (await gateway.http.put("/v1/config", content=STRICT)).status_code == 200
+    refused = await gateway.http.post(f"/v1/dead-letters/{letters[0]['id']}/redrive")
+    assert (refused.status_code, refused.json()["code"]) == (422, "invalid_input"), "its input does not fit any more"
+    gone = b"version: 1\nfunctions:\n  other: {runtime: exec, cost: {cpu: 1}}\n"
+    assert (await gateway.http.put("/v1/config?prune=true", content=gone)).status_code == 200
+    assert (await gateway.http.post(f"/v1/dead-letters/{letters[0]['id']}/redrive")).status_code == 404
+    dead = (await gateway.http.get("/v1/invocations?dead=true")).json()["invocations"]
+    assert [each["id"] for each in dead] == [each["id"] for each in reversed(letters)], "none was let go of"
+
+
+async def test_a_dead_letter_goes_to_the_new_revision_and_remembers_the_old_one(gateway: RunningGateway) -> None:
+    dead = (await gateway.invoke({"reason": "handler_error", "n": 1}, mode="async", wait="5s")).json()
+    registry = gateway.app.registry
+    changed = {"echo": replace(registry.get("echo"), revision="next", timeout_s=7.0)}
+    await registry.apply(replace(registry.config, functions=dict(registry.config.functions) | changed))
+    redriven = (await gateway.http.post(f"/v1/dead-letters/{dead['id']}/redrive")).json()
+    again = (await gateway.http.get(f"/v1/invocations/{redriven['id']}?wait=5s")).json()
+    assert (dead["revision"] != again["revision"], again["revision"]) == (True, "next")
+    assert gateway.runtime.leases.keys() == {dead["id"], again["id"]}
+    assert gateway.app.invocations.living == ()
+    record = await gateway.app.store.get(int(again["id"][:11], 16))
+    assert record is not None
+    assert record.options["redrive_of"] == dead["id"]
+
+
+async def test_a_dead_letter_that_two_send_again_at_once_runs_once(gateway: RunningGateway) -> None:
+    dead = (await gateway.invoke({"reason": "handler_error"}, mode="async", wait="5s")).json()["id"]
+    letters = DeadLetters(gateway.app.invocations, gateway.app.store)
+    (again,) = {each.record.id for each in await asyncio.gather(*(letters.redrive(dead) for _ in range(4)))}
+    await gateway.http.get(f"/v1/invocations/{again}?wait=5s")
+    assert gateway.runtime.leases.keys() == {dead, again}
+
+
+async def test_a_child_runs_although_its_parent_holds_all_that_its_task_may_have(tmp_path: Path) -> None:
+    bench = GatewayBench(tmp_path, tasks={"rl": TaskSpec(caps={"cpu": 1})})
+    async with serving(bench) as gateway:
+        task = {"X-Task": "rl"}
+        parent = (await gateway.invoke({"held": True}, mode="async", headers=task)).json()["id"]
+        await gateway.executing(parent)
+        waiting = (await gateway.invoke({}, mode="async", headers=task)).json()["id"]
+        child = await asyncio.wait_for(gateway.invoke({"n": 1}, headers=task | {"X-Parent-Id": parent}), DEADLINE_S)
+        assert child.status_code == 200 and child.json()["parent"] == parent
+        assert (await gateway.http.get(f"/v1/invocations/{waiting}")).json()["state"] == "queued", "the cap holds"
+        await gateway.http.post(f"/v1/invocations/{parent}/cancel")
+        assert (await gateway.http.get(f"/v1/invocations/{waiting}?wait=10s")).json()["state"] == "succeeded"
+        (account,) = [each for each in (await gateway.http.get("/v1/tasks")).json()["tasks"] if each["task"] == "rl"]
+    assert account["core_s"] > 0 and account["settled"] == {"succeeded": 2, "cancelled": 1}
+    assert account["queued"] == account["running"] == 0
+
+
+async def test_a_child_works_in_its_parents_slot_and_a_grandchild_too(tmp_path: Path) -> None:
+    bench = GatewayBench(
+        tmp_path,
+        functions={"slots": function("slots", cost={"slot": UnitSet.fixed(1)})},
+        resources={"slot": ConcurrencySpec(limit=1)},
+    )
+    async with serving(bench) as gateway:
+        parent = (await gateway.invoke({"held": True}, function="slots", mode="async")).json()["id"]
+        await gateway.executing(parent)
+        stranger = (await gateway.invoke({}, function="slots", mode="async")).json()["id"]
+        headers = {"X-Parent-Id": parent}
+        child = (await gateway.invoke({"held": True}, function="slots", mode="async", headers=headers)).json()["id"]
+        await gateway.executing(child)
+        headers = {"X-Parent-Id": child}
+        grandchild = await asyncio.wait_for(gateway.invoke({}, function="slots", headers=headers), DEADLINE_S)
+        assert grandchild.status_code == 200
+        assert (await gateway.http.get(f"/v1/invocations/{stranger}")).json()["state"] == "queued", "the bound holds"
+        for each in (child, parent):
+            gateway.runtime.finish(each)
+        assert (await gateway.http.get(f"/v1/invocations/{stranger}?wait=10s")).json()["state"] == "succeeded"
+
+
+async def test_a_child_that_the_quota_has_nothing_left_for_ends_typed_and_its_parent_goes_on(tmp_path: Path) -> None:
+    bench = GatewayBench(
+        tmp_path,
+        functions={"searches": function("searches", cost={"search": UnitSet.fixed(1)}, queue_timeout_s=0.05)},
+        resources={"search": QuotaSpec(limit=1, period_s=3600.0)},
+    )
+    async with serving(bench) as gateway:
+        parent = (await gateway.invoke({"held": True}, function="searches", mode="async")).json()["id"]
+        await gateway.executing(parent)
+        child = await gateway.invoke({}, function="searches", headers={"X-Parent-Id": parent})
+        assert (child.status_code, child.json()["code"]) == (408, "queue_timeout"), "a rate is not lent"
+        gateway.runtime.finish(parent)
+        assert (await gateway.http.get(f"/v1/invocations/{parent}?wait=10s")).json()["state"] == "succeeded"
+
+
+async def held(gateway: RunningGateway, *names: str) -> None:
+    """Return when so many calls run, and the gateway has been told to stop with all of them under way."""
+    await until(lambda: len(gateway.app.invocations.living) == len(names))
+    gateway.app.stop()
+
+
+async def test_who_waits_for_a_durable_call_is_told_to_come_again(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path)) as first:
+        accepted = (await first.invoke({"held": True}, function="again", mode="async")).json()["id"]
+        waiting = asyncio.create_task(first.http.get(f"/v1/invocations/{accepted}", params={"wait": "20s"}))
+        keyed = asyncio.create_task(first.invoke({"held": True}, function="again", headers=KEY))
+        batch = {"calls": [{"function": "again", "input": {"held": True}, "key": "b"}]}
+        batched = asyncio.create_task(first.http.post("/v1/invocations:batch", json=batch, params={"wait": "all"}))
+        await held(first, "accepted", "keyed", "batched")
+        shown, refused, verdicts = await waiting, await keyed, await batched
+    assert (shown.status_code, shown.json()["id"]) == (200, accepted)
+    assert shown.json()["state"] in ("queued", "running")
+    assert (refused.status_code, refused.json()["code"]) == (503, "draining")
+    assert float(refused.headers["Retry-After"]) > 0
+    (verdict,) = verdicts.json()["results"]
+    assert (verdicts.status_code, verdict["status"]) == (200, 202)
+    async with serving(GatewayBench(tmp_path)) as second:
+        again = asyncio.create_task(second.invoke({"held": True}, function="again", headers=KEY))
+        done: set[str] = set()
+        while len(done) < 3:  # more than there are cores
+            await until(lambda: bool(set(second.runtime.running) - done))
+            for running in set(second.runtime.running) - done:
+                second.runtime.finish(running)
+                done.add(running)
+        answer = await again
+        assert (answer.status_code, answer.headers["X-Idempotent-Replay"]) == (200, "true")
+
+
+async def test_a_call_that_has_not_begun_is_refused_and_one_that_has_is_lost(tmp_path: Path) -> None:
+    bench = GatewayBench(tmp_path)
+    async with serving(bench) as first:
+        cores = first.app.node.cores
+        running = [asyncio.create_task(first.invoke({"held": True})) for _ in range(cores)]
+        await until(lambda: len(first.runtime.running) == len(running))
+        waiting = asyncio.create_task(first.invoke({"held": True}))
+        await held(first, *map(str, running), "waiting")
+        refused = await waiting
+        assert (refused.status_code, refused.json()["code"]) == (503, "draining"), "it may be sent again"
+        for answer in await asyncio.gather(*running):
+            assert answer.json()["code"] == "gateway_restart"
+
+
+async def test_over_grpc_it_is_unavailable(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path)) as first, Channel("127.0.0.1", first.app.grpc_port) as channel:
+        request = pb.InvokeRequest(function="again", input_json=b'{"held": true}', idempotency_key="k")
+        calling = asyncio.create_task(GatewayStub(channel).Invoke(request))
+        await held(first, "calling")
+        with pytest.raises(GRPCError) as failure:
+            await calling
+    assert failure.value.status is Status.UNAVAILABLE
+
+
+async def test_what_has_no_answer_when_the_grace_is_over_breaks_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        begun = asyncio.Event()
+
+        async def never(*_arguments: object, **_named: object) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(gateway.app.engine, "open_trajectory", never)
+        opening = asyncio.create_task(gateway.http.put("/v1/trajectories/t", json={"function": "echo"}))
+        await begun.wait()
+        gateway.app.stop()
+        with pytest.raises(httpx.TransportError):  # no answer is an answer that the client tries again
+            await opening
+
+
+async def test_a_clients_calls_outlast_a_planned_restart(tmp_path: Path) -> None:
+    async with AsyncExitStack() as clients:
+        async with serving(GatewayBench(tmp_path)) as first:
+            port = first.app.http_port
+            client = await clients.enter_async_context(AsyncClient(f"http://127.0.0.1:{port}", token=""))
+            job = await client.submit("again", {"held": True})
+            waiting = asyncio.create_task(client.wait(job.id, timeout_s=60.0))
+            keyed = asyncio.create_task(client.invoke("again", {"held": True}, key="k"))
+            await until(lambda: len(first.runtime.running) == 2)
+        async with serving(GatewayBench(tmp_path, server={"port": port})) as second:
+            await until(lambda: len(second.runtime.running) == 2)
+            for running in list(second.runtime.running):
+                second.runtime.finish(running)
+            assert (await waiting).ok
+            assert (await keyed).ok

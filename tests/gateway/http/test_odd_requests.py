@@ -1,28 +1,48 @@
-"""Requests of odd form: bodies that are hardly JSON, and HTTP at its edges; each is answered, nobody else notices."""
+"""Requests of odd form, names and headers, and clients that are slow, huge or gone: each is answered or bounded."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
-from gateway.http import app, server
+from gateway.http import app, server, streaming
 from gateway.invocations.record import Record, _written
 from gateway.serialization import DEPTH_MAX
 from manager.action import Outcome, Settlement, State
 from manager.errors import Reason
 from runtimes.runtime import Execution
 from runtimes.testing import ScriptedRuntime, ScriptStep
-from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.grpc.peer import Peer, random_frame
 
 INVOKE = "/v1/functions/echo/invocations"
+CLOSE = b"Host: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+JSON = (b"content-type", b"application/json")
+LONG = 8 * 1024
+#: Headers that an odd value makes 422, and values of theirs that are none the less good.
+STRICT = {
+    "X-Trajectory-Id": (),
+    "X-Task": (),
+    "X-Parent-Id": (),
+    "X-Timeout": (),
+    "X-Max-Age": (),
+    "X-On-Disconnect": (),
+    "X-Callback-Url": (),
+    "Idempotency-Key": ("path",),
+}
+#: Headers that are passed on or dropped, never refused.
+LENIENT = ("traceparent", "tracestate", "User-Agent", "Accept", "X-Unheard-Of")
+FOLLOW = "GET /v1/invocations/{id}/logs?follow=true&offset={offset} HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def nested(levels: int) -> bytes:
@@ -131,8 +151,6 @@ async def raw(gateway: RunningGateway, data: bytes) -> bytes:
         writer.transport.abort()
 
 
-CLOSE = b"Host: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-CHUNKED = b"Transfer-Encoding: chunked\r\n"
 POST = f"POST {INVOKE} HTTP/1.1\r\n".encode() + CLOSE
 
 
@@ -171,7 +189,6 @@ async def test_a_body_is_asked_for_and_requests_that_come_at_once_are_answered_i
     assert (await raw(gateway, get * 30 + get.replace(b"Host: localhost\r\n", CLOSE))).count(b"HTTP/1.1 200") == 31
 
 
-JSON = (b"content-type", b"application/json")
 HEAD = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", INVOKE.encode()), (b":authority", b"localhost"), JSON]
 
 
@@ -247,3 +264,261 @@ async def test_who_asks_over_http2_and_does_not_read_is_waited_for_no_longer(
             answer = await lazy.ask(head, None)
             assert answer.headers[":status"] == "200" and len(answer.data) < 400_000
             assert answer.closed
+
+
+#: Bytes of a header value, as somebody might send them.
+ODD_VALUES = {
+    "latin-1": b"\xe4\xf6\xfc",
+    "utf-8": "名前".encode(),
+    "no text": b"\xff\xfe\xc0\x80",
+    "control": b"a\x01b",
+    "escape": b"\x1b[31mred",
+    "delete": b"\x7f",
+    "space": b"a b",
+    "path": b"../../etc/passwd",
+    "quote": b"'; DROP TABLE invocations; --",
+    "long": b"x" * LONG,
+    "empty": b"",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OddAnswer:
+    status: int
+    body: bytes
+
+    @property
+    def code(self) -> object:
+        return json.loads(self.body)["code"] if self.body else None
+
+
+async def ask(gateway: RunningGateway, head: bytes, body: bytes = b"") -> OddAnswer:
+    """One request as it is written, on a connection of its own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
+    writer.write(
+        head
+        + b"Host: localhost\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+        + body
+    )
+    answer = await asyncio.wait_for(reader.read(-1), DEADLINE_S)
+    writer.close()
+    first, _, rest = answer.partition(b"\r\n\r\n")
+    return OddAnswer(int(first.split(b" ", 2)[1]), rest)
+
+
+async def post_header(gateway: RunningGateway, header: str, value: bytes) -> OddAnswer:
+    head = b"POST /v1/functions/echo/invocations HTTP/1.1\r\n" + header.encode() + b": " + value + b"\r\n"
+    return await ask(gateway, head, b"{}")
+
+
+@pytest.mark.parametrize("odd", ODD_VALUES)
+async def test_an_odd_header_is_refused_before_any_work_or_means_nothing(gateway: RunningGateway, odd: str) -> None:
+    for header, good in STRICT.items():
+        answer = await post_header(gateway, header, ODD_VALUES[odd])
+        if odd in good:
+            assert answer.status == 200, (header, answer)
+        elif answer.status != 400:  # what is no HTTP at all is refused by the server itself
+            assert (answer.status, answer.code) == (422, "invalid_input"), (header, answer)
+    executed = len(gateway.runtime.leases)
+    for header in LENIENT:
+        answer = await post_header(gateway, header, ODD_VALUES[odd])
+        assert answer.status in (200, 400), (header, answer)
+        executed += answer.status == 200
+    assert len(gateway.runtime.leases) == executed
+    assert gateway.app.invocations.living == ()
+    assert (await gateway.http.get("/v1/trajectories")).json()["trajectories"] == []
+
+
+async def test_a_token_of_odd_characters_is_a_wrong_one(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path, server={"auth": "token", "token": "s3cret"})) as gateway:
+        for value in ODD_VALUES.values():
+            for header in (b"Authorization: Bearer " + value, b"Authorization: " + value):
+                answer = await ask(gateway, b"GET /v1/functions HTTP/1.1\r\n" + header + b"\r\n")
+                assert answer.status in (400, 401)
+
+
+@pytest.mark.parametrize(
+    "odd", ["%00", "%ff", "%F0%9F%92%A5", "..", "%2e%2e", "a%0ab", "a%20b", "x" * LONG, "-", "%25", "\u202e", "é"]
+)
+async def test_an_odd_id_is_no_id_on_every_path(gateway: RunningGateway, odd: str) -> None:
+    id = quote(odd, safe="%")
+    body: dict[str, object] = {"function": "shell"}
+    for method, path in (
+        ("GET", f"/v1/invocations/{id}"),
+        ("GET", f"/v1/invocations/{id}/logs"),
+        ("POST", f"/v1/invocations/{id}/cancel"),
+        ("POST", f"/v1/functions/{id}/invocations"),
+        ("GET", f"/v1/functions/{id}"),
+        ("GET", f"/v1/trajectories/{id}"),
+        ("PUT", f"/v1/trajectories/{id}"),
+        ("DELETE", f"/v1/trajectories/{id}"),
+        ("GET", f"/v1/trajectories/{id}/files/x"),
+        ("POST", f"/v1/dead-letters/{id}/redrive"),
+        ("DELETE", f"/v1/dead-letters/{id}"),
+    ):
+        sent = json.dumps(body).encode() if method == "PUT" else b""
+        answer = await ask(gateway, f"{method} {path} HTTP/1.1\r\n".encode(), sent)
+        assert (answer.status, answer.code) in ((422, "invalid_input"), (404, "not_found")), (method, path, answer)
+
+
+@pytest.mark.parametrize("odd", ["", "é", "a\nb", "\x00", "x" * LONG, "a b", "\ud83d\ude00", "\x7f"])
+async def test_odd_fields_of_a_batch_have_a_verdict_of_their_own(gateway: RunningGateway, odd: str) -> None:
+    fields = ("task", "trajectory", "key", "timeout", "max_age", "function", odd or "unheard of")
+    calls = [{"function": "echo", "input": {}, field: odd} for field in fields]
+    answer = await gateway.http.post(
+        "/v1/invocations:batch", content=json.dumps({"calls": [*calls, {"function": "echo"}]})
+    )
+    statuses = [each["status"] for each in answer.json()["results"]]
+    # An empty task is the default one.
+    assert statuses == [202 if field == "task" and not odd else 422 for field in fields] + [202]
+
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(gateway: RunningGateway, text: str = "", *, reads_slowly: bool = False) -> AsyncIterator[Streams]:
+    """A raw connection on which ``text`` was sent."""
+    raw = socket.socket()
+    if reads_slowly:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", gateway.app.http_port))
+    reader, writer = await asyncio.open_connection(sock=raw, limit=4096 if reads_slowly else 2**16)
+    try:
+        writer.write(text.encode("latin-1"))
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def rest(reader: asyncio.StreamReader) -> str:
+    """Everything up to the server's end of the connection."""
+    return (await asyncio.wait_for(reader.read(-1), DEADLINE_S)).decode("latin-1")
+
+
+def request_text(body: str, length: int | None = None) -> str:
+    size = len(body) if length is None else length
+    about = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {size}"
+    return f"POST /v1/functions/echo/invocations HTTP/1.1\r\n{about}\r\n\r\n{body}"
+
+
+async def test_a_connection_too_many_is_refused_until_another_closes(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path, server={"connections_max": 1})) as gateway:
+        async with connected(
+            gateway, "GET /healthz HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\r\n"
+        ) as (reader, _):
+            assert b"200" in await reader.readline()
+            async with connected(
+                gateway, "GET /healthz HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\r\n"
+            ) as (other, _):
+                answer = await rest(other)
+            assert answer.startswith("HTTP/1.1 503") and "retry-after: 1" in answer
+            assert json.loads(answer.partition("\r\n\r\n")[2])["code"] == "capacity_exceeded"
+        await until(lambda: gateway.app.connections["http"].open == 0)
+        assert (await gateway.http.get("/healthz")).status_code == 200
+
+
+@pytest.mark.slow
+async def test_a_connection_that_outlasts_the_grace_is_cut_without_a_word_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        serving(GatewayBench(tmp_path, server={"drain_grace": "50ms"})) as gateway,
+        connected(gateway, request_text("{", length=10)) as (reader, _),
+    ):
+        await until(lambda: gateway.app.connections["http"].open == 1)
+        gateway.app.stop()
+        await gateway.serving
+        await rest(reader)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+async def test_a_body_that_does_not_come_is_answered_in_time(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path, server={"body_timeout": "50ms"})) as gateway:
+        async with connected(gateway, request_text('{"n"', length=100)) as (reader, _):
+            answer = await rest(reader)
+        assert answer.startswith("HTTP/1.1 408") and '"too_slow"' in answer
+        assert gateway.app.invocations.living == ()
+
+
+async def test_headers_that_do_not_come_or_do_not_end_close_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        async with connected(gateway, "GET /healthz HT") as (reader, _):
+            await rest(reader)
+        async with connected(gateway, "GET /healthz HTTP/1.1\r\nx: " + "a" * 200_000) as (reader, _):
+            assert "HTTP/1.1 4" in await rest(reader)
+        for nonsense in (
+            "\x00\xff" * 100,
+            "GET  /healthz HTTP/9.9\r\n\r\n",
+            "\x16\x03\x01\x02\x00",
+            request_text("", length=-1),
+        ):
+            async with connected(gateway, nonsense) as (reader, _):
+                assert "200 " not in (await rest(reader))[:20]
+        assert (await gateway.http.get("/healthz")).status_code == 200
+
+
+async def test_a_client_that_closes_its_half_is_gone_and_its_work_with_it(gateway: RunningGateway) -> None:
+    async with connected(gateway, request_text('{"held": true}')) as (_, writer):
+        await until(lambda: len(gateway.runtime.running) == 1)
+        writer.write_eof()
+        await until(lambda: gateway.app.invocations.living == ())
+    records = (await gateway.http.get("/v1/invocations")).json()["invocations"]
+    assert [each["state"] for each in records] == ["cancelled"]
+
+
+async def long_log(gateway: RunningGateway) -> str:
+    """An invocation that runs on after it has written more than the sockets between us can hold."""
+    answer = await gateway.invoke({"held": True, "log": "x" * 16_000_000}, function="loud", mode="async")
+    id = str(answer.json()["id"])
+    await gateway.executing(id)
+    return id
+
+
+LOUD = {"loud": function("loud", log_limit_bytes=2**30)}
+
+
+@pytest.mark.slow
+async def test_a_follower_that_does_not_read_is_dropped_with_a_record_that_says_so(tmp_path: Path) -> None:
+    logs = {"stall": "1s"}
+    async with serving(GatewayBench(tmp_path, functions=LOUD, server={"logs": logs, "body_limit": "32Mi"})) as gateway:
+        id = await long_log(gateway)
+        async with connected(gateway, FOLLOW.format(id=id, offset=0), reads_slowly=True) as (reader, _):
+            await until(lambda: gateway.app.logs.followers == 1)
+            other = await gateway.invoke({"n": 1})
+            assert other.status_code == 200, "it blocks nobody"
+            began_s = asyncio.get_running_loop().time()
+            await until(lambda: asyncio.get_running_loop().time() > began_s + 1.2)
+            *_, last = [line for line in (await rest_of_chunks(reader)).splitlines() if line.startswith('{"stream"')]
+        dropped = json.loads(last)
+        assert dropped["stream"] == "dropped" and "resume at next_offset" in dropped["data"]
+        assert gateway.app.logs.followers == 0 and gateway.app.logs.followers_dropped == 1
+        page = (await gateway.http.get(f"/v1/invocations/{id}/logs", params={"offset": dropped["next_offset"]})).text
+        assert json.loads(page.splitlines()[0])["offset"] == dropped["next_offset"]
+
+
+async def rest_of_chunks(reader: asyncio.StreamReader) -> str:
+    """A chunked answer up to its last chunk."""
+    text = b""
+    async with asyncio.timeout(DEADLINE_S):
+        while not text.endswith(b"\r\n0\r\n\r\n"):
+            text += await reader.read(2**20)
+    return text.decode("latin-1")
+
+
+@pytest.mark.slow
+async def test_a_follower_that_never_reads_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "GIVE_UP_STALLS", 1)
+    logs = {"stall": "300ms"}
+    async with serving(GatewayBench(tmp_path, functions=LOUD, server={"logs": logs, "body_limit": "32Mi"})) as gateway:
+        id = await long_log(gateway)
+        async with connected(gateway, FOLLOW.format(id=id, offset=0), reads_slowly=True):
+            await until(lambda: gateway.app.logs.followers == 1)
+            await until(lambda: gateway.app.logs.followers == 0)
+            await until(lambda: gateway.app.connections["http"].open <= 1)
+        assert gateway.app.logs.followers_dropped == 1

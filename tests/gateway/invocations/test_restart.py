@@ -1,25 +1,48 @@
-"""What a restart does with the work of a gateway that was killed, and with that of one that was told to stop."""
+"""What a restart does with accepted work, losses, tries and quotas, and clocks that are set under a gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
+import orjson
 import pytest
 
+from gateway.app import gateway as opened_gateway
 from gateway.cluster.cluster import Cluster
+from gateway.config.load import load
+from gateway.config.schema import RetentionSection
 from gateway.invocations.invocations import GONE
-from gateway.invocations.restart import RESTARTED, Reattachment
-from gateway.store.maintenance import StateDirectory
-from manager.action import State
+from gateway.invocations.restart import RESTARTED, QuotaRecord, Reattachment
+from gateway.store.maintenance import StateDirectory, prune
+from gateway.store.store import Store, StoreSpec
+from manager.action import Grant, Lease, State
+from manager.assembly import build_core
+from manager.clock import WallClock
+from manager.config import ManagerSpec, NodeSpec
 from manager.engine import Engine
-from manager.errors import Conflict
+from manager.errors import Conflict, Reason
+from manager.function import RetrySpec
+from manager.resources.pools import QuotaSpec
+from runtimes.executor import LocalExecutor
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.sandbox import Sandbox
-from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
+from runtimes.testing import ScriptedRuntime
+from tests.gateway.conftest import DEADLINE_S, FUNCTIONS, GatewayBench, RunningGateway, serving, until
+
+HEADERS = {"X-Trajectory-Id": "t"}
+LOST = ("failed", "environment_lost")
+DAY_S = 86400.0
+KEY = {"Idempotency-Key": "k"}
 
 
 def crash(directory: Path, after: Path) -> GatewayBench:
@@ -30,8 +53,8 @@ def crash(directory: Path, after: Path) -> GatewayBench:
     return GatewayBench(after)
 
 
-async def ended(gateway: RunningGateway, invocation_id: str) -> dict[str, object]:
-    body: dict[str, object] = (await gateway.http.get(f"/v1/invocations/{invocation_id}?wait=5s")).json()
+async def ended(gateway: RunningGateway, invocation_id: str) -> dict[str, Any]:
+    body: dict[str, Any] = (await gateway.http.get(f"/v1/invocations/{invocation_id}?wait=5s")).json()
     return body
 
 
@@ -69,7 +92,7 @@ async def test_after_a_kill_an_idempotent_function_runs_again_and_its_first_try_
         second.runtime.finish(f"{invocation_id}.2")
         record = await ended(second, invocation_id)
         assert (record["state"], record["attempt"]) == ("succeeded", 2)
-        assert [attempt["reason"] for attempt in record["attempts"]] == ["gateway_restart"]  # type: ignore[attr-defined]
+        assert [attempt["reason"] for attempt in record["attempts"]] == ["gateway_restart"]
         log = (await second.http.get(f"/v1/invocations/{invocation_id}/logs")).text
         assert log.count('"data":"try"') == 2
 
@@ -268,3 +291,391 @@ def test_one_gateway_at_a_time_serves_from_a_state_directory(tmp_path: Path) -> 
         StateDirectory(tmp_path)
     with StateDirectory(tmp_path):
         pass
+
+
+SAFE = replace(FUNCTIONS["shell"], name="safe", idempotent=True)
+
+
+async def submit_command(gateway: RunningGateway, command: str, function: str = "shell") -> str:
+    answer = await gateway.invoke({"command": command}, mode="async", function=function, headers=HEADERS)
+    return str(answer.json()["id"])
+
+
+async def end_of(gateway: RunningGateway, invocation_id: str) -> tuple[Any, Any]:
+    record = await ended(gateway, invocation_id)
+    return record["state"], record["reason"]
+
+
+async def test_all_that_waited_for_a_lost_sandbox_is_told_and_later_work_begins_anew(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path, functions={"safe": SAFE})) as gateway:
+        running = await submit_command(gateway, "touch made; until [ -e never ]; do sleep 0.01; done")
+        behind = [await submit_command(gateway, "ls", function) for function in ("shell", "safe", "shell")]
+        outside = (await gateway.invoke({}, mode="async", headers=HEADERS)).json()["id"]
+        await until(lambda: gateway.app.invocations.living[0].record.begun)
+        sandbox = gateway.app.runtimes.environments.get("t")
+        assert sandbox is not None
+        await sandbox.condemn("by a test")
+        assert [await end_of(gateway, each) for each in (running, *behind)] == [LOST] * 4
+        assert (await end_of(gateway, outside))[0] == "succeeded", "it needs no sandbox"
+        again = await ended(gateway, await submit_command(gateway, "ls"))
+        assert (again["state"], again["result"]["stdout"]) == ("succeeded", "")
+
+
+async def test_a_sandbox_that_died_with_its_gateway_or_under_a_read_is_lost_for_all(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path / "first", functions={"safe": SAFE})) as first:
+        await ended(first, await submit_command(first, "touch made"))
+        held = await submit_command(first, "until [ -e never ]; do sleep 0.01; done")
+        behind = [await submit_command(first, "ls", function) for function in ("shell", "safe")]
+        await until(lambda: first.app.invocations.living[0].record.begun)
+        await first.app.store.commit()
+        bench = replace(crash(tmp_path / "first", tmp_path / "second"), functions={"safe": SAFE})
+        await first.http.post(f"/v1/invocations/{held}/cancel")
+    async with serving(bench) as second:
+        assert await end_of(second, held) == ("lost", "gateway_restart")
+        assert [await end_of(second, each) for each in behind] == [LOST] * 2
+        made = await ended(second, await submit_command(second, "touch made"))
+        assert made["state"] == "succeeded"
+        sandbox = second.app.runtimes.environments.get("t")
+        assert sandbox is not None
+        await sandbox.condemn("by a test")
+        for asked in ({"path": "made"}, {"path": ".", "list": "true"}):
+            read = await second.http.get("/v1/trajectories/t/files", params=asked)
+            assert (read.status_code, read.json()["code"]) == (409, "conflict"), read.text
+            assert "its files and processes are lost" in read.json()["detail"], read.text
+        written = await second.http.put("/v1/trajectories/t/files", params={"path": "new"}, content=b"new")
+        assert (written.status_code, written.json()["code"]) == (409, "conflict"), written.text
+        assert await end_of(second, await submit_command(second, "ls", "safe")) == LOST
+        assert (await end_of(second, await submit_command(second, "ls", "safe")))[0] == "succeeded"
+
+
+async def submitted(gateway: RunningGateway, body: dict[str, object], function: str = "echo") -> str:
+    answer = await gateway.invoke(body, mode="async", function=function, headers=HEADERS)
+    return str(answer.json()["id"])
+
+
+def executed(gateway: RunningGateway) -> list[str]:
+    return [action_id for verb, action_id in gateway.runtime.seen if verb == "execute"]
+
+
+async def test_a_functions_own_retries_run_before_what_is_behind_it(gateway: RunningGateway) -> None:
+    first = await submitted(gateway, {"reason": "handler_error", "held": True}, "retried")
+    behind = await submitted(gateway, {"n": 1})
+    for attempt in (first, f"{first}.2", f"{first}.3"):
+        await gateway.executing(attempt)
+        gateway.runtime.finish(attempt)
+    assert (await ended(gateway, behind))["state"] == "succeeded"
+    assert executed(gateway) == [first, f"{first}.2", f"{first}.3", behind]
+
+
+async def test_a_cancel_between_two_tries_ends_it_and_lets_the_next_one_run(tmp_path: Path) -> None:
+    rare = RetrySpec(max_attempts=3, backoff_s=30.0, jitter="none", on=(Reason.HANDLER_ERROR,))
+    functions = {"rare": replace(FUNCTIONS["retried"], name="rare", retry=rare)}
+    async with serving(GatewayBench(tmp_path, functions=functions)) as gateway:
+        first = await submitted(gateway, {"reason": "handler_error"}, "rare")
+        behind = await submitted(gateway, {"n": 1})
+        await until(lambda: gateway.app.invocations.living[0].record.attempt == 2)
+        assert executed(gateway) == [first]
+        await gateway.http.post(f"/v1/invocations/{first}/cancel")
+        assert (await ended(gateway, first))["state"] == "cancelled"
+        assert (await ended(gateway, behind))["state"] == "succeeded"
+
+
+SEARCH = QuotaSpec(limit=5, period_s=60.0)
+
+
+class Wall:
+    now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@asynccontextmanager
+async def gateway_of(directory: Path, wall: Wall) -> AsyncIterator[tuple[Store, QuotaRecord, Engine]]:
+    """What a gateway has of quotas; left as a kill leaves it, but for what is on disk."""
+    store = Store(StoreSpec(path=directory / "db.sqlite"), wall=wall)
+    await store.open()
+    node = NodeSpec(name="n", numa=((0, 1),), memory_bytes=2**30)
+    engine = Engine(
+        build_core(ManagerSpec(nodes=(node,), resources={"search": SEARCH})), LocalExecutor({"exec": ScriptedRuntime()})
+    )
+    await engine.start()
+    record = QuotaRecord(store, lambda: {"search": SEARCH}, wall)
+    await record.take_up(engine)
+    yield store, record, engine
+    await engine.close()
+    await store.close()
+
+
+def free(engine: Engine) -> int:
+    pools = engine.resources()["pools"]
+    assert isinstance(pools, dict)
+    return int(pools["search"]["free"])
+
+
+def lease(units: int) -> Lease:
+    return Lease(
+        action_id="a",
+        node="n",
+        grants={"search": Grant(pool="search", units=units), "cpu": Grant(pool="cpu:n", units=1)},
+    )
+
+
+async def test_a_restart_goes_on_in_the_window_and_what_ran_at_the_kill_ends_now(tmp_path: Path) -> None:
+    wall = Wall()
+    async with gateway_of(tmp_path, wall) as (store, record, engine):
+        assert free(engine) == 5
+        record.end(record.begin(lease(1)))
+        wall.now_s += 30
+        record.begin(lease(2))
+        await store.commit()
+    wall.now_s += 20
+    async with gateway_of(tmp_path, wall) as (_, _, engine):
+        assert free(engine) == 2
+    wall.now_s += 11.5
+    async with gateway_of(tmp_path, wall) as (_, _, engine):
+        assert free(engine) == 3, "61 s after the first ended"
+    wall.now_s += 40
+    async with gateway_of(tmp_path, wall) as (_, _, engine):
+        assert free(engine) == 3, "what ran may have arrived at any time before the kill was known"
+    wall.now_s += 10
+    async with gateway_of(tmp_path, wall) as (_, _, engine):
+        assert free(engine) == 5
+
+
+async def test_a_further_try_consumes_beside_the_one_before(tmp_path: Path) -> None:
+    wall = Wall()
+    async with gateway_of(tmp_path, wall) as (store, record, _):
+        used = record.begin(lease(1))
+        record.again(used)
+        record.again(used)
+        await store.commit()
+    async with gateway_of(tmp_path, wall) as (_, _, engine):
+        assert free(engine) == 2, "three of five, one of which may still have been on its way"
+    wall.now_s += 61
+    async with gateway_of(tmp_path, wall) as (_, _, engine):
+        assert free(engine) == 5
+
+
+async def test_what_is_kept_of_a_quota_is_bounded(tmp_path: Path) -> None:
+    wall = Wall()
+    async with gateway_of(tmp_path, wall) as (store, record, _):
+        for _ in range(2000):
+            wall.now_s += 0.1
+            record.end(record.begin(lease(1)))
+        kept = orjson.loads(await store.document("quota/search") or "")
+        assert kept["running"] == 0
+        assert len(kept["ended"]) <= 102
+        assert sum(units for _, units in kept["ended"]) >= 600
+
+
+async def arrivals_of(directory: Path, limit: int, calls: int, fails: Callable[[int], bool]) -> list[float]:
+    """Make so many calls at once of a service that counts its requests, and refuses some; return when they came."""
+    arrivals: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(200 if len(arrivals) % 3 == 0 else 0):  # some connections are slow to be taken
+            await asyncio.sleep(0)
+        while (await reader.readline()).startswith(b"GET"):
+            arrivals.append(loop.time())
+            await reader.readuntil(b"\r\n\r\n")
+            status = b"503 Busy" if fails(len(arrivals)) else b"200 OK"
+            writer.write(b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}" % status)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    (directory / "tangram.yaml").write_text(f"""
+server: {{port: 0, grpc_port: 0, state_dir: state}}
+sandbox: {{provider: process}}
+resources: {{search: {{kind: quota, limit: {limit}, period: 300ms}}}}
+functions:
+  search:
+    runtime: api
+    cost: {{search: 1}}
+    retry: {{on: [503], max_attempts: 3, backoff: 1ms}}
+    request: {{method: GET, url: "http://127.0.0.1:{port}/"}}
+""")
+    async with opened_gateway(load([directory], {})) as app:
+        serving = asyncio.create_task(app.serve())
+        address = f"http://127.0.0.1:{app.http_port}/v1/functions/search/invocations"
+        assert app.tokens is not None
+        headers = {"Authorization": f"Bearer {app.tokens.invoke}"}
+        async with httpx.AsyncClient(timeout=60.0, headers=headers) as client:
+            answers = await asyncio.gather(*(client.post(address, json={}) for _ in range(calls)))
+        app.stop()
+        await serving
+    assert [each.status_code for each in answers] == [200] * calls
+    server.close()
+    return arrivals
+
+
+async def test_who_is_called_sees_no_window_with_more_than_the_limit(tmp_path: Path) -> None:
+    arrivals = await arrivals_of(tmp_path, 5, 20, lambda number: False)
+    assert len(arrivals) == 20
+    assert max(sum(first <= each < first + 0.3 for each in arrivals) for first in arrivals) <= 5
+
+
+async def test_each_try_within_a_call_counts_as_who_is_called_counts_it(tmp_path: Path) -> None:
+    arrivals = await arrivals_of(tmp_path, 2, 4, lambda number: number <= 4)
+    assert len(arrivals) == 8
+    assert max(sum(first <= each < first + 0.3 for each in arrivals) for first in arrivals) <= 2
+
+
+JUMPS = pytest.mark.parametrize("jump_s", [3 * DAY_S, -3 * DAY_S], ids=["forward", "back"])
+
+
+class JumpingClock:
+    """A time of day that is set by hand; time itself passes as it does."""
+
+    def __init__(self) -> None:
+        self.set_s = 0.0
+
+    def time(self) -> float:
+        return time.time() + self.set_s
+
+    def clock(self) -> WallClock:
+        return WallClock(self.time)
+
+
+@pytest.fixture
+def machine() -> JumpingClock:
+    return JumpingClock()
+
+
+@pytest.fixture
+async def jumping_gateway(tmp_path: Path, machine: JumpingClock) -> AsyncIterator[RunningGateway]:
+    async with serving(GatewayBench(tmp_path), machine.clock()) as running:
+        yield running
+
+
+async def hold(jumping_gateway: RunningGateway) -> list[str]:
+    """A held invocation on each core."""
+    ids = [
+        (await jumping_gateway.invoke({"held": True}, mode="async")).json()["id"]
+        for _ in range(jumping_gateway.app.node.cores)
+    ]
+    for each in ids:
+        await jumping_gateway.executing(each)
+    return ids
+
+
+def in_order(record: dict[str, Any]) -> bool:
+    """Whether its instants follow one another, a few seconds apart at most, and no time of it is negative."""
+    found = [datetime.fromisoformat(record[name]) for name in ("accepted_at", "started_at", "ended_at")]
+    times = [record[name] for name in ("queue_ms", "overhead_ms", "execution_ms")]
+    return found == sorted(found) and (found[-1] - found[0]).total_seconds() < DEADLINE_S and min(times) >= 0
+
+
+@JUMPS
+async def test_a_key_latches_on_although_the_clock_says_that_it_is_long_over(
+    jumping_gateway: RunningGateway, machine: JumpingClock, jump_s: float
+) -> None:
+    first = (await jumping_gateway.invoke({"n": 1}, headers=KEY)).json()
+    machine.set_s += jump_s
+    assert (await jumping_gateway.invoke({"n": 1}, headers=KEY)).json()["id"] == first["id"]
+    assert (await jumping_gateway.invoke({"n": 2}, headers=KEY)).status_code == 422
+    assert len(jumping_gateway.runtime.leases) == 1
+
+
+@JUMPS
+async def test_what_waits_neither_ages_nor_grows_young(
+    jumping_gateway: RunningGateway, machine: JumpingClock, jump_s: float
+) -> None:
+    held = await hold(jumping_gateway)
+    age = {"X-Max-Age": "1h"}
+    before = (await jumping_gateway.invoke({"n": 1}, mode="async", headers=age)).json()["id"]
+    machine.set_s += jump_s
+    after = (await jumping_gateway.invoke({"n": 2}, mode="async", headers=age)).json()["id"]
+    impatient = await jumping_gateway.invoke({}, function="impatient")
+    assert (impatient.status_code, impatient.json()["code"]) == (408, "queue_timeout")
+    aged = await jumping_gateway.invoke({}, mode="async", wait="5s", headers={"X-Max-Age": "50ms"})
+    assert (aged.json()["state"], aged.json()["reason"]) == ("timed_out", "queue_timeout")
+    assert (await jumping_gateway.http.get("/v1/queue")).json()["waiting"] == 2
+    for each in held:
+        jumping_gateway.runtime.finish(each)
+    for each in (*held, before, after):
+        record = await ended(jumping_gateway, each)
+        assert record["state"] == "succeeded" and in_order(record), record
+
+
+@JUMPS
+async def test_bounds_of_the_execution_and_waits_between_tries_are_of_time_that_passes(
+    jumping_gateway: RunningGateway, machine: JumpingClock, jump_s: float
+) -> None:
+    running = asyncio.create_task(jumping_gateway.invoke({"hangs": True}, function="short"))
+    await until(lambda: bool(jumping_gateway.runtime.running))
+    machine.set_s += jump_s
+    assert (await running).json()["code"] == "timeout"
+    retried = (
+        await jumping_gateway.invoke({"reason": "handler_error"}, mode="async", function="retried", wait="5s")
+    ).json()
+    assert (retried["state"], retried["attempt"]) == ("failed", 3) and in_order(retried)
+
+
+@JUMPS
+async def test_retention_takes_nothing_before_its_time(
+    jumping_gateway: RunningGateway, machine: JumpingClock, jump_s: float
+) -> None:
+    kept = (await jumping_gateway.invoke({"log": "x"}, mode="async", wait="5s")).json()["id"]
+    machine.set_s += jump_s
+    spec = RetentionSection(records_age_s=DAY_S, logs_age_s=DAY_S)
+    assert await prune(jumping_gateway.app.store, spec, jumping_gateway.app.wall) == {"logs": 0, "records": 0}
+    assert '"data":"x"' in (await jumping_gateway.http.get(f"/v1/invocations/{kept}/logs")).text
+
+
+@JUMPS
+async def test_a_callback_is_tried_again_after_time_that_passes(
+    tmp_path: Path, machine: JumpingClock, jump_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.invocations.callbacks.BACKOFF_S", 0.001)
+    tried = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tried
+        tried += 1
+        machine.set_s += jump_s  # between two tries
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n" % (b"503 Busy" if tried < 3 else b"200 OK"))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    callbacks = {"allow": ["127.0.0.1/32"]}
+    async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks}), machine.clock()) as jumping_gateway:
+        await jumping_gateway.invoke({}, mode="async", headers={"X-Callback-Url": url})
+        await until(lambda: jumping_gateway.app.callbacks.delivered == 1)
+    assert tried == 3
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.slow
+@JUMPS
+async def test_across_a_restart_the_machine_is_believed_and_nothing_is_lost(
+    tmp_path: Path, machine: JumpingClock, jump_s: float
+) -> None:
+    bench = GatewayBench(tmp_path)
+    async with serving(bench, machine.clock()) as first:
+        keyed = (await first.invoke({"n": 1}, headers=KEY)).json()["id"]
+        running = await hold(first)
+        waiting = [(await first.invoke({"n": n}, mode="async")).json()["id"] for n in range(3)]
+    machine.set_s += jump_s
+    async with serving(bench, machine.clock()) as second:
+        records = [await ended(second, each) for each in waiting]
+        if jump_s > 0:  # max_age is a day: it is over by the clock, and that is said
+            assert {(each["state"], each["reason"], each["dead"]) for each in records} == {
+                ("timed_out", "queue_timeout", True)
+            }
+        else:
+            assert [each["result"] for each in records] == [{"n": n} for n in range(3)]
+            executed = [action_id for verb, action_id in second.runtime.seen if verb == "execute"]
+            assert executed == waiting, "in their order"
+        assert all(each["act_ms"] >= 0 and each["queue_ms"] >= 0 for each in records)
+        assert {(await ended(second, each))["reason"] for each in running} == {"gateway_restart"}
+        again = (await second.invoke({"n": 1}, headers=KEY)).json()["id"]
+        assert (again == keyed) is (jump_s < 0), "a key lives for a day of the machine's clock"
+        listed = (await second.http.get("/v1/invocations")).json()["invocations"]
+        assert [each["id"] for each in listed] == sorted((each["id"] for each in listed), reverse=True)
+        assert {keyed, again, *running, *waiting} == {each["id"] for each in listed}

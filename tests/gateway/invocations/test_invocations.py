@@ -1,0 +1,356 @@
+"""Admission, retries, what callers are told of an input, and the three times of an invocation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+
+from gateway import serialization
+from gateway.config.load import load
+from gateway.invocations.invocations import Admission, Inputs, next_try_s
+from gateway.invocations.record import Mode, Record
+from manager.action import Action, Lease, Outcome, Settlement, State
+from manager.errors import CANCEL_ASKED, NOT_BEGUN, CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
+from manager.function import FunctionSpec, RetrySpec
+from tangram import types
+from tangram.types import BatchItem, FileEntry, FileList
+from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
+from tests.gateway.invocations.test_restart import crash, ended
+
+FUNCTIONS = """
+version: 1
+functions:
+  shell: {runtime: exec}
+  scored:
+    runtime: exec
+    input: {type: object, properties: {n: {type: integer}}, required: [n]}
+"""
+#: Milliseconds by which rounding may be off: three times and two instants.
+ROUNDING_MS = 0.01
+
+
+def function(**given: object) -> FunctionSpec:
+    return FunctionSpec(name="f", runtime="handler", **given)  # type: ignore[arg-type]
+
+
+def failed(
+    reason: Reason, retry_after_s: float | None = None, detail: Mapping[str, object] = MappingProxyType({})
+) -> Outcome:
+    return Outcome(state=State.FAILED, reason=reason, retry_after_s=retry_after_s, detail=detail)
+
+
+def test_each_bound_refuses_with_its_own_error_and_frees_its_place() -> None:
+    admission = Admission(lambda: 0.0, total_max=3, task_max=lambda task: 2)
+    narrow = function(max_queued=1)
+    admission.enter("f", "a")
+    with pytest.raises(QuotaExceeded, match="function 'f'"):
+        admission.check(narrow, "b")
+    admission.enter("g", "a")
+    with pytest.raises(QuotaExceeded, match="task 'a'"):
+        admission.check(function(), "a")
+    admission.enter("g", "b")
+    with pytest.raises(CapacityExceeded):
+        admission.check(function(), "c")
+    admission.leave("f", "a")
+    admission.check(narrow, "a")
+    admission.draining = True
+    with pytest.raises(Draining):
+        admission.check(function(), "c")
+
+
+def test_retry_after_follows_the_pace_at_which_places_become_free() -> None:
+    now_s = 0.0
+    admission = Admission(lambda: now_s, total_max=20, task_max=lambda task: 20)
+    for _ in range(20):
+        admission.enter("f", "a")
+    for _ in range(10):
+        now_s += 5.0
+        admission.leave("f", "a")
+        admission.enter("f", "a")
+    with pytest.raises(CapacityExceeded) as refused:
+        admission.check(function(), "a")
+    assert refused.value.retry_after_s == pytest.approx(5.0)
+
+
+def test_a_try_is_repeated_only_for_its_reasons_and_within_its_count() -> None:
+    spec = function(retry=RetrySpec(max_attempts=3, backoff_s=2.0, backoff_max_s=5.0, on=(Reason.UPSTREAM,)))
+    assert next_try_s(spec, 1, failed(Reason.UPSTREAM), 0.5) == 1.0
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM), 0.5) == 2.0
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=30.0), 0.5) == 30.0
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=1e9), 0.5) is None, "nobody waits for ever"
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=30.0), 0.5, left_s=20.0) is None
+    assert next_try_s(spec, 2, failed(Reason.UPSTREAM, retry_after_s=7200.0), 0.5, left_s=86400.0) == 7200.0
+    assert next_try_s(spec, 3, failed(Reason.UPSTREAM), 0.5) is None
+    assert next_try_s(spec, 1, failed(Reason.HANDLER_ERROR), 0.5) is None
+    assert next_try_s(spec, 1, failed(Reason.ENVIRONMENT_LOST), 0.5) is None
+
+
+def test_the_machinery_s_faults_are_retried_for_idempotent_functions_only() -> None:
+    assert next_try_s(function(idempotent=True), 1, failed(Reason.NODE_LOST), 0.0) == 0.0
+    assert next_try_s(function(idempotent=True), 3, failed(Reason.NODE_LOST), 0.0) is None
+    unwanted = Outcome(state=State.LOST, reason=Reason.NODE_LOST, detail={CANCEL_ASKED: True})
+    assert next_try_s(function(idempotent=True), 1, unwanted, 0.0) is None, "it was to end"
+    assert next_try_s(function(idempotent=True), 1, failed(Reason.CANCELLED), 0.0) is None
+    assert next_try_s(function(idempotent=True), 1, Outcome(state=State.SUCCEEDED), 0.0) is None
+
+
+def test_what_has_not_begun_is_tried_as_long_as_it_may_wait_whatever_it_is() -> None:
+    short = failed(Reason.ENVIRONMENT_LOST, retry_after_s=5.0, detail={NOT_BEGUN: True})
+    assert next_try_s(function(), 1, short, 0.0, patience_s=600.0) == 5.0
+    assert next_try_s(function(), 40, short, 0.0, patience_s=600.0, alone=False) == 5.0
+    assert next_try_s(function(), 1, short, 0.0, patience_s=4.0) is None
+    assert next_try_s(function(), 1, short, 0.0) is None, "a caller who waits is told"
+    assert next_try_s(function(), 1, failed(Reason.ENVIRONMENT_LOST, retry_after_s=5.0), 0.0, patience_s=600.0) is None
+
+
+def test_durations_and_names_are_read_strictly() -> None:
+    assert [serialization.duration_s(text, "t") for text in ("500ms", "30s", "2m", "1.5h", "7")] == [
+        0.5,
+        30,
+        120,
+        5400,
+        7,
+    ]
+    for odd in ("", "-1s", "1e3", "s", "1 s", "nan", "9" * 20):
+        with pytest.raises(InvalidInput):
+            serialization.duration_s(odd, "t")
+    for odd in ("", ".x", "a/b", "a b", "a\n", "ä", "x" * 129):
+        with pytest.raises(InvalidInput):
+            serialization.name(odd, "name")
+
+
+def test_a_duration_means_the_same_in_a_request_as_in_a_file() -> None:
+    for text in ("1h30m", "2m5s", "1d12h", "1s500ms"):
+        assert serialization.duration_s(text, "X-Timeout") == types.duration_s(text)
+
+
+def test_what_json_cannot_hold_is_repaired_and_encoded_json_is_not_parsed_again() -> None:
+    assert serialization.dumps({"a": 1, 1: {2}}) == b'{"a":1,"1":"{2}"}'
+    assert serialization.dumps({"c": "\ud800"}) == b'{"c":"?"}'
+    lost = FileEntry(path="/a\udcff", size_bytes=1, directory=False, mode="644")
+    assert serialization.encode(lost) == b'{"path":"/a?","size_bytes":1,"directory":false,"mode":"644"}'
+    whole = {"a": Raw(b'{"b": 1}'), "c": ["\ud800", FileList(files=(lost,))], "d": None}
+    told = b'{"a":{"b": 1},"c":["?",{"files":[{"path":"/a?","size_bytes":1,"directory":false,"mode":"644"}]}],"d":null}'
+    assert serialization.encode(whole) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"colour": "red", "function": "f"}, "$.calls[3].colour"),
+        ({}, "$.calls[3].function"),
+        ({"function": "f", "task": "a b"}, "$.calls[3].task"),
+        (7, "$.calls[3]"),
+    ],
+)
+def test_what_does_not_fit_a_type_is_refused_with_its_path(value: object, path: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        serialization.read(value, BatchItem, "$.calls[3]")
+    assert refused.value.detail == {"path": path}
+    assert refused.value.message.startswith(path)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tangram.yaml"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.mark.parametrize("given", [{}, {"command": "true", "argv": ["true"]}])
+def test_where_one_of_some_fields_is_needed_they_are_named(config: Path, given: Mapping[str, object]) -> None:
+    shell = load([config], {}).functions["shell"]
+    with pytest.raises(InvalidInput, match=r"^\$: needs exactly one of command, argv$"):
+        Inputs().check(shell, given)
+
+
+def test_a_function_that_declares_its_input_has_sessions_like_any_other(tmp_path: Path) -> None:
+    own = "input: {type: object, properties: {argv: {type: array}}, additionalProperties: false}"
+    path = tmp_path / "tangram.yaml"
+    path.write_text(f"version: 1\nfunctions: {{shell: {{runtime: exec, {own}}}}}")
+    shell = load([path], {}).functions["shell"]
+    Inputs().check(shell, {"argv": ["bash"], "session": {"terminal": True, "rows": 24, "columns": 80}})
+    with pytest.raises(InvalidInput, match="'sessions' was unexpected"):
+        Inputs().check(shell, {"argv": ["bash"], "sessions": {}})
+
+
+def test_what_a_function_declares_is_told_with_its_path(config: Path) -> None:
+    scored = load([config], {}).functions["scored"]
+    with pytest.raises(InvalidInput, match=r"^\$.n: 'x' is not of type 'integer'$"):
+        Inputs().check(scored, {"n": "x", "command": "true"})
+
+
+LOST = Outcome(state=State.LOST, reason=Reason.NODE_LOST)
+
+
+def age_ms(record: dict[str, Any]) -> float:
+    accepted, over = (datetime.fromisoformat(record[name]) for name in ("accepted_at", "ended_at"))
+    return (over - accepted).total_seconds() * 1000
+
+
+def assert_whole(record: dict[str, Any]) -> None:
+    parts = [record[name] for name in ("queue_ms", "overhead_ms", "execution_ms")]
+    assert min(parts) >= 0, record
+    assert abs(sum(parts) - age_ms(record)) < ROUNDING_MS, (parts, age_ms(record))
+    assert abs(record["act_ms"] - sum(parts)) < ROUNDING_MS
+
+
+#: Seconds that pass, what happens then, and how much of the time since the start of the work its runtime measured.
+STEPS = st.lists(
+    st.tuples(
+        st.floats(0, 500), st.sampled_from(["lease", "begin", "take back", "retry", "die", "wait"]), st.floats(0, 1)
+    ),
+    max_size=12,
+)
+
+
+@given(steps=STEPS, last=st.sampled_from(["settle", "end", "shut down"]), share=st.floats(0, 1))
+def test_whatever_happens_to_it_they_sum_to_its_age(
+    steps: list[tuple[float, str, float]], last: str, share: float
+) -> None:
+    record = Record(
+        seq=1, id="i", function="f", revision="r", task="t", trajectory=None, parent=None, mode=Mode.ASYNC,
+        accepted_s=1_790_000_000.0, input=None,
+    )  # fmt: skip
+    now_s, began_s = record.accepted_s, None
+    for passed_s, what, part in steps:
+        now_s += passed_s
+        running = record.state is State.RUNNING
+        if what == "lease" and not running:
+            record.start(now_s, begun=False)
+        elif what == "begin" and running and not record.begun:
+            record.begin(now_s)
+            began_s = now_s
+        elif running and (what in ("retry", "die") or (what == "take back" and not record.begun)):
+            if what != "take back":
+                ran_s = part * (now_s - began_s) if began_s is not None and what == "retry" else 0.0
+                record.attempts = (*record.attempts, record.tried(LOST, now_s, ran_s))
+                record.attempt += 1
+            record.take_back()
+            began_s = None
+        shown = record.as_of(now_s).as_wire()
+        assert sum((shown.queue_ms or 0, shown.overhead_ms or 0, shown.execution_ms or 0)) == pytest.approx(
+            1000 * (now_s - record.accepted_s), abs=ROUNDING_MS
+        )
+    now_s += 1.0
+    if last == "settle":
+        ran_s = 0.0 if began_s is None else share * (now_s - began_s)
+        action = Action(id="i", function="f")
+        lease = None if record.state is State.QUEUED else Lease(action_id="i", node="n")
+        record.settle(
+            Settlement(action=action, outcome=LOST, lease=lease, queue_s=0.0, overhead_s=0.0, execution_s=ran_s), now_s
+        )
+    else:
+        record.end(State.LOST, Reason.GATEWAY_RESTART, "", now_s, ran=last == "shut down")
+    tries = record.attempts
+    assert_whole(
+        {
+            "accepted_at": "2026-01-01T00:00:00+00:00",
+            "ended_at": datetime.fromtimestamp(1767225600 + now_s - record.accepted_s).astimezone().isoformat(),
+            "queue_ms": 1000 * (record.queue_s or 0.0),
+            "overhead_ms": 1000 * (record.overhead_s or 0.0),
+            "execution_ms": 1000 * (record.execution_s or 0.0),
+            "act_ms": record.as_wire().act_ms,
+        }
+    )
+    assert sum(each.execution_ms or 0.0 for each in tries) <= 1000 * (record.execution_s or 0.0) + ROUNDING_MS
+
+
+async def over(gateway: RunningGateway, invocation_id: str) -> dict[str, Any]:
+    record: dict[str, Any] = await ended(gateway, invocation_id)
+    assert record["ended_at"] is not None, record
+    assert_whole(record)
+    return record
+
+
+async def submitted(gateway: RunningGateway, body: dict[str, object], function: str = "echo") -> str:
+    return str((await gateway.invoke(body, mode="async", function=function)).json()["id"])
+
+
+async def passing(seconds: float = 0.03) -> None:
+    """Time itself is what is measured here."""
+    over = asyncio.Event()
+    asyncio.get_running_loop().call_later(seconds, over.set)
+    await over.wait()
+
+
+async def test_of_every_way_to_end(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        running = await submitted(gateway, {"held": True, "overhead_s": 0.03})
+        await gateway.runtime.begun(running)
+        await passing()
+        live = (await gateway.http.get(f"/v1/invocations/{running}")).json()
+        (listed,) = (await gateway.http.get("/v1/invocations")).json()["invocations"]
+        for shown in (live, listed):
+            assert (shown["act_ms"], shown["execution_ms"] >= 30, shown["overhead_ms"] >= 30) == (None, True, True)
+        await gateway.http.post(f"/v1/invocations/{running}/cancel")
+        cancelled = await over(gateway, running)
+        assert (cancelled["state"], cancelled["execution_ms"] >= 30) == ("cancelled", True)
+        assert cancelled["overhead_ms"] >= 30
+        fill = [await submitted(gateway, {"held": True}) for _ in range(gateway.app.node.cores)]
+        for each in fill:
+            await gateway.executing(each)
+        waiting = await submitted(gateway, {})
+        impatient = await submitted(gateway, {}, "impatient")
+        await passing()
+        assert (await gateway.http.get(f"/v1/invocations/{waiting}")).json()["queue_ms"] >= 30
+        await gateway.http.post(f"/v1/invocations/{waiting}/cancel")
+        assert (await over(gateway, waiting))["state"] == "cancelled"
+        assert (await over(gateway, impatient))["reason"] == "queue_timeout"
+        for each in fill:
+            gateway.runtime.finish(each)
+            await over(gateway, each)
+        timed_out = await over(gateway, await submitted(gateway, {"hangs": True}, "short"))
+        assert (timed_out["state"], timed_out["execution_ms"] >= 50) == ("timed_out", True)
+        retried = await over(
+            gateway, await submitted(gateway, {"reason": "handler_error", "overhead_s": 0.02}, "retried")
+        )
+        assert (retried["attempt"], retried["overhead_ms"] >= 60) == (3, True)
+        batch = {"calls": [{"function": "echo", "input": {"n": n}} for n in range(5)]}
+        for verdict in (await gateway.http.post("/v1/invocations:batch?wait=all", json=batch)).json()["results"]:
+            await over(gateway, verdict["invocation"]["id"])
+
+
+async def test_across_a_restart(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path / "first")) as first:
+        running = [await submitted(first, {"held": True}, "again") for _ in range(first.app.node.cores)]
+        queued = await submitted(first, {})
+        await until(lambda: len(first.runtime.running) == len(running))
+        await first.app.store.commit()
+        await passing()
+        bench = crash(tmp_path / "first", tmp_path / "second")
+        for each in running:
+            first.runtime.finish(each)
+    async with serving(bench) as second:
+        for each in running:
+            await second.executing(f"{each}.2")
+        await passing()
+        for each in running:
+            second.runtime.finish(f"{each}.2")
+            again = await over(second, each)
+            (lost,) = again["attempts"]
+            assert (again["state"], lost["overhead_ms"] >= 30) == ("succeeded", True)
+            assert again["execution_ms"] >= 30
+        assert (await over(second, queued))["queue_ms"] >= 60
+
+
+async def test_streams_carry_them(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        answer = await gateway.invoke({"log": "x"}, mode="stream")
+        record = json.loads(answer.text.splitlines()[-1])["invocation"]
+        assert_whole(record)
+        log = await gateway.http.get(f"/v1/invocations/{record['id']}/logs?follow=true")
+        end = json.loads(log.text.splitlines()[-1])
+        assert {name: end[name] for name in ("queue_ms", "overhead_ms", "execution_ms")} == {
+            name: record[name] for name in ("queue_ms", "overhead_ms", "execution_ms")
+        }

@@ -1,0 +1,292 @@
+"""The gateway as a whole: faults of the scheduler and of a policy, bounds and the keys that raise them, and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gateway.app import gateway
+from gateway.grpc.generated import tangram_pb2 as pb
+from gateway.http.server import BoundedResets, HttpConnection, NamedStatuses
+from gateway.invocations.invocations import Admission
+from gateway.limits import Room
+from gateway.tls import Connections
+from manager.errors import CapacityExceeded, CodedError
+from manager.function import SandboxSpec
+from manager.scheduler.policy import Decision, PoolView
+from runtimes.testing import ScriptedRuntime
+from tests.gateway.conftest import (
+    DEADLINE_S,
+    FUNCTIONS,
+    GatewayBench,
+    RunningGateway,
+    function,
+    scripted_runtimes,
+    serving,
+    step_of,
+    until,
+)
+from tests.gateway.grpc.peer import echo, framed, head, peer
+from tests.gateway.http.test_odd_requests import ask
+
+BALLAST = "ballast " * 1000
+#: Hypercorn's connection and its protocol hold each other until it is closed.
+CONNECTION = (HttpConnection, NamedStatuses, BoundedResets)
+#: Forks until that is refused.
+FORKS = """
+import os, time
+while os.fork():
+    pass
+time.sleep(1)
+"""
+RAISED = """
+import resource
+from gateway.limits import raise_descriptors
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
+assert raise_descriptors() == 128
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (128, 128)
+"""
+
+
+async def test_after_a_bug_callers_are_answered_the_process_fails_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = GatewayBench(tmp_path)
+
+    runtimes = scripted_runtimes(ScriptedRuntime(step_of), bench.directory)
+    async with asyncio.timeout(DEADLINE_S), gateway(bench.config(), make=runtimes) as app:
+        serving_task = asyncio.create_task(app.serve())
+        await until(lambda: all(app.registry.readiness(each).status == "ready" for each in app.config.functions))
+        schedule = app.engine._core.schedule
+
+        def bug(now_s: float) -> object:
+            assert not app.invocations.living, "a bug"  # what was prepared may still be told to the scheduler
+            return schedule(now_s)
+
+        monkeypatch.setattr(app.engine._core, "schedule", bug)
+        head = "POST /v1/functions/echo/invocations{} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        accepted = await ask_port(app.http_port, head.format("?mode=async"))
+        with pytest.raises(CodedError, match="the scheduler failed: AssertionError"):
+            await serving_task
+    assert b" 202 " in accepted.partition(b"\r\n")[0]
+    async with serving(GatewayBench(tmp_path)) as second:
+        (record,) = (await second.http.get("/v1/invocations")).json()["invocations"]
+        ended = (await second.http.get(f"/v1/invocations/{record['id']}?wait=5s")).json()
+        assert ended["state"] == "succeeded"
+
+
+async def ask_port(port: int, head: str) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write((head + "Content-Length: 2\r\nConnection: close\r\n\r\n").encode() + b"{}")
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+class BrokenEverywhere:
+    """A policy that raises."""
+
+    name = "broken"
+
+    def decide(self, view: PoolView) -> Decision:
+        raise ZeroDivisionError("a bug")
+
+
+async def test_a_policy_that_fails_is_a_warning_of_readiness_and_no_failure(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        state = gateway.app.engine._core.state
+        state.policies = {**state.policies, "cpu": BrokenEverywhere(), "default": BrokenEverywhere()}
+        ended = await gateway.http.post("/v1/functions/echo/invocations", json={"n": 1})
+        assert ended.json()["state"] == "succeeded"
+        ready = await gateway.http.get("/readyz")
+    assert ready.status_code == 200
+    (warning,) = ready.json()["warnings"]
+    assert "policy broken failed" in warning and "a bug" in warning
+
+
+FULL = {"full": function("full", max_queued=0)}
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """A collector that comes when it is called, and keeps what it finds; what was there before is none of its work."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    yield
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.unfreeze()
+    gc.enable()
+
+
+def circles() -> list[str]:
+    """What is in a circle by now and is our own, or holds a request's body."""
+    gc.garbage.clear()
+    gc.collect()
+    holders = [
+        type(each).__qualname__
+        for each in gc.garbage
+        for held in gc.get_referents(each)
+        if isinstance(held, bytes | str | bytearray) and len(held) >= len(BALLAST)
+    ]
+    kinds = [type(each) for each in gc.garbage if type(each) not in CONNECTION]
+    ours = [kind.__qualname__ for kind in kinds if kind.__module__.startswith(("gateway.", "manager.", "runtimes."))]
+    gc.garbage.clear()
+    return holders + ours
+
+
+async def post(
+    gateway: RunningGateway, path: str, body: object, header: str = "X-Unheard-Of: 1", verb: str = "POST"
+) -> int:
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = await ask(gateway, f"{verb} /v1/{path} HTTP/1.1\r\n{header}\r\n".encode(), sent)
+    return answer.status
+
+
+@pytest.mark.slow
+async def test_no_answer_leaves_its_request_in_a_circle(tmp_path: Path, collector: None) -> None:
+    given = {"x": BALLAST}
+    calls = [{"function": "echo", "input": given}, {"function": "full", "input": given}, {"function": "nope"}]
+    async with serving(GatewayBench(tmp_path, functions=FULL)) as gateway:
+        circles()
+        for statuses, path, body, header in (
+            ({200}, "functions/echo/invocations", given, "Idempotency-Key: k"),
+            ({200, 202}, "functions/echo/invocations?mode=async&wait=5s", given, ""),
+            ({200}, "functions/echo/invocations?mode=stream", given, ""),
+            ({429}, "functions/full/invocations", given, ""),
+            ({429}, "functions/full/invocations?mode=async", given, ""),
+            ({404}, "functions/nope/invocations", given, ""),
+            ({422}, "functions/strict/invocations", given, ""),
+            ({422}, "functions/echo/invocations", BALLAST.encode(), ""),
+            ({422}, "functions/echo/invocations", given | {"y": 1}, "Idempotency-Key: k"),
+            ({422}, "functions/echo/invocations", given, "X-Task: a b"),
+            ({502}, "functions/echo/invocations", given | {"reason": "upstream"}, ""),
+            ({504}, "functions/short/invocations", given | {"hangs": True}, ""),
+            ({200}, "invocations:batch?wait=any", {"calls": calls}, ""),
+        ):
+            status = await post(gateway, path, body, header or "X-Unheard-Of: 1")
+            assert status in statuses, (path, status)
+            await gateway.app.store.commit()
+            await until(lambda: gateway.app.connections["http"].open == 0)
+            assert circles() == [], (status, path)
+        assert await post(gateway, "trajectories/t/files/x", BALLAST.encode(), verb="PUT") == 404
+        assert circles() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["echo", "full", "nope", "strict"])
+async def test_no_rpc_leaves_its_request_in_a_circle(tmp_path: Path, collector: None, name: str) -> None:
+    request = pb.InvokeRequest(function=name, input_json=json.dumps({"x": BALLAST}).encode())
+    async with serving(GatewayBench(tmp_path, functions=FULL)) as gateway:
+        async with peer(gateway) as opened:
+            await opened.ask(head(), framed(request.SerializeToString()))
+        await until(lambda: gateway.app.connections["grpc"].open == 0)
+        assert circles() == []
+
+
+SHELL = replace(FUNCTIONS["shell"], sandbox=SandboxSpec(image="any", memory_bytes=2**26, pids=32))
+
+
+async def ended(gateway: RunningGateway, command: str, **headers: str) -> dict[str, object]:
+    """The record of a command in the trajectory."""
+    names = {"X-Trajectory-Id": "t", **{f"X-{name}": value for name, value in headers.items()}}
+    body: dict[str, object] = (await gateway.invoke({"command": command}, function="shell", headers=names)).json()
+    record = body.get("invocation", body)
+    assert isinstance(record, dict)
+    return record
+
+
+async def log_of(gateway: RunningGateway, record: Mapping[str, object]) -> str:
+    return (await gateway.http.get(f"/v1/invocations/{record['id']}/logs")).text
+
+
+@pytest.mark.slow
+async def test_what_a_command_reaches_is_told(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path, functions={"shell": SHELL})) as gateway:
+        bounded = gateway.app.runtimes.provider.info.limits
+        late = await ended(gateway, "sleep 60", Timeout="200ms")
+        assert late["reason"] == "timeout" and "longer than timeout, 0.2 s" in str(late["message"])
+        if bounded["memory"]:
+            large = await ended(gateway, "python3 -c 'x = bytearray(10**9)'")
+            assert large["reason"] == "out_of_memory" and "sandbox.memory" in str(large["message"])
+        if bounded["pids"]:
+            many = await ended(gateway, f"python3 -c '{FORKS}'")
+            assert "refused once: the sandbox had 32, and sandbox.pids" in await log_of(gateway, many)
+
+
+async def test_what_a_request_reaches_is_told(tmp_path: Path) -> None:
+    small = {"body_limit": 1000, "file_limit": 2000, "batch_max": 1, "body_timeout": "200ms"}
+    async with serving(GatewayBench(tmp_path, server=small)) as gateway:
+        http = gateway.http
+        await http.put("/v1/trajectories/t", json={"function": "shell"})
+        place = "/v1/trajectories/t/files?path=f"
+        calls = [{"function": "echo"}] * 2
+        for answer, key in (
+            (await gateway.invoke({"x": "y" * 2000}), "server.body_limit"),
+            (await http.put(place, content=b"x" * 3000), "server.file_limit"),
+            (await http.post("/v1/invocations:batch", json={"calls": calls}), "server.batch_max"),
+        ):
+            assert answer.status_code == 413 and key in answer.json()["detail"]
+        await gateway.invoke(
+            {"command": "head -c 3000 /dev/zero > f"}, function="shell", headers={"X-Trajectory-Id": "t"}
+        )
+        large = await http.get(place)
+        assert large.status_code == 413 and "server.file_limit" in large.json()["detail"]
+        packed = await http.get("/v1/trajectories/t/archive?path=.")
+        assert packed.status_code == 413 and "server.file_limit" in packed.json()["detail"]
+        async with peer(gateway) as other:
+            answer_of = await other.ask(head(), struct.pack(">BI", 0, 10**6))
+            assert "server.body_limit" in answer_of.headers["grpc-message"]
+            slow = await other.answer(other.send(head(), echo()[:7], end=False))
+            assert "server.body_timeout" in slow.headers["grpc-message"]
+
+
+def test_what_waits_is_told_which_bound_it_is() -> None:
+    admission = Admission(lambda: 0.0, total_max=3, task_max=lambda task: 2)
+    narrow = replace(FUNCTIONS["echo"], max_queued=1)
+
+    def refused(function: str, task: str) -> str:
+        with pytest.raises(CodedError) as caught:
+            admission.check(replace(narrow, name=function), task)
+        return caught.value.message
+
+    admission.enter("echo", "a")
+    assert "functions.echo.max_queued" in refused("echo", "b")
+    admission.enter("other", "a")
+    assert "tasks.a.max_queued" in refused("third", "a")
+    admission.enter("fourth", "b")
+    assert "scheduler.max_queued" in refused("fifth", "c")
+
+
+def test_a_full_door_names_its_bound() -> None:
+    full = Connections(limit=0).enter("http")
+    assert isinstance(full, CapacityExceeded) and "server.connections_max" in full.message
+
+
+def test_descriptors_are_raised_to_what_the_machine_allows() -> None:
+    done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_disk_below_its_bound_or_gone_is_named(tmp_path: Path) -> None:
+    room = Room(tmp_path, free_min_bytes=1, connections_max=1)
+    assert room.shortage() is None
+    short = Room(tmp_path, free_min_bytes=2**60, connections_max=1).shortage()
+    assert short is not None
+    assert "server.free_min" in short and "make room" in short and "server.state_dir" in short
+    tmp_path.rmdir()
+    gone = room.shortage()
+    assert gone is not None
+    assert str(tmp_path) in gone
