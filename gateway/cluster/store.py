@@ -33,6 +33,7 @@ from manager.errors import (
     StorageUnavailable,
     Unauthorized,
 )
+from runtimes.node.protocol import NodeAnswer
 from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.snapshots import NodeSnapshotSettings, SnapshotRecord
 
@@ -376,7 +377,7 @@ class NodeSnapshots:
         """Take a snapshot of a trajectory on its node, and put it on record.
 
         Raises CapacityExceeded while the node is not reached, or if those in use leave no room, StorageUnavailable, and
-        as `RemoteSnapshots.order`. One that nobody is told of is removed again.
+        as `RemoteNode.take_snapshot`. One that nobody is told of is removed again.
         """
         if not remote.attached:
             told = f"node {remote.name}, on which trajectory {trajectory!r} lives, is not reached now"
@@ -387,7 +388,7 @@ class NodeSnapshots:
             self._make_room(0)
             used = self.used()
             spared = [each.record.id for each in self._on(remote.name) if each.record.id in used]
-            record = await remote.snapshots.order(trajectory, id, spared)
+            record = await remote.take_snapshot(trajectory, id, spared)
             self._make_room(record.size_bytes)
             self.adopt(remote.name, record)
             await self._store.commit()
@@ -425,7 +426,7 @@ class NodeSnapshots:
         self.watch(remote)
         self._comparing.add(remote.name)
         try:
-            await remote.snapshots.compare()
+            await remote.compare_snapshots()
         except CodedError as error:
             logger.warning("a node does not say which snapshots it has", node=remote.name, why=error.message)
         finally:
@@ -433,7 +434,7 @@ class NodeSnapshots:
 
     def watch(self, remote: RemoteNode) -> None:
         """Take what a node says of its snapshots."""
-        remote.snapshots.on_change = partial(self._said, remote.name)
+        remote.on_snapshots = partial(self._said, remote.name)
 
     def lose(self, node: str, why: str) -> None:
         """A node is gone, and what it had can be had no more until it is back."""
@@ -499,17 +500,17 @@ class NodeSnapshots:
         count = len(self._kept.keys() | self._under_way)
         return count <= self.settings.count_max and sum(there) + size_bytes <= self.settings.total_max_bytes
 
-    def _remove(self, found: NodeSnapshot) -> asyncio.Future[bool] | None:
+    def _remove(self, found: NodeSnapshot) -> asyncio.Future[NodeAnswer] | None:
         del self._kept[found.record.id]
         self._save(found.node)
         return self._drop(found.node, found.record.id)
 
-    def _drop(self, node: str, id: str) -> asyncio.Future[bool] | None:
+    def _drop(self, node: str, id: str) -> asyncio.Future[NodeAnswer] | None:
         """Have a node remove one; an absent one does when it is back, as it is on no record."""
         remote = self.member(node)
         if remote is None or not remote.attached:
             return None
-        return remote.snapshots.drop(id)
+        return remote.drop_snapshot(id)
 
     def _save(self, node: str) -> None:
         kept = self._on(node)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -94,17 +95,16 @@ from runtimes.node.protocol import (
     NodeWelcome,
     ResizeAttempt,
     SandboxChanged,
+    SessionControl,
     SessionOpened,
     SessionRoom,
     SessionSaid,
-    SessionSteered,
     SessionTold,
-    SessionTyped,
     SnapshotOrder,
     SnapshotsKept,
-    SteerSession,
+    TerminalInput,
+    TerminalInputState,
     TrajectoryFacts,
-    TypeToSession,
     as_failure,
     digest_of,
     end_of,
@@ -523,14 +523,6 @@ LOOK_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class ServedInput:
-    """Input that is being passed on, and where that is answered."""
-
-    link: NodeLink
-    task: asyncio.Task[None] | None = None
-
-
-@dataclass(slots=True, eq=False)
 class ServedSession:
     """One session of an attempt, and what of it the gateway has heard."""
 
@@ -547,9 +539,10 @@ class ServedSession:
     attended: bool = False
     #: Whether all of it was told on this link.
     told: bool = False
-    steered: int = 0
-    #: What is being passed on, by who sent it and its number.
-    inputs: dict[tuple[str, int], ServedInput] = field(default_factory=dict)
+    #: The number of the last control that was done for the present side.
+    controlled: int = 0
+    #: The requests whose input is being passed on.
+    inputs: set[asyncio.Task[Any]] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     telling: asyncio.Task[None] | None = None
 
@@ -610,7 +603,7 @@ class ServedSessions:
 
     # --- the link
 
-    def take(self, link: NodeLink, message: AttachSession | SessionRoom | TypeToSession | SteerSession) -> None:
+    def take(self, link: NodeLink, message: AttachSession | SessionRoom) -> None:
         """Take what the gateway says of a session, unless that is forgotten."""
         served = self._sessions.get(message.claim)
         match message:
@@ -622,10 +615,6 @@ class ServedSessions:
             case SessionRoom() if served is not None:
                 served.taken, served.attended = message.taken, message.attended
                 served.changed.set()
-            case TypeToSession():
-                self._type(served, link, message)
-            case SteerSession() if served is not None:
-                self._spawn(self._steer(served, link, message))
             case _:
                 pass
 
@@ -645,11 +634,55 @@ class ServedSessions:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    # --- requests
+
+    async def input(self, claim: str, body: bytes) -> bytes:
+        """Pass input on, and return how far it came; raises Conflict or CapacityExceeded."""
+        served, input = self._sessions.get(claim), msgspec.msgpack.decode(body, type=TerminalInput)
+        if served is None:
+            return self.input_state(claim, input.offset)
+        if len(served.inputs) >= INPUTS_MAX:
+            message = f"{INPUTS_MAX} inputs of the session wait for its command to read"
+            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0)
+        task = asyncio.current_task()
+        assert task is not None
+        served.inputs.add(task)
+        try:
+            await served.session.write(input.data, input.offset, end=input.end)
+        finally:
+            served.inputs.discard(task)
+        return self.input_state(claim, input.offset)
+
+    def input_state(self, claim: str, offset: int) -> bytes:
+        """Return how far the input of a session came; one that is forgotten takes nothing from ``offset`` on."""
+        served = self._sessions.get(claim)
+        if served is None:
+            state = TerminalInputState(offset, reads=False)
+        else:
+            state = TerminalInputState(served.session.input_offset, served.session.reads)
+        return msgspec.msgpack.encode(state)
+
+    async def control(self, claim: str, number: int, body: bytes) -> None:
+        """Do what a request of this number says as soon as the session runs, unless it was done on an earlier link."""
+        served = self._sessions.get(claim)
+        if served is None:
+            return
+        control = msgspec.msgpack.decode(body, type=SessionControl)
+        await served.session.opened(None)
+        if number > served.controlled:
+            served.controlled = number
+            size = None if control.size is None else TerminalSize(*control.size)
+            served.session.relay(size=size, signal=control.signal, end=control.end)
+
     # --- inside
 
     def _attach(self, served: ServedSession, link: NodeLink, asked: AttachSession) -> None:
+        ending: list[asyncio.Task[Any]] = []
         if served.life != asked.life:
-            served.life, served.steered = asked.life, 0
+            served.life, served.controlled = asked.life, 0
+            ending = list(served.inputs)  # another side than the present one has sent them
+            for task in ending:
+                task.cancel()
         own_bytes = served.session.settings.output_bytes // 4
         served.window_bytes = max(1, min(asked.window_bytes, own_bytes))
         served.sent = asked.offset
@@ -661,7 +694,7 @@ class ServedSessions:
             served.session.leave(reader)
         self._stop(served)
         served.link = link
-        served.telling = self._spawn(self._tell(served, link, self._withdraw_of_others(served)))
+        served.telling = self._spawn(self._tell(served, link, ending))
 
     def _stop(self, served: ServedSession) -> None:
         """Tell no more of it on its link."""
@@ -669,15 +702,7 @@ class ServedSessions:
             served.telling.cancel()
         served.link = served.telling = None
 
-    def _withdraw_of_others(self, served: ServedSession) -> list[asyncio.Task[None]]:
-        """Pass no more on of what another side than the present one has typed; return what still ends of that."""
-        others = [given for (life, _), given in served.inputs.items() if life != served.life]
-        tasks = [given.task for given in others if given.task is not None]
-        for task in tasks:
-            task.cancel()
-        return tasks
-
-    async def _tell(self, served: ServedSession, link: NodeLink, ending: Collection[asyncio.Task[None]]) -> None:
+    async def _tell(self, served: ServedSession, link: NodeLink, ending: Collection[asyncio.Task[Any]]) -> None:
         """Say that it runs, then what it says while there is room, and at its end the rest and that this was all.
 
         Where its input stands is told once what is ``ending`` has ended.
@@ -731,62 +756,6 @@ class ServedSessions:
             served.sent = offset + len(part)
             link.send(SessionSaid(served.claim, offset, piece.stream, part))
             await link.drained()
-
-    def _type(self, served: ServedSession | None, link: NodeLink, typed: TypeToSession) -> None:
-        if served is None:
-            link.send(
-                SessionTyped(claim=typed.claim, number=typed.number, input_offset=typed.offset, reads=False, error=None)
-            )
-            return
-        key = (served.life, typed.number)
-        given = served.inputs.get(key)
-        if given is not None:
-            given.link = link  # one that was sent again after a cut is answered on the new link
-            if typed.withdrawn and given.task is not None:
-                given.task.cancel()
-        else:
-            given = served.inputs[key] = ServedInput(link)
-            given.task = self._spawn(self._pass_on(served, key, typed))
-            given.task.add_done_callback(lambda _: self._answer_typed(served, key, typed.number, None))
-
-    async def _pass_on(self, served: ServedSession, key: tuple[str, int], typed: TypeToSession) -> None:
-        """Pass input on once its turn has come, and answer how far it came."""
-        failure = None
-        try:
-            if len(served.inputs) > INPUTS_MAX:
-                told = f"{INPUTS_MAX} inputs of the session wait for its command to read"
-                raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0)
-            if not typed.withdrawn:
-                await served.session.write(typed.data, typed.offset, end=typed.end)
-        except CodedError as error:
-            failure = facts_of(error)
-        self._answer_typed(served, key, typed.number, failure)
-
-    def _answer_typed(
-        self, served: ServedSession, key: tuple[str, int], number: int, failure: ErrorFacts | None
-    ) -> None:
-        """Say how far an input came, once: it is over, or was withdrawn before its first step."""
-        given = served.inputs.pop(key, None)
-        if given is not None:
-            session = served.session
-            given.link.send(
-                SessionTyped(
-                    claim=served.claim,
-                    number=number,
-                    input_offset=session.input_offset,
-                    reads=session.reads,
-                    error=failure,
-                )
-            )
-
-    async def _steer(self, served: ServedSession, link: NodeLink, steer: SteerSession) -> None:
-        """Do it as soon as it runs, unless it was done on an earlier link."""
-        await served.session.opened(None)
-        if steer.number > served.steered:
-            served.steered = steer.number
-            size = None if steer.size is None else TerminalSize(*steer.size)
-            served.session.relay(size=size, signal=steer.signal, end=steer.end)
-        link.send(SessionSteered(served.claim, steer.number))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -1428,7 +1397,7 @@ class NodeDaemon:
                 self._transfers.begin(link, message)
             case FilesPiece() | FilesTaken() | FilesStop():
                 self._transfers.take(message)
-            case AttachSession() | SessionRoom() | TypeToSession() | SteerSession():
+            case AttachSession() | SessionRoom():
                 self._sessions.take(link, message)
             case _:
                 raise ChannelError(f"a {type(message).__name__} to a node")
@@ -1444,14 +1413,16 @@ class NodeDaemon:
 
     async def _answer(self, request: NodeRequest) -> None:
         """Answer on the link that is there at its end."""
-        done, failure = True, None
+        done, body, failure = True, b"", None
         try:
-            done = await self._carry_out(request)
+            result = await self._carry_out(request)
+            done, body = (result, b"") if isinstance(result, bool) else (True, result)
         except Exception as error:  # noqa: BLE001  # a bug here ends no daemon
             failure = _failure_facts(error, "request", verb=request.verb, name=request.name)
-        self._send(NodeAnswer(request.number, failure, done))
+        self._send(NodeAnswer(request.number, failure, done, body))
 
-    async def _carry_out(self, request: NodeRequest) -> bool:
+    async def _carry_out(self, request: NodeRequest) -> bool | bytes:
+        """Do what is asked; return whether it is so now, or the body of the answer."""
         name, executor, snapshots = request.name, self._runtimes.executor, self._runtimes.snapshots
         match request.verb:
             case "open":
@@ -1471,6 +1442,16 @@ class NodeDaemon:
                 self._environments.choose(name, msgspec.json.decode(request.body, type=SandboxSpec))
             case "has_handler":
                 return await self._handlers.has(name)
+            case "input":
+                return await self._sessions.input(name, request.body)
+            case "withdraw":
+                number, offset = msgspec.msgpack.decode(request.body, type=tuple[int, int])
+                if (task := self._requests.get(number)) is not None:
+                    task.cancel()
+                    await asyncio.wait([task])
+                return self._sessions.input_state(name, offset)
+            case "control":
+                await self._sessions.control(name, request.number, request.body)
             case "snapshot" if snapshots is not None:
                 await self._take_snapshot(name, request.body)
             case "snapshots" if snapshots is not None:

@@ -130,10 +130,6 @@ class FilesStop(Message):
     transfer: int
 
 
-#: In the order of their kinds; what was released keeps its place.
-FILES_MESSAGES: tuple[type[Message], ...] = (FilesAsk, FilesOpened, FilesPiece, FilesTaken, FilesEnded, FilesStop)
-
-
 class FitnessChanged(Message):
     """Why nothing can begin on the node, or nothing new; both empty if anything can."""
 
@@ -153,8 +149,9 @@ class ModelsChanged(Message, kw_only=True):
 
 # What travels of a session: its output from a byte on as far as there is room, its input, and what steers it.
 #
-# The node keeps the end of the output and numbers both byte by byte, so that after a cut either side says again what
-# the other has not heard. A session is named by the claim of its attempt.
+# The node keeps the end of the output and numbers both byte by byte, so that after a cut either side sends again what
+# the other has not received. A session is named by the claim of its attempt. Input and controls are requests, which are
+# answered once.
 
 
 class AttachSession(Message, kw_only=True):
@@ -180,30 +177,6 @@ class SessionRoom(Message):
     claim: str
     taken: int
     attended: bool
-
-
-class TypeToSession(Message, kw_only=True):
-    """Pass on input that begins at an offset; to the node, which answers it."""
-
-    claim: str
-    number: int
-    offset: int
-    data: bytes
-    #: Whether there is no more.
-    end: bool
-    #: Whether nobody waits for it any more: no more of it is passed on, and the answer says how far it came. It bears
-    #: the number of what it withdraws, and no data.
-    withdrawn: bool = False
-
-
-class SteerSession(Message, kw_only=True):
-    """Resize its terminal (rows, columns), signal its foreground, or end it; to the node, which does it once."""
-
-    claim: str
-    number: int
-    size: tuple[int, int] | None = None
-    signal: int | None = None
-    end: bool = False
 
 
 class SessionOpened(Message, kw_only=True):
@@ -234,45 +207,35 @@ class SessionTold(Message):
     claim: str
 
 
-class SessionTyped(Message, kw_only=True):
-    """How far its input came; from the node."""
+class TerminalInput(msgspec.Struct, array_like=True):
+    """The body of a request ``input``; that of ``withdraw`` is the number and offset of one that nobody waits for.
 
-    claim: str
-    number: int
+    Both are answered by a `TerminalInputState`. What was passed on is passed over, so that input may come again.
+    """
+
+    offset: int
+    data: bytes
+    #: Whether there is no more.
+    end: bool = False
+
+
+class TerminalInputState(msgspec.Struct, array_like=True):
+    """How far the input of a session came, and whether its command reads on."""
+
     input_offset: int
     reads: bool
-    error: ErrorFacts | None
 
 
-class SessionSteered(Message):
-    """It was steered so; from the node."""
+class SessionControl(msgspec.Struct, array_like=True):
+    """The body of a request ``control``: resize its terminal (rows, columns), signal its foreground, or end it."""
 
-    claim: str
-    number: int
-
-
-#: In the order of their kinds; what was released keeps its place.
-SESSION_MESSAGES: tuple[type[Message], ...] = (
-    AttachSession,
-    SessionRoom,
-    TypeToSession,
-    SteerSession,
-    SessionOpened,
-    SessionSaid,
-    SessionTold,
-    SessionTyped,
-    SessionSteered,
-)
-
-
-# What travels of the snapshots that a node keeps; their files stay there.
-#
-# Its requests: ``snapshot`` takes one, ``snapshots`` has all told that there are, now and whenever that changes on this
-# link, and ``drop_snapshot`` removes one as soon as nothing needs it.
+    size: tuple[int, int] | None = None
+    signal: int | None = None
+    end: bool = False
 
 
 class SnapshotsKept(Message):
-    """All the snapshots that a node keeps now; from the node, once it was asked for them."""
+    """All the snapshots that a node keeps now, their files apart; from the node, once it was asked for them."""
 
     records: list[SnapshotRecord]
 
@@ -499,9 +462,10 @@ class NodeRequest(Message):
     """Something that is answered once; it may be asked again by the same number after a cut."""
 
     number: int
-    #: ``open``, ``end``, ``prepare``, ``replicate``, ``mark_lost``, ``choose``, ``has_handler`` (whether the files of
-    #: this digest are there: answered by ``done``), all in `runtimes.node.daemon`, and those of
-    #: `runtimes.node.protocol`.
+    #: ``open``, ``end``, ``mark_lost``, ``choose`` (trajectories); ``prepare``, ``has_handler`` (whether the files of
+    #: this digest are there: answered by ``done``), ``replicate``; ``snapshot``, ``snapshots`` (have all reported that
+    #: there are, now and whenever that changes on this link), ``drop_snapshot``; ``input``, ``withdraw``, ``control``
+    #: (sessions).
     verb: str
     name: str = ""
     task: str = ""
@@ -517,6 +481,7 @@ class NodeAnswer(Message):
     number: int
     error: ErrorFacts | None
     done: bool = True
+    body: bytes = b""
 
 
 class SandboxChanged(Message):
@@ -538,7 +503,7 @@ class NodeGoodbye(Message):
     killed: bool
 
 
-#: Every message by the kind that stands in its frame. What was released keeps its number.
+#: Every message by the kind that stands in its frame.
 KINDS: Mapping[int, type[Message]] = dict(
     enumerate(
         (
@@ -563,9 +528,18 @@ KINDS: Mapping[int, type[Message]] = dict(
             SandboxChanged,
             NodeDraining,
             NodeGoodbye,
-            *FILES_MESSAGES,
+            FilesAsk,
+            FilesOpened,
+            FilesPiece,
+            FilesTaken,
+            FilesEnded,
+            FilesStop,
             ModelsChanged,
-            *SESSION_MESSAGES,
+            AttachSession,
+            SessionRoom,
+            SessionOpened,
+            SessionSaid,
+            SessionTold,
             SnapshotsKept,
             FitnessChanged,
         ),

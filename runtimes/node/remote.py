@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from runtimes.node.protocol import (
     CancelAttempt,
     ChannelError,
     DefineFunction,
+    ErrorFacts,
     ExecuteAttempt,
     FilesAsk,
     FilesEnded,
@@ -60,17 +62,16 @@ from runtimes.node.protocol import (
     NodeRequest,
     ResizeAttempt,
     SandboxChanged,
+    SessionControl,
     SessionOpened,
     SessionRoom,
     SessionSaid,
-    SessionSteered,
     SessionTold,
-    SessionTyped,
     SnapshotOrder,
     SnapshotsKept,
-    SteerSession,
+    TerminalInput,
+    TerminalInputState,
     TrajectoryFacts,
-    TypeToSession,
     error_of,
     facts_of,
     failed,
@@ -85,8 +86,10 @@ from runtimes.sandbox.files import SandboxFiles
 from runtimes.sandbox.session import InteractiveSession, SessionTable
 from runtimes.sandbox.snapshots import SnapshotRecord
 
-#: Of one node: as many as a gateway has in all by default (``scheduler.trajectories_max``), more than a machine runs.
-TRAJECTORIES_MAX = 65536
+logger = structlog.get_logger("node.remote")
+
+#: Seconds after which a caller whose transfer was cut off may try again.
+RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -155,190 +158,6 @@ class RemoteCall:
         self.log_bytes = max(self.log_bytes, piece.offset + len(piece.records))
 
 
-@dataclass(slots=True)
-class NodeKnowledge:
-    """What the last inventory, and what was said since, tell of a node."""
-
-    epoch: str = ""
-    attempts: dict[str, AttemptFacts] = field(default_factory=dict)
-    trajectories: dict[str, TrajectoryFacts] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, inventory: Inventory) -> NodeKnowledge:
-        """Return what an inventory tells; raises ChannelError for more than a node may have."""
-        known = cls(inventory.epoch, {facts.claim: facts for facts in inventory.attempts})
-        for facts in inventory.trajectories:
-            known.trajectories[facts.trajectory] = facts
-        known._check()
-        return known
-
-    def take(self, facts: TrajectoryFacts) -> None:
-        """Note that a trajectory has a sandbox, or none any more; raises ChannelError for one too many."""
-        if not facts.sandbox:
-            self.trajectories.pop(facts.trajectory, None)
-            return
-        self.trajectories[facts.trajectory] = facts
-        self._check()
-
-    def _check(self) -> None:
-        if len(self.trajectories) > TRAJECTORIES_MAX:
-            raise ChannelError(f"a node that tells of more than {TRAJECTORIES_MAX} trajectories")
-
-
-logger = structlog.get_logger("node.remote")
-
-#: Functions that a link keeps in mind as defined; the agent remembers more of them.
-DEFINED_MAX = 1024
-
-
-@dataclass(slots=True, eq=False)
-class _OpenRequest:
-    """One request that waits for its answer."""
-
-    request: NodeRequest
-    function: FunctionSpec | None
-    answer: asyncio.Future[bool]
-
-
-class RemoteRequests:
-    """The requests to one node; each is sent again on every new link until it is answered: all are idempotent."""
-
-    def __init__(self, node: str) -> None:
-        self._node = node
-        self._loop = asyncio.get_running_loop()
-        self._link: NodeLink | None = None
-        #: Functions of this link, the youngest last; and how functions travel, by identity (never changed in place).
-        self._defined: dict[str, None] = {}
-        self._digests: dict[int, tuple[FunctionSpec, str, bytes]] = {}
-        self._open: dict[int, _OpenRequest] = {}
-        #: Random, so that no number is one of a gateway before.
-        self._number = secrets.randbits(48)
-
-    # --- the link
-
-    def attach(self, link: NodeLink) -> None:
-        """Ask over this link from now on."""
-        self._link, self._defined = link, {}
-
-    def ask_again(self) -> None:
-        """Send all that was not answered."""
-        for each in list(self._open.values()):
-            self._send(each)
-
-    def detach(self) -> None:
-        """There is no link; everything waits."""
-        self._link = None
-
-    def lost(self, why: str) -> None:
-        """No answer comes any more: whoever waits is told ActionFailed(node_lost)."""
-        for each in self._open.values():
-            if not each.answer.done():
-                message = f"node {self._node}: {why}"
-                each.answer.set_exception(ActionFailed(Reason.NODE_LOST, message, component=COMPONENT))
-
-    def close(self) -> None:
-        """Wait for nothing any more."""
-        for each in self._open.values():
-            each.answer.cancel()
-
-    # --- functions
-
-    def check(self, function: FunctionSpec) -> None:
-        """Raise Unsupported for a function of a kind that nodes do not execute."""
-        if function.runtime not in SERVED:
-            message = f"function {function.name!r}: {function.runtime} functions run on the gateway's own machine alone"
-            raise Unsupported(message, component=COMPONENT)
-
-    def define(self, function: FunctionSpec) -> str:
-        """Tell the node of the function, unless this link has; return its digest, by which it is asked for.
-
-        Raises Unsupported for a function of a kind that cannot travel.
-        """
-        digest, data = self._travelling(function)
-        if digest in self._defined or self._link is None:
-            return digest
-        while len(self._defined) >= DEFINED_MAX:
-            del self._defined[next(iter(self._defined))]
-        self._defined[digest] = None
-        self._link.send(DefineFunction(digest, data))
-        return digest
-
-    def _travelling(self, function: FunctionSpec) -> tuple[str, bytes]:
-        known = self._digests.get(id(function))
-        if known is not None and known[0] is function:
-            return known[1], known[2]
-        self.check(function)
-        data = function_bytes(function)
-        digest = hashlib.sha256(data).hexdigest()[:32]
-        while len(self._digests) >= DEFINED_MAX:
-            del self._digests[next(iter(self._digests))]
-        self._digests[id(function)] = (function, digest, data)
-        return digest, data
-
-    # --- requests
-
-    def ask(
-        self,
-        verb: str,
-        name: str,
-        *,
-        task: str = "",
-        function: FunctionSpec | None = None,
-        body: bytes = b"",
-        chunk: Chunk | None = None,
-    ) -> asyncio.Future[bool]:
-        """Ask now, or as soon as there is a link; who cancels the answer wants none.
-
-        The answer raises what the node says, ActionFailed(node_lost) if it is given up.
-        """
-        self._number += 1
-        number, answer = self._number, self._loop.create_future()
-        digest = "" if function is None else self._travelling(function)[0]
-        request = NodeRequest(number, verb, name, task, digest, body, chunk)
-        self._open[number] = each = _OpenRequest(request, function, answer)
-        answer.add_done_callback(lambda _: self._open.pop(number, None))
-        self._send(each)
-        return answer
-
-    def note(self, verb: str, name: str, *, body: bytes = b"") -> asyncio.Future[bool]:
-        """Ask as `ask` does for what nobody may wait for: a failure is logged."""
-        answer = self.ask(verb, name, body=body)
-        answer.add_done_callback(lambda _: self._log_failure(verb, answer))
-        return answer
-
-    async def replicated(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
-        """Ask for a copy of a service on a chunk; return whether it is there now."""
-        try:
-            return await self.ask("replicate", service, function=function, chunk=chunk)
-        except CodedError as error:
-            logger.warning("a service was not copied", node=self._node, service=service, why=error.message)
-            return False
-
-    def take(self, message: NodeAnswer) -> None:
-        """The node has answered."""
-        each = self._open.get(message.number)
-        if each is None or each.answer.done():
-            return
-        if message.error is None:
-            each.answer.set_result(message.done)
-        else:
-            each.answer.set_exception(error_of(message.error))
-
-    def _log_failure(self, verb: str, answer: asyncio.Future[bool]) -> None:
-        if not answer.cancelled() and (error := answer.exception()) is not None:
-            logger.warning("a request failed", node=self._node, verb=verb, why=str(error))
-
-    def _send(self, each: _OpenRequest) -> None:
-        if self._link is not None and not each.answer.done():
-            if each.function is not None:
-                self.define(each.function)
-            self._link.send(each.request)
-
-
-#: Seconds after which a caller whose transfer was cut off may try again.
-RETRY_AFTER_S = 1.0
-
-
 class _Transfer(FileTransfer):
     """One transfer that waits for its end."""
 
@@ -348,93 +167,26 @@ class _Transfer(FileTransfer):
         self.opened: asyncio.Future[int | None] = loop.create_future()
         self.ended: asyncio.Future[FilesEnded] = loop.create_future()
 
+    def receive(self, message: FilesOpened | FilesPiece | FilesTaken | FilesEnded) -> None:
+        """Take what the node says of it; raises ChannelError."""
+        match message:
+            case FilesOpened():
+                if not self.opened.done():
+                    self.opened.set_result(message.size_bytes)
+            case FilesPiece() | FilesTaken():
+                self.take(message)
+            case FilesEnded(error=None):
+                if not self.ended.done():
+                    self.ended.set_result(message)
+            case FilesEnded(error=ErrorFacts() as error):
+                self.fail(error_of(error))
+
     def fail(self, error: CodedError) -> None:
         super().fail(error)
         for future in (self.opened, self.ended):
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # whoever waits is told; nobody may be waiting for the other one
-
-
-class RemoteTransfers:
-    """The transfers with one node, over the link of now. Use from one event loop."""
-
-    def __init__(self, node: str) -> None:
-        self._node = node
-        self._link: NodeLink | None = None
-        self._transfers: dict[int, _Transfer] = {}
-        #: Random, so that no number is one of a gateway before.
-        self._number = secrets.randbits(48)
-
-    def attach(self, link: NodeLink) -> None:
-        """Ask over this link from now on."""
-        self.detach()
-        self._link = link
-
-    def detach(self) -> None:
-        """There is no link: whoever transfers is told CapacityExceeded, and may try again."""
-        self._link = None
-        told = f"node {self._node} was cut off in the middle of it"
-        for transfer in list(self._transfers.values()):
-            transfer.fail(CapacityExceeded(told, component=COMPONENT, retry_after_s=RETRY_AFTER_S))
-
-    def take(self, message: FilesOpened | FilesPiece | FilesTaken | FilesEnded) -> None:
-        """Take what the node says of a transfer, unless nobody wants it any more; raises ChannelError."""
-        transfer = self._transfers.get(message.transfer)
-        if transfer is None:
-            return
-        match message:
-            case FilesOpened():
-                if not transfer.opened.done():
-                    transfer.opened.set_result(message.size_bytes)
-            case FilesPiece() | FilesTaken():
-                transfer.take(message)
-            case FilesEnded(error=None):
-                if not transfer.ended.done():
-                    transfer.ended.set_result(message)
-            case FilesEnded(error=error):
-                assert error is not None
-                transfer.fail(error_of(error))
-
-    @asynccontextmanager
-    async def begin(self, ask: FilesAsk) -> AsyncIterator[_Transfer]:
-        """Yield a transfer that is asked for, and is stopped at the block's end if it has not ended.
-
-        Raises CapacityExceeded if there is no link, or no room on it.
-        """
-        link = self._link
-        if link is None:
-            raise CapacityExceeded(f"node {self._node} is not reached now", component=COMPONENT, retry_after_s=1.0)
-        if len(self._transfers) >= link.settings.transfers_max:
-            told = f"{len(self._transfers)} transfers with node {self._node} are under way (cluster.transfers_max)"
-            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
-        self._number += 1
-        ask.transfer = self._number
-        transfer = self._transfers[ask.transfer] = _Transfer(ask, link)
-        link.send(ask)
-        try:
-            yield transfer
-        finally:
-            del self._transfers[ask.transfer]
-            if not transfer.ended.done():
-                link.send(FilesStop(ask.transfer))
-
-    async def put(self, ask: FilesAsk, chunks: AsyncIterator[bytes]) -> int:
-        """Send the bytes until there are no more, or the node has ended it; the end that comes first counts.
-
-        Return the bytes that were written. Raises what the node says, and what `begin` raises.
-        """
-        async with self.begin(ask) as transfer:
-            sending = asyncio.create_task(transfer.send(chunks))
-            try:
-                either: tuple[asyncio.Future[Any], ...] = (sending, transfer.ended)
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if sending.done() and not transfer.ended.done():
-                    sending.result()
-                return (await transfer.ended).size_bytes
-            finally:
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,8 +209,8 @@ class RemoteFiles:
     Besides what those raise: CapacityExceeded while the node is not reached, and for what its link cut off.
     """
 
-    def __init__(self, transfers: RemoteTransfers, trajectory: str, workdir: str) -> None:
-        self._transfers = transfers
+    def __init__(self, node: RemoteNode, trajectory: str, workdir: str) -> None:
+        self._node = node
         self._trajectory = trajectory
         self._workdir = workdir
 
@@ -467,13 +219,13 @@ class RemoteFiles:
         return self._workdir
 
     async def write(self, path: str, data: FileSource, *, mode: int | None = None, user: str = "") -> int:
-        return await self._transfers.put(self._ask(FilesVerb.WRITE, path, user, mode=mode), FileContent(data).pieces())
+        return await self._node.upload(self._ask(FilesVerb.WRITE, path, user, mode=mode), FileContent(data).pieces())
 
     async def unpack(self, path: str, chunks: AsyncIterator[bytes], *, limit_bytes: int, user: str = "") -> int:
-        return await self._transfers.put(self._ask(FilesVerb.UNPACK, path, user, limit_bytes=limit_bytes), chunks)
+        return await self._node.upload(self._ask(FilesVerb.UNPACK, path, user, limit_bytes=limit_bytes), chunks)
 
     async def list(self, path: str, *, user: str = "") -> list[FileStat]:
-        async with self._transfers.begin(self._ask(FilesVerb.LIST, path, user)) as transfer:
+        async with self._node.transfer(self._ask(FilesVerb.LIST, path, user)) as transfer:
             ended = await transfer.ended
         try:
             return msgspec.msgpack.decode(ended.entries, type=list[FileStat])
@@ -482,7 +234,7 @@ class RemoteFiles:
 
     @asynccontextmanager
     async def open(self, path: str, *, limit_bytes: int, user: str = "") -> AsyncIterator[_RemoteStream]:
-        async with self._transfers.begin(self._ask(FilesVerb.READ, path, user, limit_bytes=limit_bytes)) as transfer:
+        async with self._node.transfer(self._ask(FilesVerb.READ, path, user, limit_bytes=limit_bytes)) as transfer:
             yield _RemoteStream(await transfer.opened, transfer)
 
     @asynccontextmanager
@@ -490,7 +242,7 @@ class RemoteFiles:
         self, path: str, *, limit_bytes: int, user: str = "", base: bool = False
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         ask = self._ask(FilesVerb.PACK, path, user, limit_bytes=limit_bytes, base=base)
-        async with self._transfers.begin(ask) as transfer:
+        async with self._node.transfer(ask) as transfer:
             await transfer.opened
             yield transfer.chunks()
 
@@ -581,112 +333,88 @@ class RemoteModels:
         return {service: tuple(chunks) for service, chunks in self._said.resident.items()}
 
 
-#: Bytes of input in one frame, and of output that may be under way.
+#: Bytes of input in one request, and of output that may be under way.
 PIECE_BYTES = 64 * 2**10
 WINDOW_BYTES = 256 * 2**10
-#: What steers a session and was not answered yet; the oldest is dropped for more.
-STEERS_MAX = 64
+#: Controls of a session that were not answered yet; the oldest is dropped for more.
+CONTROLS_MAX = 64
 
 
 class RemoteSession:
-    """A `runtimes.sandbox.session.SessionGrip` on a session of a node, over all of its links."""
+    """A `runtimes.sandbox.session.SessionGrip` on a session of a node, over all of its links.
 
-    def __init__(self, node: str, claim: str, session: InteractiveSession) -> None:
+    Input and controls are requests, so that each is done once whatever is cut. Output comes as messages by offset.
+    """
+
+    def __init__(self, node: RemoteNode, claim: str, id: str, session: InteractiveSession) -> None:
         self._node = node
         self._claim = claim
+        #: Of its invocation.
+        self.id = id
         self._session = session
-        self._link: NodeLink | None = None
         self._life = secrets.token_hex(8)
-        self._number = 0
         self._window_bytes = min(WINDOW_BYTES, session.settings.output_bytes // 4)
         self._open = self._held = self._attended = self._refused = False
         #: Up to where the node was told that its output was taken.
         self._taken = 0
-        #: What the node has not answered yet, by number: whoever waits for it, or gave up.
-        self._typing: dict[int, tuple[TypeToSession, asyncio.Future[SessionTyped]]] = {}
+        #: Inputs, and withdrawals of inputs, that the node has not answered yet.
+        self._inputs: set[asyncio.Future[NodeAnswer]] = set()
         self._settled = asyncio.Event()
         self._settled.set()
-        self._steers: dict[int, SteerSession] = {}
+        self._controls: deque[asyncio.Future[NodeAnswer]] = deque()
 
-    # --- the link
+    # --- the node's side
 
-    def attach(self, link: NodeLink) -> None:
-        """Go on over this link: say what the node may not have heard."""
+    def attach(self) -> None:
+        """Go on over a new link: say what the node may not know. Open requests follow this."""
         session = self._session
-        self._link, self._taken = link, session.end
-        asked = AttachSession(
-            claim=self._claim,
-            life=self._life,
-            offset=session.end,
-            window_bytes=self._window_bytes,
-            attended=self._attended,
-            held=self._held,
-            unattended_s=session.settings.unattended_s,
+        self._taken = session.end
+        self._node.send(
+            AttachSession(
+                claim=self._claim,
+                life=self._life,
+                offset=session.end,
+                window_bytes=self._window_bytes,
+                attended=self._attended,
+                held=self._held,
+                unattended_s=session.settings.unattended_s,
+            )
         )
-        for message in (asked, *self._steers.values(), *[typing for typing, _ in self._typing.values()]):
-            link.send(message)
-
-    def detach(self) -> None:
-        """There is no link: what is typed waits."""
-        self._link = None
 
     def close(self) -> None:
         """It has ended: nobody waits any more."""
-        self._link = None
-        for message, typed in self._typing.values():
-            if not typed.done():
-                typed.set_result(
-                    SessionTyped(
-                        claim=self._claim, number=message.number, input_offset=message.offset, reads=False, error=None
-                    )
-                )
-        self._typing.clear()
-        self._settled.set()
+        for answer in list(self._inputs):
+            answer.set_result(NodeAnswer(0, None))
+        for answer in self._controls:
+            answer.cancel()
 
-    def opened(self, told: SessionOpened) -> None:
-        """Its command runs, or runs still."""
-        self._refused = not told.reads
-        self._window_bytes = max(1, min(self._window_bytes, told.window_bytes))
-        if not self._open:
-            self._open, self._taken = True, told.start
-            self._session.open(self, start=told.start, input_offset=told.input_offset)
-        else:
-            self._session.skip(told.start)
-            self._session.passed(told.input_offset)
-
-    def said(self, message: SessionSaid) -> None:
-        """Keep what is new of a piece."""
-        self._session.said(message.stream, message.data, message.offset)
-        self._tell_taken()
-
-    def typed(self, told: SessionTyped) -> None:
-        """The node has passed something on, whether somebody still waits for that or not."""
-        message, typed = self._typing.pop(told.number, (None, None))
-        if message is None or typed is None:
+    def take(self, message: SessionOpened | SessionSaid) -> None:
+        """Take the news of its command: it runs, or runs still; or a piece of its output, of which some is known."""
+        session = self._session
+        if isinstance(message, SessionSaid):
+            session.said(message.stream, message.data, message.offset)
+            self._credit()
             return
-        if told.error is None or message.withdrawn:
-            self._refused = not told.reads
-            self._session.passed(told.input_offset)
-        if not typed.done():
-            typed.set_result(told)
-        if not self._typing:
-            self._settled.set()
-
-    def steered(self, number: int) -> None:
-        """The node has done it."""
-        self._steers.pop(number, None)
+        self._refused = not message.reads
+        self._window_bytes = max(1, min(self._window_bytes, message.window_bytes))
+        if not self._open:
+            self._open, self._taken = True, message.start
+            session.open(self, start=message.start, input_offset=message.input_offset)
+        else:
+            session.skip(message.start)
+            session.passed(message.input_offset)
 
     # --- SessionGrip
 
     def require_reached(self) -> None:
-        if self._link is None:
-            told = f"node {self._node}, on which the session lives, is not reached now"
-            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
+        if not self._node.attached:
+            message = f"node {self._node.name}, on which the session lives, is not reached now"
+            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
 
     def attend(self, *, attended: bool) -> None:
         self._attended = attended
         self._taken = self._session.end
-        self._send(SessionRoom(self._claim, self._taken, attended))
+        self._node.send(SessionRoom(self._claim, self._taken, attended))
 
     async def settle(self) -> None:
         await self._settled.wait()
@@ -695,38 +423,43 @@ class RemoteSession:
         return 0 if self._refused else PIECE_BYTES
 
     async def feed(self, data: bytes) -> None:
-        await self._type(data, end=False)
+        await self._input(TerminalInput(self._session.input_offset, data))
 
     async def end_input(self) -> None:
-        await self._type(b"", end=True)
+        await self._input(TerminalInput(self._session.input_offset, b"", end=True))
 
-    async def _type(self, data: bytes, *, end: bool) -> None:
-        """Pass it on; return when the node has done so. Raises what the node says."""
-        self._number += 1
-        number, offset = self._number, self._session.input_offset
-        message = TypeToSession(claim=self._claim, number=number, offset=offset, data=data, end=end)
-        typed: asyncio.Future[SessionTyped] = asyncio.get_running_loop().create_future()
-        self._typing[number] = (message, typed)
-        self._settled.clear()
-        self._send(message)
+    async def _input(self, input: TerminalInput) -> None:
+        """Pass it on; return when the node has done so. Raises what the node says.
+
+        Who is cancelled withdraws it: the node passes no more of it on, and says how far it came.
+        """
+        open_request = self._post("input", input)
+        answer = open_request.answer
         try:
-            told = await typed
+            await asyncio.wait([answer])
         except asyncio.CancelledError:
-            self._withdraw(number)
+            if not answer.done():
+                self._post("withdraw", (open_request.request.number, input.offset))
+                answer.cancel()
             raise
-        if told.error is not None:
-            raise error_of(told.error)
+        answer.result()
 
-    def _withdraw(self, number: int) -> None:
-        """Nobody waits for it any more: the node passes no more of it on, and says how far it came."""
-        if number not in self._typing:
-            return  # it was answered in the same turn
-        message, typed = self._typing[number]
-        gone = TypeToSession(
-            claim=self._claim, number=number, offset=message.offset, data=b"", end=False, withdrawn=True
-        )
-        self._typing[number] = (gone, typed)
-        self._send(gone)
+    def _post(self, verb: str, value: object) -> OpenRequest:
+        posted = self._node.post(verb, self._claim, body=msgspec.msgpack.encode(value))
+        self._inputs.add(posted.answer)
+        self._settled.clear()
+        posted.answer.add_done_callback(self._answered)
+        return posted
+
+    def _answered(self, answer: asyncio.Future[NodeAnswer]) -> None:
+        """The node has said how far its input came, if the session has not ended meanwhile."""
+        self._inputs.discard(answer)
+        if not answer.cancelled() and answer.exception() is None and (body := answer.result().body):
+            state = msgspec.msgpack.decode(body, type=TerminalInputState)
+            self._refused = not state.reads
+            self._session.passed(state.input_offset)
+        if not self._inputs:
+            self._settled.set()
 
     def steer(self, request: Mapping[str, object]) -> None:
         if "held" in request:
@@ -734,144 +467,23 @@ class RemoteSession:
             if not self._held:
                 self.attend(attended=self._attended)
             return
-        self._number += 1
-        steer = SteerSession(claim=self._claim, number=self._number)
+        control = SessionControl()
         match request:
             case {"size": [int(rows), int(columns)]}:
-                steer.size = (rows, columns)
+                control.size = (rows, columns)
             case {"signal": int(number)}:
-                steer.signal = number
+                control.signal = number
             case _:
-                steer.end = True
-        while len(self._steers) >= STEERS_MAX:
-            del self._steers[next(iter(self._steers))]
-        self._steers[steer.number] = steer
-        self._send(steer)
+                control.end = True
+        self._controls.append(self._node.note("control", self._claim, body=msgspec.msgpack.encode(control)))
+        while self._controls[0].done() or len(self._controls) > CONTROLS_MAX:
+            self._controls.popleft().cancel()
 
-    # --- inside
-
-    def _tell_taken(self) -> None:
-        """Tell of what was taken, a quarter of the window at once; nothing while its reader is slow."""
+    def _credit(self) -> None:
+        """Say what was taken, a quarter of the window at once; nothing while its reader is slow."""
         if self._attended and not self._held and self._session.end - self._taken >= max(1, self._window_bytes // 4):
             self._taken = self._session.end
-            self._send(SessionRoom(self._claim, self._taken, True))
-
-    def _send(self, message: Message) -> None:
-        if self._link is not None:
-            self._link.send(message)
-
-
-class RemoteSessions:
-    """The sessions on one node, over the link of now. Use from one event loop."""
-
-    def __init__(self, node: str, table: SessionTable) -> None:
-        self._node = node
-        self._table = table
-        self._link: NodeLink | None = None
-        #: By claim, with the id of its invocation.
-        self._sessions: dict[str, tuple[str, RemoteSession]] = {}
-
-    def begin(self, claim: str, action: Action, call: Call) -> bool:
-        """An attempt is about to be executed, or taken over; return whether it is a session.
-
-        Raises CapacityExceeded if there may be no more sessions, ActionFailed if its input is not as declared. A later
-        try than the first is none: a session is not begun again.
-        """
-        if "session" not in call.input or action.attempt > 1:
-            return False
-        id = call.context.get("invocation_id", action.id)
-        session = self._table.living(id, terminal_of(call.input))
-        self._sessions[claim] = (id, RemoteSession(self._node, claim, session))
-        self.follow(claim)
-        return True
-
-    def follow(self, claim: str) -> None:
-        """Ask the node to tell of a session, behind its beginning."""
-        known = self._sessions.get(claim)
-        if known is not None and self._link is not None:
-            known[1].attach(self._link)
-
-    def end(self, claim: str) -> None:
-        """The attempt has ended; idempotent."""
-        id, remote = self._sessions.pop(claim, ("", None))
-        if remote is not None:
-            self._table.close(id)
-            remote.close()
-
-    def attach(self, link: NodeLink) -> None:
-        """Go on over this link."""
-        self._link = link
-        for _, remote in self._sessions.values():
-            remote.attach(link)
-
-    def detach(self) -> None:
-        """There is no link: output stands still, and input waits."""
-        self._link = None
-        for _, remote in self._sessions.values():
-            remote.detach()
-
-    def take(self, message: SessionOpened | SessionSaid | SessionTyped | SessionSteered | SessionTold) -> None:
-        """Take what the node says of a session, unless that has ended here."""
-        _, remote = self._sessions.get(message.claim, ("", None))
-        match message:
-            case _ if remote is None:
-                pass
-            case SessionOpened():
-                remote.opened(message)
-            case SessionSaid():
-                remote.said(message)
-            case SessionTyped():
-                remote.typed(message)
-            case SessionSteered():
-                remote.steered(message.number)
-            case SessionTold():
-                pass  # its end follows
-
-
-#: Of one node; its own bound (``sandbox.snapshots.count_max``) is far below.
-SNAPSHOTS_MAX = 16384
-
-
-class RemoteSnapshots:
-    """The snapshots that one node keeps, as far as it has said so."""
-
-    def __init__(self, node: str, requests: RemoteRequests) -> None:
-        self._node = node
-        self._requests = requests
-        self._known: Mapping[str, SnapshotRecord] = {}
-        #: Called with all of them, by id, whenever the node has said which they are.
-        self.on_change: Callable[[Mapping[str, SnapshotRecord]], None] = lambda known: None
-
-    async def compare(self) -> None:
-        """Have the node say which snapshots it keeps, and whenever that changes on this link.
-
-        Raises ActionFailed(node_lost) if it is given up.
-        """
-        await self._requests.ask("snapshots", "")
-
-    async def order(self, trajectory: str, id: str, spared: Collection[str]) -> SnapshotRecord:
-        """Have a snapshot taken of a trajectory that lives there, in spite of cuts.
-
-        Raises ActionFailed(node_lost), and what the node says.
-        """
-        body = msgspec.json.encode(SnapshotOrder(id, tuple(spared)))
-        await self._requests.ask("snapshot", trajectory, body=body)
-        record = self._known.get(id)
-        if record is None:
-            told = f"snapshot {id!r} was removed on node {self._node} as soon as it was taken"
-            raise Conflict(told, component=COMPONENT)
-        return record
-
-    def drop(self, id: str) -> asyncio.Future[bool]:
-        """Have one removed as soon as nothing there needs it; return what is done once it was heard."""
-        return self._requests.note("drop_snapshot", id)
-
-    def take(self, message: SnapshotsKept) -> None:
-        """Take what the node says; raises ChannelError."""
-        if len(message.records) > SNAPSHOTS_MAX:
-            raise ChannelError(f"a node that tells of more than {SNAPSHOTS_MAX} snapshots")
-        self._known = {record.id: record for record in message.records}
-        self.on_change(self._known)
+            self._node.send(SessionRoom(self._claim, self._taken, True))
 
 
 #: Times that files are sent whose way was cut off, or had no room.
@@ -883,11 +495,8 @@ NAMED_MAX = 4096
 class RemoteHandlers:
     """The handlers of one node. Use from one event loop."""
 
-    def __init__(
-        self, node: str, requests: RemoteRequests, transfers: RemoteTransfers, archives: HandlerArchives
-    ) -> None:
-        self._node = node
-        self._requests, self._transfers, self._archives = requests, transfers, archives
+    def __init__(self, node: RemoteNode, archives: HandlerArchives) -> None:
+        self._node, self._archives = node, archives
         #: By name and revision, the digest of the files with which the node has prepared it.
         self._digests: dict[tuple[str, str], str] = {}
         #: How such a function travels, as long as it is the same object.
@@ -907,8 +516,10 @@ class RemoteHandlers:
             return known[1]
         digest = self._digests.get(key)
         if digest is None:
-            told = f"node {self._node} has not prepared function {function.name}"
-            raise ActionFailed(Reason.ENVIRONMENT_LOST, told, component=ARCHIVE_COMPONENT, retry_after_s=RETRY_AFTER_S)
+            message = f"node {self._node.name} has not prepared function {function.name}"
+            raise ActionFailed(
+                Reason.ENVIRONMENT_LOST, message, component=ARCHIVE_COMPONENT, retry_after_s=RETRY_AFTER_S
+            )
         named = _named(function, function.handler, digest)
         self._named[key] = function, named
         return named
@@ -920,12 +531,12 @@ class RemoteHandlers:
         arrive, and ActionFailed(node_lost) if it is given up.
         """
         assert function.handler is not None, f"{function.name} has no handler"
-        self._requests.check(function)
+        self._node.check(function)
         archive = await self._archives.of_function(function)
         async with self._sending:  # one at a time, as those of one directory have the same files
             await self._send(archive)
         named = _named(function, function.handler, archive.digest)
-        await self._requests.ask("prepare", function.name, function=named)
+        await self._node.request("prepare", function.name, function=named)
         key = (function.name, function.revision)
         self._digests.pop(key, None)
         self._named.pop(key, None)
@@ -938,11 +549,11 @@ class RemoteHandlers:
     async def _send(self, archive: HandlerArchive) -> None:
         """Send the files, unless they are there; a link that is cut off in the middle is waited for."""
         for tries in count(1):
-            if await self._requests.ask("has_handler", archive.digest):
+            if (await self._node.request("has_handler", archive.digest)).done:
                 return
             ask = FilesAsk(transfer=0, verb=FilesVerb.HANDLER, trajectory="", path=archive.digest, user="")
             try:
-                await self._transfers.put(ask, _whole(archive.data))
+                await self._node.upload(ask, _whole(archive.data))
                 return
             except CapacityExceeded as error:
                 if tries >= TRIES_MAX or error.retry_after_s is None:
@@ -958,18 +569,33 @@ async def _whole(data: bytes) -> AsyncIterator[bytes]:
     yield data
 
 
-# The gateway's side of one node: an executor whose work is done elsewhere, and that outlives its links.
-#
-# While there is no link, what runs there runs on, and whoever waits here waits: until `connect` finds it again or
-# `lost` gives it up. An attempt that a node's inventory lists is attached; one that it does not list has never begun
-# there as long as the node's epoch is the same, and is sent again.
-
 #: Times that an idempotent attempt is begun on the same node, if the daemon loses it each time.
 CALL_TRIES_MAX = 3
+#: Functions that a link keeps in mind as defined; the daemon remembers more of them.
+DEFINED_MAX = 1024
+#: Of one node: as many as a gateway has in all by default (``scheduler.trajectories_max``), more than a machine runs.
+TRAJECTORIES_MAX = 65536
+#: Of one node; its own bound (``sandbox.snapshots.count_max``) is far below.
+SNAPSHOTS_MAX = 16384
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenRequest:
+    """One request that waits for its answer."""
+
+    request: NodeRequest
+    function: FunctionSpec | None
+    answer: asyncio.Future[NodeAnswer]
 
 
 class RemoteNode:
-    """A `manager.executor.Executor` for one node. Use from one event loop."""
+    """A `manager.executor.Executor` for one node, which outlives its links. Use from one event loop.
+
+    While there is no link, what runs there runs on, and whoever waits here waits: until `connect` finds it again or
+    `lost` gives it up. An attempt that the node's inventory lists is attached. One that it does not list has never
+    begun there as long as the node's epoch is the same, and is sent again. A request is sent on every new link until it
+    is answered: all are idempotent. Transfers of files end with their link.
+    """
 
     def __init__(
         self,
@@ -983,36 +609,33 @@ class RemoteNode:
         self.name = name
         #: Called with what the node says of itself.
         self.on_message: Callable[[NodeDraining | NodeGoodbye | FitnessChanged], None] = lambda message: None
+        #: Called with the snapshots that the node keeps, by id, whenever it has said which they are.
+        self.on_snapshots: Callable[[Mapping[str, SnapshotRecord]], None] = lambda known: None
+        self.models = RemoteModels()
         self._loop = asyncio.get_running_loop()
         self._link: NodeLink | None = None
-        self._requests = RemoteRequests(name)
-        self._transfers = RemoteTransfers(name)
-        self._prepared = RemoteHandlers(name, self._requests, self._transfers, archives or HandlerArchives())
-        self.models = RemoteModels()
-        self.snapshots = RemoteSnapshots(name, self._requests)
-        self._sessions = RemoteSessions(name, sessions or SessionTable())
+        #: What the last inventory, and what came since, tell of the node.
+        self._epoch = epoch
+        self._attempts: dict[str, AttemptFacts] = {}
+        self._trajectories: dict[str, TrajectoryFacts] = {}
+        self._snapshots: Mapping[str, SnapshotRecord] = {}
+        self._recovering = False
         self._calls: dict[str, RemoteCall] = {}
         #: Ended here; the end is not on record yet.
         self._unrecorded: set[str] = set()
-        #: Claims that nobody wants any more, to be said when there is a link.
+        #: Claims that nobody wants any more, to be told when there is a link.
         self._unwanted: dict[str, None] = {}
-        self._handlers: Mapping[type[Message], Callable[[Any], None]] = {
-            AttemptLog: self._take_log,
-            AttemptEnd: self._take_end,
-            AttemptBegins: self._take_begin,
-            AttemptStarted: self._take_start,
-            NodeAnswer: self._requests.take,
-            SandboxChanged: lambda message: self._known.take(message.facts),
-            **dict.fromkeys((NodeDraining, NodeGoodbye, FitnessChanged), lambda message: self.on_message(message)),
-            **dict.fromkeys((FilesOpened, FilesPiece, FilesTaken, FilesEnded), self._transfers.take),
-            **dict.fromkeys(
-                (SessionOpened, SessionSaid, SessionTyped, SessionSteered, SessionTold), self._sessions.take
-            ),
-            ModelsChanged: self.models.take,
-            SnapshotsKept: self.snapshots.take,
-        }
-        self._known = NodeKnowledge(epoch)
-        self._recovering = False
+        #: Functions of this link, the youngest last; and how functions travel, by identity (never changed in place).
+        self._defined: dict[str, None] = {}
+        self._digests: dict[int, tuple[FunctionSpec, str, bytes]] = {}
+        #: Of requests and transfers: random at first, so that no number is one of a gateway before.
+        self._number = secrets.randbits(48)
+        self._requests: dict[int, OpenRequest] = {}
+        self._transfers: dict[int, _Transfer] = {}
+        self._handlers = RemoteHandlers(self, archives or HandlerArchives())
+        self._table = sessions or SessionTable()
+        #: The sessions there, by claim.
+        self._sessions: dict[str, RemoteSession] = {}
 
     # --- the link
 
@@ -1021,47 +644,46 @@ class RemoteNode:
         """Whether there is a link."""
         return self._link is not None
 
-    @property
-    def pending(self) -> int:
-        """How many executions wait for their end."""
-        return len(self._calls)
-
     def connect(self, link: NodeLink, inventory: Inventory, *, recovering: bool = False) -> None:
-        """Go on over this link: compare what both sides have, and say what the other has not heard.
+        """Go on over this link: compare what both sides have, and send what the other has not received.
 
         ``recovering``: what this side does not know is of a gateway before, and waits for `end_unclaimed`.
         Raises ChannelError for an inventory beyond all bounds.
         """
-        known = NodeKnowledge.of(inventory)
-        before, same = self._known, inventory.epoch == self._known.epoch
+        trajectories = {facts.trajectory: facts for facts in inventory.trajectories}
+        _check_count(trajectories, TRAJECTORIES_MAX, "trajectories")
+        gone, same = self._trajectories.keys() - trajectories.keys(), inventory.epoch == self._epoch
         if self._link is not None:
             self._link.close("another link took its place")
+        self._detach()
         self._link = link
         self._recovering = self._recovering or recovering
-        self._known = known
-        self._requests.attach(link)
-        self._transfers.attach(link)
+        self._epoch, self._trajectories = inventory.epoch, trajectories
+        self._attempts = {facts.claim: facts for facts in inventory.attempts}
+        self._defined = {}
         self.models.attach()
-        self._sessions.attach(link)
-        self._requests.ask_again()
-        for name in before.trajectories.keys() - self._known.trajectories.keys():
-            self._requests.note("mark_lost", name)  # before an action comes that would find a new, empty one
+        for session in self._sessions.values():
+            session.attach()
+        for each in list(self._requests.values()):
+            self._send_request(each)
+        for name in gone:
+            self.note("mark_lost", name)  # before an action comes that would find a new, empty one
         for claim, remote in list(self._calls.items()):
             if remote.outcome is not None:
                 continue
-            if claim in self._known.attempts:
-                remote.join(self._known.attempts[claim])
+            if claim in self._attempts:
+                remote.join(self._attempts[claim])
                 self._attach_call(claim, remote)
             elif same or not remote.begun or remote.repeatable:
                 remote.begun, remote.unconfirmed = remote.begun and not remote.unconfirmed, False
-                self._send(remote)
+                self._send_call(remote)
             else:
                 self._gone(remote, "the node came back without what had begun on it")
-        for claim in self._known.attempts.keys() - self._calls.keys() - self._unrecorded:
+        for claim in self._attempts.keys() - self._calls.keys() - self._unrecorded:
             if not self._recovering or claim in self._unwanted:
                 self._unwant(claim)
         for claim in list(self._unwanted):
-            if claim not in self._known.attempts:
+            if claim not in self._attempts:
                 del self._unwanted[claim]
 
     async def serve(self, link: NodeLink) -> str:
@@ -1070,24 +692,274 @@ class RemoteNode:
             return await link.run(self._handle)
         finally:
             if self._link is link:
-                self.disconnect()
+                self._detach()
 
-    def disconnect(self) -> None:
-        """There is no link; everything waits."""
+    def _detach(self) -> None:
+        """There is no link: everything waits, but for transfers, whose callers may try again."""
         self._link = None
-        self._requests.detach()
-        self._transfers.detach()
-        self._sessions.detach()
+        message = f"node {self.name} was cut off in the middle of it"
+        for transfer in list(self._transfers.values()):
+            transfer.fail(CapacityExceeded(message, component=COMPONENT, retry_after_s=RETRY_AFTER_S))
 
     def lost(self, why: str) -> None:
-        """Give up all that is there: what runs ends ``lost``, what was asked raises ActionFailed(node_lost)."""
-        self.disconnect()
+        """Give up all that is there: what runs ends ``lost``, what was requested raises ActionFailed(node_lost)."""
+        self._detach()
         for remote in list(self._calls.values()):
             self._gone(remote, why)
-        self._requests.lost(why)
-        self._known = NodeKnowledge()
+        for session in self._sessions.values():
+            session.close()
+        for each in self._requests.values():
+            if not each.answer.done():
+                message = f"node {self.name}: {why}"
+                each.answer.set_exception(ActionFailed(Reason.NODE_LOST, message, component=COMPONENT))
+        self._epoch = ""
+        self._attempts, self._trajectories = {}, {}
         self._unrecorded.clear()
         self._unwanted.clear()
+
+    async def close(self) -> None:
+        """Let go: what runs there runs on, for the next gateway."""
+        if self._link is not None:
+            self._link.close("the gateway ends")
+        self._detach()
+        asking = [remote.asking for remote in self._calls.values() if remote.asking is not None]
+        for task in asking:
+            task.cancel()
+        for remote in self._calls.values():
+            remote.abandon()
+        for each in self._requests.values():
+            each.answer.cancel()
+        self.models.close()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    def send(self, message: Message, *, in_no_hurry: bool = False) -> None:
+        """Send a message if there is a link."""
+        if self._link is not None:
+            self._link.send(message, in_no_hurry=in_no_hurry)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case AttemptLog():
+                self._take_log(message)
+            case AttemptEnd():
+                self._take_end(message)
+            case AttemptBegins():
+                self._take_ready(message)
+            case AttemptStarted():
+                self._take_start(message)
+            case NodeAnswer():
+                self._take_answer(message)
+            case SandboxChanged():
+                self._take_sandbox(message.facts)
+            case NodeDraining() | NodeGoodbye() | FitnessChanged():
+                self.on_message(message)
+            case FilesOpened() | FilesPiece() | FilesTaken() | FilesEnded():
+                if (transfer := self._transfers.get(message.transfer)) is not None:
+                    transfer.receive(message)
+            case SessionOpened() | SessionSaid():
+                if (session := self._sessions.get(message.claim)) is not None:
+                    session.take(message)
+            case SessionTold():
+                pass  # its end follows
+            case ModelsChanged():
+                self.models.take(message)
+            case SnapshotsKept():
+                _check_count(message.records, SNAPSHOTS_MAX, "snapshots")
+                self._snapshots = {record.id: record for record in message.records}
+                self.on_snapshots(self._snapshots)
+            case _:
+                raise ChannelError(f"a {type(message).__name__} from a node")
+
+    # --- requests
+
+    def post(
+        self,
+        verb: str,
+        name: str,
+        *,
+        task: str = "",
+        function: FunctionSpec | None = None,
+        body: bytes = b"",
+        chunk: Chunk | None = None,
+    ) -> OpenRequest:
+        """Request something now, or as soon as there is a link; who cancels the answer wants none.
+
+        The answer raises what the node says, ActionFailed(node_lost) if it is given up.
+        """
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[NodeAnswer] = self._loop.create_future()
+        digest = "" if function is None else self._travelling(function)[0]
+        request = NodeRequest(number, verb, name, task, digest, body, chunk)
+        self._requests[number] = each = OpenRequest(request, function, answer)
+        answer.add_done_callback(lambda _: self._requests.pop(number, None))
+        self._send_request(each)
+        return each
+
+    async def request(self, verb: str, name: str, **more: Any) -> NodeAnswer:
+        """Return the answer to a request, with arguments as for `post`; raises what that says."""
+        return await self.post(verb, name, **more).answer
+
+    def note(self, verb: str, name: str, *, body: bytes = b"") -> asyncio.Future[NodeAnswer]:
+        """Request what nobody may wait for: a failure is logged."""
+        answer = self.post(verb, name, body=body).answer
+        answer.add_done_callback(lambda _: self._log_failure(verb, answer))
+        return answer
+
+    def _log_failure(self, verb: str, answer: asyncio.Future[NodeAnswer]) -> None:
+        if not answer.cancelled() and (error := answer.exception()) is not None:
+            logger.warning("a request failed", node=self.name, verb=verb, why=str(error))
+
+    def _send_request(self, each: OpenRequest) -> None:
+        if self._link is not None and not each.answer.done():
+            if each.function is not None:
+                self._define(each.function)
+            self._link.send(each.request)
+
+    def _take_answer(self, message: NodeAnswer) -> None:
+        each = self._requests.get(message.number)
+        if each is None or each.answer.done():
+            return
+        if message.error is None:
+            each.answer.set_result(message)
+        else:
+            each.answer.set_exception(error_of(message.error))
+
+    # --- functions
+
+    def check(self, function: FunctionSpec) -> None:
+        """Raise Unsupported for a function of a kind that nodes do not execute."""
+        if function.runtime not in SERVED:
+            message = f"function {function.name!r}: {function.runtime} functions run on the gateway's own machine alone"
+            raise Unsupported(message, component=COMPONENT)
+
+    async def prepare(self, function: FunctionSpec) -> None:
+        """Let the node check that it can run the function; raises what it says: Unsupported, InvalidConfig."""
+        if function.handler is not None:
+            await self._handlers.prepare(function)
+        else:
+            await self.request("prepare", function.name, function=function)
+
+    def _define(self, function: FunctionSpec) -> str:
+        """Send the node the function, unless this link has it; return its digest, by which it is named.
+
+        Raises Unsupported for a function of a kind that cannot travel.
+        """
+        digest, data = self._travelling(function)
+        if digest in self._defined or self._link is None:
+            return digest
+        while len(self._defined) >= DEFINED_MAX:
+            del self._defined[next(iter(self._defined))]
+        self._defined[digest] = None
+        self._link.send(DefineFunction(digest, data))
+        return digest
+
+    def _travelling(self, function: FunctionSpec) -> tuple[str, bytes]:
+        known = self._digests.get(id(function))
+        if known is not None and known[0] is function:
+            return known[1], known[2]
+        self.check(function)
+        data = function_bytes(function)
+        digest = hashlib.sha256(data).hexdigest()[:32]
+        while len(self._digests) >= DEFINED_MAX:
+            del self._digests[next(iter(self._digests))]
+        self._digests[id(function)] = (function, digest, data)
+        return digest, data
+
+    # --- files
+
+    def files(self, trajectory: str) -> SandboxFiles | None:
+        """Return the files of a trajectory's sandbox there, if it is known to have one."""
+        facts = self._trajectories.get(trajectory)
+        return None if facts is None else RemoteFiles(self, trajectory, facts.workdir)
+
+    @asynccontextmanager
+    async def transfer(self, ask: FilesAsk) -> AsyncIterator[_Transfer]:
+        """Yield a transfer that is requested, and is stopped at the block's end if it has not ended.
+
+        Raises CapacityExceeded if there is no link, or no room on it.
+        """
+        link = self._link
+        if link is None:
+            raise CapacityExceeded(f"node {self.name} is not reached now", component=COMPONENT, retry_after_s=1.0)
+        if len(self._transfers) >= link.settings.transfers_max:
+            message = f"{len(self._transfers)} transfers with node {self.name} are under way (cluster.transfers_max)"
+            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
+        self._number += 1
+        ask.transfer = self._number
+        transfer = self._transfers[ask.transfer] = _Transfer(ask, link)
+        link.send(ask)
+        try:
+            yield transfer
+        finally:
+            del self._transfers[ask.transfer]
+            if not transfer.ended.done():
+                link.send(FilesStop(ask.transfer))
+
+    async def upload(self, ask: FilesAsk, chunks: AsyncIterator[bytes]) -> int:
+        """Send the bytes until there are no more, or the node has ended it; the end that comes first counts.
+
+        Return the bytes that were written. Raises what the node says, and what `transfer` raises.
+        """
+        async with self.transfer(ask) as transfer:
+            sending = asyncio.create_task(transfer.send(chunks))
+            try:
+                either: tuple[asyncio.Future[Any], ...] = (sending, transfer.ended)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done() and not transfer.ended.done():
+                    sending.result()
+                return (await transfer.ended).size_bytes
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+
+    # --- sessions
+
+    def begin_session(self, claim: str, action: Action, call: Call) -> bool:
+        """An attempt is about to be executed, or taken over; return whether it is a session.
+
+        Raises CapacityExceeded if there may be no more sessions, ActionFailed if its input is not as declared. A later
+        try than the first is none: a session is not begun again.
+        """
+        if "session" not in call.input or action.attempt > 1:
+            return False
+        id = call.context.get("invocation_id", action.id)
+        session = self._table.living(id, terminal_of(call.input))
+        self._sessions[claim] = RemoteSession(self, claim, id, session)
+        self._sessions[claim].attach()
+        return True
+
+    def end_session(self, claim: str) -> None:
+        """The attempt has ended; idempotent."""
+        session = self._sessions.pop(claim, None)
+        if session is not None:
+            self._table.close(session.id)
+            session.close()
+
+    # --- snapshots
+
+    async def compare_snapshots(self) -> None:
+        """Have the node say which snapshots it keeps, and whenever that changes on this link.
+
+        Raises ActionFailed(node_lost) if it is given up.
+        """
+        await self.request("snapshots", "")
+
+    async def take_snapshot(self, trajectory: str, id: str, spared: Collection[str]) -> SnapshotRecord:
+        """Have a snapshot taken of a trajectory that lives there, in spite of cuts.
+
+        Raises ActionFailed(node_lost), and what the node says.
+        """
+        await self.request("snapshot", trajectory, body=msgspec.json.encode(SnapshotOrder(id, tuple(spared))))
+        record = self._snapshots.get(id)
+        if record is None:
+            message = f"snapshot {id!r} was removed on node {self.name} as soon as it was taken"
+            raise Conflict(message, component=COMPONENT)
+        return record
+
+    def drop_snapshot(self, id: str) -> asyncio.Future[NodeAnswer]:
+        """Have one removed as soon as nothing there needs it; return what is done once that is known there."""
+        return self.note("drop_snapshot", id)
 
     # --- Executor
 
@@ -1095,8 +967,8 @@ class RemoteNode:
         """Run the action on the node to its end, or take over what runs of it there."""
         claim = claims_of(action.id, action.attempt)
         try:
-            self._requests.check(call.function)
-            session = self._sessions.begin(claim, action, call)
+            self.check(call.function)
+            session = self.begin_session(claim, action, call)
         except CodedError as error:
             return failed(error)
         remote = RemoteCall(
@@ -1128,12 +1000,12 @@ class RemoteNode:
             return remote.outcome
         finally:
             del self._calls[claim]
-            self._sessions.end(claim)
+            self.end_session(claim)
             if remote.asking is not None:
                 remote.asking.cancel()
 
     def _begin(self, claim: str, remote: RemoteCall) -> None:
-        facts = self._known.attempts.get(claim)
+        facts = self._attempts.get(claim)
         if facts is not None and claim not in self._unwanted:
             remote.join(facts)
             if self._link is not None:
@@ -1143,9 +1015,9 @@ class RemoteNode:
         elif remote.call.resumed and not remote.repeatable:
             self._gone(remote, "the node came back without what had begun on it")
         elif self._link is not None:
-            self._send(remote)
+            self._send_call(remote)
 
-    def _send(self, remote: RemoteCall) -> None:
+    def _send_call(self, remote: RemoteCall) -> None:
         """Send it for the first time, or because it never arrived."""
         if remote.cancelled:
             self._end(remote, Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled"))
@@ -1156,8 +1028,8 @@ class RemoteNode:
             self._end(remote, failed(Unsupported(message, component=COMPONENT)))
             return
         try:
-            function = self._prepared.named(remote.function)
-            remote.execute.function = self._requests.define(function)
+            function = self._handlers.named(remote.function)
+            remote.execute.function = self._define(function)
         except (Unsupported, ActionFailed) as error:
             self._end(remote, failed(error))
             return
@@ -1166,20 +1038,21 @@ class RemoteNode:
         remote.sent, remote.log_bytes = True, 0
         if remote.go is None and (not inside or self._lives_here(remote.execute.action.trajectory)):
             self._find_out(remote)  # nothing is made ready first: told before it is asked, a way to and fro is spared
-        self._tell(remote.execute)
-        self._sessions.follow(remote.execute.claim)
+        self.send(remote.execute)
+        if remote.session:
+            self._sessions[remote.execute.claim].attach()
         if remote.go is not None:
-            self._tell(remote.go)
+            self.send(remote.go)
         remote.begun = remote.begun or not inside
 
     def _attach_call(self, claim: str, remote: RemoteCall) -> None:
-        self._tell(AttachAttempt(claim, remote.log_bytes))
+        self.send(AttachAttempt(claim, remote.log_bytes))
         if remote.go is not None:
-            self._tell(remote.go)
+            self.send(remote.go)
         if remote.resized is not None:
-            self._tell(ResizeAttempt(claim, remote.resized))
+            self.send(ResizeAttempt(claim, remote.resized))
         if remote.cancelled:
-            self._tell(CancelAttempt(claim, False))
+            self.send(CancelAttempt(claim, False))
 
     def _kill(self, claim: str, remote: RemoteCall) -> None:
         """Its end comes as always; nothing that was never sent is waited for."""
@@ -1190,7 +1063,7 @@ class RemoteNode:
             cancelled = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled")
             self._end(remote, cancelled)
         else:
-            self._tell(CancelAttempt(claim, False))
+            self.send(CancelAttempt(claim, False))
 
     def _gone(self, remote: RemoteCall, why: str) -> None:
         """It is certain that nothing of it is left."""
@@ -1210,74 +1083,52 @@ class RemoteNode:
         remote = self._calls.get(claim)
         if remote is not None:
             remote.resized = lease
-            self._tell(ResizeAttempt(claim, lease))
+            self.send(ResizeAttempt(claim, lease))
 
     async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
         """Copy a service on the node's devices; return False where it cannot be, or the node was given up."""
-        return await self._requests.replicated(service, function, chunk)
+        try:
+            return (await self.request("replicate", service, function=function, chunk=chunk)).done
+        except CodedError as error:
+            logger.warning("a service was not copied", node=self.name, service=service, why=error.message)
+            return False
 
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
         """Make the trajectory's environment there; raises CodedError."""
-        await self._requests.ask("open", trajectory, task=task, function=function)
+        await self.request("open", trajectory, task=task, function=function)
 
     async def end_trajectory(self, trajectory: str) -> None:
         """Remove the trajectory's environment; one on a node without a link is removed when that is back."""
-        self._known.trajectories.pop(trajectory, None)
-        answer = self._requests.note("end", trajectory)
+        self._trajectories.pop(trajectory, None)
+        answer = self.note("end", trajectory)
         if self._link is not None:
             await asyncio.wait([answer])
 
-    async def close(self) -> None:
-        """Let go: what runs there runs on, for the next gateway."""
-        if self._link is not None:
-            self._link.close("the gateway ends")
-        self.disconnect()
-        asking = [remote.asking for remote in self._calls.values() if remote.asking is not None]
-        for task in asking:
-            task.cancel()
-        for remote in self._calls.values():
-            remote.abandon()
-        self._requests.close()
-        self.models.close()
-        await asyncio.gather(*asking, return_exceptions=True)
-
-    # --- functions and sandboxes
-
-    async def prepare(self, function: FunctionSpec) -> None:
-        """Let the node check that it can run the function; raises what it says: Unsupported, InvalidConfig."""
-        if function.handler is not None:
-            await self._prepared.prepare(function)
-        else:
-            await self._requests.ask("prepare", function.name, function=function)
+    # --- sandboxes
 
     def trajectories(self) -> Mapping[str, TrajectoryFacts]:
         """Return the trajectories that have a sandbox there, as far as is known."""
-        return self._known.trajectories
-
-    def files(self, trajectory: str) -> SandboxFiles | None:
-        """Return the files of a trajectory's sandbox there, if it is known to have one."""
-        facts = self._known.trajectories.get(trajectory)
-        return None if facts is None else RemoteFiles(self._transfers, trajectory, facts.workdir)
+        return self._trajectories
 
     def mark_lost(self, trajectories: Collection[str]) -> None:
         """The next action of each is told that its sandbox was lost."""
         for name in trajectories:
-            self._requests.note("mark_lost", name)
+            self.note("mark_lost", name)
 
     def choose(self, trajectory: str, spec: SandboxSpec) -> None:
         """A trajectory's sandbox is made so whenever it is made anew."""
-        self._requests.note("choose", trajectory, body=msgspec.json.encode(spec))
+        self.note("choose", trajectory, body=msgspec.json.encode(spec))
 
     def drain(self, why: str) -> None:
         """Ask the node to take no new work and to leave when nothing is left."""
-        self._tell(NodeDraining(why))
+        self.send(NodeDraining(why))
 
     # --- what outlasts a gateway
 
     async def end_unclaimed(self, taken: Collection[str]) -> None:
         """End the attempts of a gateway before but these: nobody comes for them any more."""
         self._recovering = False
-        for claim in self._known.attempts.keys() - self._calls.keys() - self._unrecorded - set(taken):
+        for claim in self._attempts.keys() - self._calls.keys() - self._unrecorded - set(taken):
             self._unwant(claim)
 
     async def leave(self, claims: str) -> bool:
@@ -1290,32 +1141,26 @@ class RemoteNode:
         remote = self._calls.get(claims)
         if remote is not None and remote.go is not None and remote.go.refusal is None:
             remote.go = AttemptGo(claims, True, None)
-            self._tell(remote.go)
+            self.send(remote.go)
 
     def acknowledge(self, claims: str) -> None:
         """Its end is on record: the node may forget it."""
         if claims in self._unrecorded:
             self._unrecorded.discard(claims)
-            self._known.attempts.pop(claims, None)
+            self._attempts.pop(claims, None)
             if self._link is None:
                 self._unwanted[claims] = None
-            self._tell(AcknowledgeEnd(claims), in_no_hurry=True)
+            self.send(AcknowledgeEnd(claims), in_no_hurry=True)
 
     def _unwant(self, claim: str) -> None:
         """Nobody waits for it: it is killed, and its end forgotten."""
         self._unwanted[claim] = None
         if self._link is not None:
-            self._tell(CancelAttempt(claim, True))
+            self.send(CancelAttempt(claim, True))
             self._unwanted.pop(claim, None)
-            self._known.attempts.pop(claim, None)
+            self._attempts.pop(claim, None)
 
     # --- what the node says
-
-    def _handle(self, message: Message) -> None:
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            raise ChannelError(f"a {type(message).__name__} from a node")
-        handler(message)
 
     def _take_start(self, message: AttemptStarted) -> None:
         remote = self._calls.get(message.claim)
@@ -1323,18 +1168,26 @@ class RemoteNode:
             remote.started = True
             remote.call.hooks.begun()
 
-    def _take_begin(self, message: AttemptBegins) -> None:
+    def _take_ready(self, message: AttemptBegins) -> None:
         remote = self._calls.get(message.claim)
         if remote is None or remote.cancelled:
             return
         if remote.go is not None:
-            self._tell(remote.go)
+            self.send(remote.go)
         else:
             self._find_out(remote)
 
+    def _take_sandbox(self, facts: TrajectoryFacts) -> None:
+        """Note that a trajectory has a sandbox, or none any more."""
+        if not facts.sandbox:
+            self._trajectories.pop(facts.trajectory, None)
+            return
+        self._trajectories[facts.trajectory] = facts
+        _check_count(self._trajectories, TRAJECTORIES_MAX, "trajectories")
+
     def _lives_here(self, trajectory: str | None) -> bool:
         """Return whether a trajectory has a sandbox there that stands ready, as far as is known."""
-        facts = None if trajectory is None else self._known.trajectories.get(trajectory)
+        facts = None if trajectory is None else self._trajectories.get(trajectory)
         return facts is not None and facts.alive
 
     def _find_out(self, remote: RemoteCall) -> None:
@@ -1350,7 +1203,7 @@ class RemoteNode:
             refusal = facts_of(error)
         remote.go = AttemptGo(claim, lasting, refusal)
         remote.begun = refusal is None
-        self._tell(remote.go)
+        self.send(remote.go)
 
     def _take_log(self, piece: AttemptLog) -> None:
         remote = self._calls.get(piece.claim)
@@ -1378,12 +1231,12 @@ class RemoteNode:
         if not mislaid or not remote.repeatable or remote.cancelled or remote.tries >= CALL_TRIES_MAX:
             return False
         remote.tries += 1
-        self._tell(AcknowledgeEnd(remote.execute.claim))
-        self._send(remote)
+        self.send(AcknowledgeEnd(remote.execute.claim))
+        self._send_call(remote)
         return True
 
-    # --- inside
 
-    def _tell(self, message: Message, *, in_no_hurry: bool = False) -> None:
-        if self._link is not None:
-            self._link.send(message, in_no_hurry=in_no_hurry)
+def _check_count(known: Collection[object], most: int, what: str) -> None:
+    """Raise ChannelError for more than a node may have."""
+    if len(known) > most:
+        raise ChannelError(f"a node that tells of more than {most} {what}")

@@ -53,7 +53,7 @@ async def reopened(store: Store, **bounds: int) -> NodeSnapshots:
 
 def says(node: RemoteNode, *kept: SnapshotRecord) -> None:
     """The node says which it keeps, as a frame from it does."""
-    node.snapshots.take(SnapshotsKept(list(kept)))
+    node._handle(SnapshotsKept(list(kept)))
 
 
 async def on_record(store: Store) -> tuple[NodeSnapshots, RemoteNode]:
@@ -167,4 +167,4 @@ def test_a_node_that_says_nonsense_is_cut() -> None:
 
 async def test_a_node_that_tells_of_more_snapshots_than_it_may_keep_is_cut() -> None:
     with pytest.raises(ChannelError):
-        RemoteNode("n1").snapshots.take(SnapshotsKept([record(FIRST)] * (SNAPSHOTS_MAX + 1)))
+        RemoteNode("n1")._handle(SnapshotsKept([record(FIRST)] * (SNAPSHOTS_MAX + 1)))

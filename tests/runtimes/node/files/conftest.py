@@ -5,24 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from manager.errors import InvalidInput, NotFound, TooLarge
 from runtimes.node.daemon import ServedTransfers
-from runtimes.node.protocol import (
-    FilesAsk,
-    FilesEnded,
-    FilesOpened,
-    FilesPiece,
-    FilesStop,
-    FilesTaken,
-    LinkSettings,
-    Message,
-    NodeLink,
-)
-from runtimes.node.remote import RemoteFiles, RemoteTransfers
+from runtimes.node.protocol import Inventory, LinkSettings, NodeLink
+from runtimes.node.remote import RemoteFiles, RemoteNode
 from runtimes.sandbox.command import FileContent, FileSource, FileStat, FileStream
+from tests.runtimes.node.machine import Machine, daemon_on
 from tests.runtimes.node.memory_stream import CALM, pair
 
 #: Seconds after which a test is taken for stuck.
@@ -119,41 +111,30 @@ class MemoryFiles:
 class FilesWorld:
     """A gateway's and a node's side, joined."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
         self.there = MemoryFiles()
-        self.remote = RemoteTransfers("n1")
-        self.served = ServedTransfers({"t": self.there}.get, self._take_handler)
-        #: Kinds of the frames, and the bytes of the longest.
+        self.node = RemoteNode("n1")
+        self.daemon = daemon_on(Machine(), directory)
+        self.daemon._transfers = ServedTransfers({"t": self.there}.get, self._no_handler)
+        #: Kinds of the frames.
         self.frames: list[int] = []
         self.near: NodeLink | None = None
-        self.far: NodeLink | None = None
         self._running: list[asyncio.Task[str]] = []
 
-    async def _take_handler(self, digest: str, chunks: AsyncIterator[bytes]) -> int:
-        return await self.there.unpack(digest, chunks, limit_bytes=0)
+    async def _no_handler(self, digest: str, chunks: AsyncIterator[bytes]) -> int:
+        raise AssertionError("no handler is sent")
 
     @property
     def files(self) -> RemoteFiles:
-        return RemoteFiles(self.remote, "t", "/workspace")
+        return RemoteFiles(self.node, "t", "/workspace")
 
-    def join(self, settings: LinkSettings = CALM) -> None:
+    async def join(self, settings: LinkSettings = CALM) -> None:
         """Join both sides by a new link."""
         near, far = pair(self._arrives, settings)
-
-        def from_node(message: Message) -> None:
-            assert isinstance(message, FilesOpened | FilesPiece | FilesTaken | FilesEnded)
-            self.remote.take(message)
-
-        def from_gateway(message: Message) -> None:
-            if isinstance(message, FilesAsk):
-                self.served.begin(far, message)
-            else:
-                assert isinstance(message, FilesPiece | FilesTaken | FilesStop)
-                self.served.take(message)
-
-        self.remote.attach(near)
-        self._running = [asyncio.create_task(near.run(from_node)), asyncio.create_task(far.run(from_gateway))]
-        self.near, self.far = near, far
+        serving = asyncio.create_task(self.daemon.serve(far))
+        self.node.connect(near, await near.receive(Inventory, STUCK_S))
+        self._running = [asyncio.create_task(self.node.serve(near)), serving]
+        self.near = near
 
     def _arrives(self, kind: int) -> bool:
         self.frames.append(kind)
@@ -167,11 +148,7 @@ class FilesWorld:
 
     async def gone(self) -> list[str]:
         """Wait until both sides know that there is no link; return why."""
-        reasons = await asyncio.gather(*self._running)
-        self.remote.detach()
-        assert self.far is not None
-        self.served.detach(self.far)
-        return reasons
+        return list(await asyncio.gather(*self._running))
 
     async def until_arrived(self, size_bytes: int) -> None:
         """Wait until so much of a file has arrived in the sandbox."""
@@ -185,10 +162,12 @@ class FilesWorld:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[FilesWorld]:
+async def world(tmp_path: Path) -> AsyncIterator[FilesWorld]:
     """Both sides, joined."""
-    made = FilesWorld()
-    made.join()
+    made = FilesWorld(tmp_path)
+    await made.daemon.start()
+    await made.join()
     async with asyncio.timeout(STUCK_S):
         yield made
-        await made.served.close()
+        await made.node.close()
+        await made.daemon.close()

@@ -20,6 +20,7 @@ from runtimes.node.protocol import (
     FilesVerb,
     LinkSettings,
 )
+from runtimes.node.remote import RemoteFiles
 from tests.runtimes.node.files.conftest import FilesWorld
 
 LARGE = random.Random(7).randbytes(5 * 2**20 + 17)
@@ -84,7 +85,7 @@ async def test_errors_of_the_sandbox_arrive_with_what_they_say(world: FilesWorld
     with pytest.raises(InvalidInput, match="became shorter"):
         await read(world, "/workspace/f")
     with pytest.raises(NotFound, match="no sandbox"):
-        await type(world.files)(world.remote, "another", "/workspace").list("/")
+        await RemoteFiles(world.node, "another", "/workspace").list("/")
 
 
 async def test_a_sandbox_that_takes_nothing_holds_up_no_more_than_a_window(world: FilesWorld) -> None:
@@ -150,14 +151,14 @@ async def test_a_cut_ends_what_is_under_way_and_the_next_link_begins_anew(world:
     await world.until_broken()
     with pytest.raises(CapacityExceeded, match="not reached now"):
         await world.files.list("/")
-    world.join()
+    await world.join()
     assert await read(world, "/workspace/large") == LARGE
     assert "/workspace/f" not in world.there.kept
 
 
 async def test_no_more_at_once_than_the_link_allows(world: FilesWorld) -> None:
     await world.cut()
-    world.join(LinkSettings(beat_s=3600.0, silent_s=7200.0, transfers_max=2))
+    await world.join(LinkSettings(beat_s=3600.0, silent_s=7200.0, transfers_max=2))
     world.there.takes.clear()
     writing = [asyncio.create_task(world.files.write(f"/workspace/{n}", chunked(LARGE))) for n in range(2)]
     await asyncio.sleep(0)
@@ -173,7 +174,7 @@ async def test_a_node_refuses_more_than_it_allows(world: FilesWorld) -> None:
     """A gateway that does not count is told so, too."""
     world.there.takes.clear()
     await world.cut()
-    world.join(LinkSettings(beat_s=3600.0, silent_s=7200.0, transfers_max=2))
+    await world.join(LinkSettings(beat_s=3600.0, silent_s=7200.0, transfers_max=2))
     assert world.near is not None
     for number in range(2):
         ask = FilesAsk(transfer=number, verb=FilesVerb.WRITE, trajectory="t", path=f"/{number}", user="")

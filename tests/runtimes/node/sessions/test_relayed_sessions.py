@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.sandbox import DiscardedOutput
 from manager.action import Action
 from manager.errors import CapacityExceeded
 from manager.executor import Call
 from manager.function import FunctionSpec
-from runtimes.node.daemon import ServedSessions
-from runtimes.node.protocol import (
-    KINDS,
-    AttachSession,
-    Message,
-    NodeLink,
-    SessionOpened,
-    SessionRoom,
-    SessionSaid,
-    SessionSteered,
-    SessionTold,
-    SessionTyped,
-    SteerSession,
-    TypeToSession,
-)
-from runtimes.node.remote import RemoteSessions
+from runtimes.node.daemon import NodeDaemon
+from runtimes.node.protocol import KINDS, Inventory, LinkClosed, NodeLink, SessionSaid
+from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.session import InteractiveSession, SessionPiece, SessionSettings, SessionTable, TerminalSize
+from tests.runtimes.node.machine import Machine, MachineRuntimes, daemon_settings
 from tests.runtimes.node.memory_stream import pair
 
 STUCK_S = 60.0
@@ -37,12 +29,6 @@ SMALL = SessionSettings(output_bytes=64 * 2**10)
 ACTION = Action(id="a", function="shell")
 GIVEN: Mapping[str, object] = {"argv": ["sh"], "session": {"terminal": True, "rows": 30, "columns": 100}}
 SAID = next(kind for kind, message in KINDS.items() if message is SessionSaid)
-
-
-class UnusedLog:
-    def write(self, stream: str, data: str) -> None: ...
-
-    def omit(self, size_bytes: int) -> None: ...
 
 
 class TypedCommand:
@@ -87,82 +73,89 @@ class TypedCommand:
 class RelayedWorld:
     """Both sides of one session, and the link between them."""
 
-    def __init__(self) -> None:
-        self.here, self.there = SessionTable(SMALL), SessionTable(SMALL)
-        self.remote = RemoteSessions("n1", self.here)
+    def __init__(self, directory: Path) -> None:
+        self.here, there = SessionTable(SMALL), SessionTable(SMALL)
+        runtimes = MachineRuntimes.on(Machine())
+        runtimes.environments.sessions = there
+        self.daemon = NodeDaemon(daemon_settings(directory), runtimes)
+        self.served = self.daemon._sessions
+        self.served._on_told = self._note_told
         self.told: list[str] = []
-        self.served = ServedSessions(self.there, self.told.append)
         self.frames: list[int] = []
         self.cut_at: Callable[[int], bool] = lambda frames: False
-        self.links: list[tuple[NodeLink, NodeLink]] = []
-        self._running: set[asyncio.Task[None]] = set()
-        call = Call(function=FunctionSpec(name="shell", runtime="exec"), input=GIVEN, log=UnusedLog())
-        assert self.remote.begin("a.1/", ACTION, call)
+        self.links: list[NodeLink] = []
+        self._running: set[asyncio.Task[str]] = set()
         self.served.begin("a.1/", ACTION, {}, GIVEN)
-        near, far = self.here.get("a"), self.there.get("a")
-        assert near is not None and far is not None
-        self.near, self.far = near, far
-        self.command = TypedCommand(far)
+        self.far = there.living("a", None)
+        self.command = TypedCommand(self.far)
+        self.begin_gateway()
 
-    def link(self) -> None:
+    def begin_gateway(self) -> None:
+        """Let a gateway begin that knows of the session."""
+        self.here = SessionTable(SMALL)
+        self.node = RemoteNode("n1", sessions=self.here)
+        call = Call(function=FunctionSpec(name="shell", runtime="exec"), input=GIVEN, log=DiscardedOutput())
+        assert self.node.begin_session("a.1/", ACTION, call)
+        self.near = self.here.living("a", None)
+
+    def _note_told(self, claim: str) -> None:
+        self.told.append(claim)
+
+    async def link(self) -> None:
         """Join them (again)."""
         near, far = pair(self._arrives)
-        self.links.append((near, far))
-        for end, handle in ((near, self._from_node), (far, lambda message: self._to_node(far, message))):
-            task = asyncio.create_task(self._serve(end, handle))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-        self.remote.attach(near)
+        self.links.append(near)
+        self._run(self.daemon.serve(far))
+        with suppress(LinkClosed):
+            self.node.connect(near, await near.receive(Inventory, STUCK_S))
+            self._run(self.node.serve(near))
+
+    def _run(self, serving: Coroutine[Any, Any, str]) -> None:
+        task = asyncio.create_task(serving)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
 
     def cut(self) -> None:
-        near, _ = self.links[-1]
-        near.close("cut")
+        self.links[-1].close("cut")
 
     async def relinked(self) -> None:
         """Join them again whenever they are cut, until cancelled."""
         while True:
-            near, _ = self.links[-1]
-            await near.wait_closed()
-            self.remote.detach()
+            await self.links[-1].wait_closed()
             await asyncio.sleep(0)
-            self.link()
+            await self.link()
 
     def end(self) -> None:
-        """The command ends, and both sides hear of it as their attempts do."""
+        """The command ends, and both sides learn of it as their attempts do."""
         self.far.close()
         self.served.ended("a.1/")
 
     async def close(self) -> None:
-        self.remote.end("a.1/")
+        self.node.end_session("a.1/")
         self.served.forget("a.1/")
-        await self.served.close()
-        for near, far in self.links:
+        for near in self.links:
             near.close("the end")
-            far.close("the end")
         await asyncio.gather(*self._running)
+        await self.node.close()
+        await self.daemon.close()
 
     def _arrives(self, kind: int) -> bool:
         self.frames.append(kind)
         return not self.cut_at(len(self.frames))
 
-    async def _serve(self, end: NodeLink, handle: Callable[[Message], None]) -> None:
-        await end.run(handle)
-        self.served.detach(end)
 
-    def _from_node(self, message: Message) -> None:
-        assert isinstance(message, SessionOpened | SessionSaid | SessionTyped | SessionSteered | SessionTold)
-        self.remote.take(message)
-
-    def _to_node(self, link: NodeLink, message: Message) -> None:
-        assert isinstance(message, AttachSession | SessionRoom | TypeToSession | SteerSession)
-        self.served.take(link, message)
+@asynccontextmanager
+async def opened(directory: Path) -> AsyncIterator[RelayedWorld]:
+    made = RelayedWorld(directory)
+    await made.daemon.start()
+    yield made
+    await made.close()
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[RelayedWorld]:
-    made = RelayedWorld()
-    yield made
-    await made.close()
+async def world(tmp_path: Path) -> AsyncIterator[RelayedWorld]:
+    async with opened(tmp_path) as made:
+        yield made
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -181,7 +174,7 @@ async def test_nothing_is_lost_or_doubled_however_often_the_link_is_cut(world: R
     chance = random.Random(every)
     lines = [chance.randbytes(chance.choice((1, 50, 9000))) for _ in range(120)]
     world.cut_at = lambda frames: frames > 20 and chance.randrange(every) == 0
-    world.link()
+    await world.link()
     joining = asyncio.create_task(world.relinked())
     world.far.open(world.command)
     pieces: list[SessionPiece] = []
@@ -205,7 +198,7 @@ async def test_nothing_is_lost_or_doubled_however_often_the_link_is_cut(world: R
     await until(lambda: bool(world.told))
     await until(lambda: world.near.end == world.far.end)
     joining.cancel()
-    world.remote.end("a.1/")
+    world.node.end_session("a.1/")
     await hearing
     assert len(world.links) > 1
     assert world.command.typed == b"".join(lines)
@@ -228,11 +221,10 @@ async def gives_up(world: RelayedWorld, data: bytes) -> None:
 GIVEN_UP_FRAMES_MIN = 7
 
 
-async def given_up(cut_at: int) -> int:
+async def given_up(world: RelayedWorld, cut_at: int) -> int:
     """Play one whose caller gives up, and another goes on; cut it at a frame; return how many there were."""
-    world = RelayedWorld()
     world.cut_at = lambda frames: frames == cut_at
-    world.link()
+    await world.link()
     joining = asyncio.create_task(world.relinked())
     try:
         world.far.open(world.command)
@@ -246,21 +238,27 @@ async def given_up(cut_at: int) -> int:
         assert world.command.typed == b"a" * 200 + b"b" * 500
     finally:
         joining.cancel()
-        await world.close()
     return len(world.frames)
 
 
-async def test_what_its_caller_gave_up_goes_no_further_and_what_comes_next_is_whole_wherever_it_is_cut() -> None:
-    frames = await given_up(0)
-    assert frames >= GIVEN_UP_FRAMES_MIN
-    for place in range(1, frames + 1):
-        await given_up(place)
+async def test_what_its_caller_gave_up_goes_no_further_and_what_comes_next_is_whole_wherever_it_is_cut(
+    tmp_path: Path,
+) -> None:
+    frames = 0
+    for place in count():
+        (tmp_path / str(place)).mkdir()
+        async with opened(tmp_path / str(place)) as world:
+            number = await given_up(world, place)
+        frames = frames or number
+        assert frames >= GIVEN_UP_FRAMES_MIN
+        if place == frames:
+            return
 
 
 async def test_a_slow_commands_caller_is_told_how_far_it_came_and_not_less(
     world: RelayedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.link()
+    await world.link()
     world.far.open(world.command)
     world.command.stops_at = 200
     typing = asyncio.create_task(world.near.write(b"a" * 1000))
@@ -279,20 +277,17 @@ async def test_a_slow_commands_caller_is_told_how_far_it_came_and_not_less(
 async def test_what_a_gateway_before_was_typing_goes_no_further_once_the_next_is_told_where_it_stands(
     world: RelayedWorld,
 ) -> None:
-    world.link()
+    await world.link()
     world.far.open(world.command)
     world.command.stops_at = 200
     typing = asyncio.create_task(world.near.write(b"a" * 1000))
     await until(lambda: len(world.command.typed) == 200)
     world.cut()
     typing.cancel()
-    world.here = SessionTable(SMALL)
-    world.remote = RemoteSessions("n1", world.here)
-    call = Call(function=FunctionSpec(name="shell", runtime="exec"), input=GIVEN, log=UnusedLog())
-    assert world.remote.begin("a.1/", ACTION, call)
-    after = world.here.get("a")
-    assert after is not None
-    world.link()
+    await world.node.close()
+    world.begin_gateway()
+    after = world.near
+    await world.link()
     assert await after.opened(STUCK_S)
     assert after.input_offset == 200
     world.command.reads_on.set()
@@ -301,7 +296,7 @@ async def test_what_a_gateway_before_was_typing_goes_no_further_once_the_next_is
 
 
 async def test_what_nobody_reads_is_not_sent_and_what_is_kept_of_it_comes_with_the_end(world: RelayedWorld) -> None:
-    world.link()
+    await world.link()
     world.far.open(world.command)
     await until(lambda: world.near.reads and not world.near.start and SAID not in world.frames and bool(world.frames))
     for _ in range(4 * 2**20 // 10_000):
@@ -327,13 +322,13 @@ async def test_what_was_said_and_is_not_kept_holds_up_no_end(
     monkeypatch.setattr(InteractiveSession, "attend", counted)
     world.far.open(world.command, start=5000)  # a runner tells where it stands, and is gone before it repeats the rest
     world.end()
-    world.link()
+    await world.link()
     await until(lambda: bool(world.told) or tries >= 100)
     assert world.told == ["a.1/"]
 
 
 async def test_a_slow_reader_stops_the_command_within_the_window_and_misses_nothing(world: RelayedWorld) -> None:
-    world.link()
+    await world.link()
     world.far.open(world.command)
     async with aclosing(world.near.read(0, STUCK_S)) as pages:
         beginning = asyncio.ensure_future(anext(pages))
@@ -360,7 +355,7 @@ async def test_a_slow_reader_stops_the_command_within_the_window_and_misses_noth
 async def test_a_burst_that_its_command_had_said_when_it_was_told_to_wait_reaches_a_slow_reader(
     world: RelayedWorld,
 ) -> None:
-    world.link()
+    await world.link()
     world.far.open(world.command)
     async with aclosing(world.near.read(0, STUCK_S)) as pages:
         beginning = asyncio.ensure_future(anext(pages))
@@ -383,20 +378,20 @@ async def test_a_burst_that_its_command_had_said_when_it_was_told_to_wait_reache
 
 
 async def test_it_is_steered_once_and_told_what_waited_for_the_link(world: RelayedWorld) -> None:
-    world.link()
+    await world.link()
     world.far.open(world.command)
     assert await world.near.opened(STUCK_S)
     await world.near.resize(TerminalSize(40, 120))
     await until(lambda: bool(world.command.steered))
     world.cut()
-    world.remote.detach()
+    await until(lambda: not world.node.attached)
     with pytest.raises(CapacityExceeded, match="n1") as refused:
         world.near.require_reached()
     assert refused.value.retry_after_s == 1.0
     await world.near.signal("INT")
     typing = asyncio.create_task(world.near.write(b"typed", 0, end=True))
     await asyncio.sleep(0)
-    world.link()
+    await world.link()
     assert await typing == 5
     await until(lambda: len(world.command.steered) == 2)
     assert world.command.steered == [{"size": [40, 120]}, {"signal": 2}]
@@ -406,7 +401,7 @@ async def test_it_is_steered_once_and_told_what_waited_for_the_link(world: Relay
 
 async def test_one_that_nobody_attends_is_ended_by_the_gateways_own_bound(world: RelayedWorld) -> None:
     world.near.settings = SessionSettings(output_bytes=SMALL.output_bytes, unattended_s=0.01)
-    world.link()
+    await world.link()
     world.far.open(world.command)
     await until(lambda: {"end": 0.0} in world.command.steered)
     assert world.far.abandoned
@@ -414,8 +409,8 @@ async def test_one_that_nobody_attends_is_ended_by_the_gateways_own_bound(world:
 
 async def test_a_session_that_the_node_does_not_know_is_told_to_be_over(world: RelayedWorld) -> None:
     world.served.forget("a.1/")
-    world.link()
+    await world.link()
     await until(lambda: len(world.frames) > 1)
-    world.remote.end("a.1/")
+    world.node.end_session("a.1/")
     assert world.near.ended
     assert await world.near.write(b"late") == 0
