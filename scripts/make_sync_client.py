@@ -3,7 +3,7 @@
 `tangram/client/aio.py` is written by hand, `tangram/client/sync.py` comes out of it word by word and is committed;
 so is `sync.py` of `tangram/adapters`, out of its `aio.py`. What waiting means to each is written by hand:
 `aio_primitives.py` and `sync_primitives.py`.
-tests/tangram/client/test_generated.py checks that they are current.
+tests/tangram/client/test_client.py checks that they are current.
 """
 
 from __future__ import annotations

@@ -1,16 +1,49 @@
-"""Inputs: recorded ones if a directory is named, generated ones without, and what was not run is said."""
+"""What benches read and compare: inputs, recorded workloads, pairs, and agreement of two servers."""
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from bench import pairs, rollouts
+from bench.facades.teachers import first_keys, largest_difference
+from bench.figures.traces import (
+    CODE_REQUESTS,
+    FIRST_MINUTE,
+    FUNCTIONS,
+    MINUTES,
+    MOONCAKE,
+    REQUEST_DEVICES,
+    SIZED,
+    RecordedFunction,
+    agents,
+    invocations,
+    minutes_of,
+    over_best_baseline,
+    read_code_requests,
+    read_functions,
+    read_mooncake,
+    recordings,
+    requests,
+    trace_figures,
+)
+from bench.figures.weights import CORES, HEAVY, LIGHT, QUEUES, play_weighted, queue_row, share_of
 from bench.inputs import PROGRAMS, STEPS, VARIABLE, commands, programs, real_input, told
+from bench.report import BenchReport
+from manager.action import UnitSet
+from manager.simulation.simulator import LeaseAudit, SimulatedAction, SimulationRun
+from manager.simulation.workloads import TracedTrajectory, TraceStep, Workload
+
+Bench = Callable[[Path], pairs.Values]
+ROW = [7, 3, 99]
 
 
 @pytest.fixture
@@ -53,3 +86,254 @@ def test_with_a_directory_they_are_the_recorded_ones(named: Path) -> None:
 def test_a_directory_that_lacks_an_input_is_refused_by_name(named: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"{VARIABLE}={named} holds no {PROGRAMS}"):
         programs()
+
+
+BEFORE, AFTER = Path("before"), Path("after")
+
+
+@pytest.fixture
+def report_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bench], dict[str, float]]:
+    """Four pairs of a bench that is played instead; returns the checks."""
+
+    def played(bench: Bench) -> dict[str, float]:
+        monkeypatch.setattr(pairs, "values", lambda name, checkout, options: bench(checkout))
+        report = BenchReport("pairs")
+        given = argparse.Namespace(before=BEFORE, after=AFTER, pairs=4, options=[])
+        pairs.compare(report, "part", given)
+        return {check.name: check.value for check in report.checks}
+
+    monkeypatch.setattr(BenchReport, "keep", lambda report: None)
+    return played
+
+
+Played = Callable[[Bench], dict[str, float]]
+
+
+def test_a_ratio_above_one_is_worse_whichever_side_is_better(report_of: Played) -> None:
+    def part(checkout: Path) -> pairs.Values:
+        slow = checkout.name == "after"
+        return {"ms": (3.0 if slow else 2.0, True), "per_s": (10.0 if slow else 20.0, False)}
+
+    assert report_of(part) == {"part_ms_worse": 1.5, "part_per_s_worse": 2.0}
+
+
+def test_both_checkouts_go_first_equally_often(report_of: Played) -> None:
+    seen: list[str] = []
+
+    def part(checkout: Path) -> pairs.Values:
+        seen.append(checkout.name)
+        return {"ms": (1.0, True)}
+
+    report_of(part)
+    assert seen == ["before", "after", "after", "before"] * 2
+
+
+@pytest.mark.parametrize(("after", "ratio"), [(0.0, 1.0), (2.0, math.inf)])
+def test_what_was_nothing_before_must_be_nothing_afterwards(report_of: Played, after: float, ratio: float) -> None:
+    found = report_of(lambda checkout: {"wrong": (after if checkout.name == "after" else 0.0, True)})
+    assert found == {"part_wrong_worse": ratio}
+
+
+def test_a_part_that_never_ran_is_a_failure(report_of: Played) -> None:
+    def part(checkout: Path) -> pairs.Values:
+        raise ValueError("it printed nothing")
+
+    assert report_of(part) == {"part_ran": 0.0}
+
+
+def test_a_first_key_that_is_another_token_is_as_far_off_as_can_be() -> None:
+    listed = [None, {"3": {"logprob": -1.5}, "5": {"logprob": -0.5}}, {"99": {"logprob": -2.0}}]
+    assert largest_difference([first_keys(listed, ROW)], [[-1.5, -2.25]]) == 0.25
+    turned = [None, {"5": {"logprob": -0.5}, "3": {"logprob": -1.5}}, {"99": {"logprob": -2.0}}]
+    assert largest_difference([first_keys(turned, ROW)], [[-0.5, -2.0]]) == math.inf
+
+
+def test_a_number_that_is_missing_is_no_agreement() -> None:
+    assert largest_difference([[-1.5]], [[-1.5, -2.0]]) == math.inf
+    assert largest_difference([first_keys([None, {}, None], ROW)], [[0.0, 0.0]]) == math.inf
+
+
+def test_without_a_recording_they_are_drawn_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    made = rollouts.rollouts(5, 3, 0.25, 2.0)
+    assert made == rollouts.rollouts(5, 3, 0.25, 2.0)
+    assert [len(rollout.turns) for rollout in made] == [3] * 5
+    assert all(0.6 <= rollout.reward_s <= 8.0 for rollout in made)
+    assert all(shell_s <= rollouts.SHELL_MAX_S for rollout in made for _, shell_s in rollout.turns)
+
+
+def test_a_recording_gives_think_and_shell_seconds_by_trajectory(tmp_path: Path) -> None:
+    steps = [("a", 0.0, 1.0), ("b", 0.0, 2.0), ("a", 5.0, 5.5), ("b", 3.0, 3.25), ("a", 7.5, 8.0)]
+    lines = [json.dumps({"run": "x", "traj": name, "t_llm_end": end, "t_obs": seen}) for name, end, seen in steps]
+    path = tmp_path / "steps.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert list(rollouts.recorded(path)) == [[(4.0, 0.5), (2.0, 0.5)], [(1.0, 0.25)]]
+
+
+def test_only_xdist_is_left_of_the_plugins_of_this_machine() -> None:
+    options = list(rollouts.unplugged())
+    assert options[::2] == ["-p"] * (len(options) // 2)
+    assert "no:xdist" not in options and "no:asyncio" in options
+
+
+DURATIONS = ",".join(f"percentile_Average_{share}" for share in (0, 1, 25, 50, 75, 99, 100))
+
+
+def test_without_recordings_nothing_is_checked_and_each_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    report = BenchReport("figures")
+    trace_figures(report, (1,))
+    assert report.checks == [] and report.figures == {}
+    assert len(report.notes) == 4 and all(VARIABLE in note for note in report.notes)
+
+
+def test_a_function_comes_in_its_minutes_and_takes_its_percentiles(tmp_path: Path) -> None:
+    minutes = ",".join(f"minute_{minute}" for minute in range(1, 1441))
+    counts = ",".join("50" if minute == FIRST_MINUTE + 2 else "0" for minute in range(1440))
+    (tmp_path / "200_inv.csv").write_text(f"HashFunction,HashApp,HashOwner,{minutes}\nf,a,o,{counts}\ng,a,o,{counts}\n")
+    (tmp_path / "200_run.csv").write_text(f"HashFunction,{DURATIONS}\nf,0,1,1000,2000,4000,8000,8000\n")
+    functions = read_functions(tmp_path)
+    assert [one.name for one in functions] == ["f"]
+    assert functions[0].seconds == (0.001, 0.001, 1.0, 2.0, 4.0, 8.0, 8.0)
+    played = invocations(functions, seed=3).trajectories
+    assert 0 < len(played) < 50
+    assert all(120.0 <= each.arrival_s < 180.0 and each.steps[0].t_ori_s <= 8.0 for each in played)
+    elastic = invocations(functions, seed=3, elastic=True).trajectories
+    assert [each.arrival_s for each in elastic] != [] and all(each.steps[0].key == "cpu" for each in elastic)
+
+
+def test_between_two_percentiles_it_goes_by_ratio() -> None:
+    function = RecordedFunction("f", (0,) * (FIRST_MINUTE + MINUTES), (1.0, 1.0, 1.0, 4.0, 16.0, 16.0, 16.0))
+    assert function.at(0.0) == 1.0
+    assert function.at(0.375) == pytest.approx(2.0)
+    assert function.at(0.625) == pytest.approx(8.0)
+    assert function.at(1.0) == 16.0
+
+
+def test_requests_come_so_fast_that_they_give_the_load(tmp_path: Path) -> None:
+    path = tmp_path / "code.csv"
+    rows = ("2023-11-16 18:17:03.5000000,1000,10", "2023-11-16 18:17:05.5000000,1000,5")
+    path.write_bytes("\r\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]).encode())
+    recorded = read_code_requests(path)
+    assert [(one.arrival_s, one.prompt, one.generated) for one in recorded] == [(0.0, 1000, 10), (2.0, 1000, 5)]
+    played = requests("code", recorded, load=0.5).trajectories
+    device_s = sum(each.steps[0].t_ori_s for each in played)
+    assert [each.steps[0].size for each in played] == [1000, 1000], "the prompt is what a caller knows"
+    assert device_s / (REQUEST_DEVICES * played[-1].arrival_s) == pytest.approx(0.5)
+
+
+def test_a_sample_is_the_first_calls_of_a_recording(tmp_path: Path) -> None:
+    lines = b"".join(b'{"timestamp": %d, "input_length": 7, "output_length": 3}\n' % (1000 * at) for at in range(9))
+    path = tmp_path / "mooncake.jsonl.gz"
+    path.write_bytes(gzip.compress(lines))
+    assert [one.arrival_s for one in read_mooncake(path, 4)] == [0.0, 1.0, 2.0, 3.0]
+    counts = (0,) * FIRST_MINUTE + (100,) * MINUTES
+    functions = [RecordedFunction("f", counts, (1.0,) * 7)]
+    assert minutes_of(functions, sample=17) == 3, "6 of each minute's are kept"
+    assert minutes_of(functions, sample=10**6) == MINUTES
+    last_s = max(each.arrival_s for each in invocations(functions, 1, 3).trajectories)
+    assert 60.0 < last_s < 180.0
+
+
+def test_the_report_says_what_was_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recordings in the form in which they lie in a directory of recorded inputs, small."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    (tmp_path / FUNCTIONS).mkdir(parents=True)
+    minutes = ",".join(f"minute_{minute}" for minute in range(1, 1441))
+    counts = ",".join("100" if minute >= FIRST_MINUTE else "0" for minute in range(1440))
+    (tmp_path / FUNCTIONS / "200_inv.csv").write_text(f"HashFunction,HashApp,HashOwner,{minutes}\nf,a,o,{counts}\n")
+    (tmp_path / FUNCTIONS / "200_run.csv").write_text(f"HashFunction,{DURATIONS}\nf,1,1,1,1,1,1,1\n")
+    rows = [f"2023-11-16 18:17:0{second}.5000000,1000,10" for second in range(5)]
+    (tmp_path / CODE_REQUESTS).write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    lines = b"".join(b'{"timestamp": %d, "input_length": 7, "output_length": 3}\n' % (1000 * at) for at in range(5))
+    (tmp_path / MOONCAKE).write_bytes(gzip.compress(lines))
+    step = {"traj": "a", "run": "r", "t_llm_end": 10.0, "t_obs": 11.0}
+    (tmp_path / STEPS).write_bytes(gzip.compress(json.dumps(step).encode()))
+    report = BenchReport("figures")
+    found = recordings(report, sample=3)
+    assert {len(found[f"{name}, load 1.1"].make(1).trajectories) for name in ("code model", "mooncake")} == {3}
+    assert [note.partition(": ")[2] for note in report.notes] == [
+        "6% of the invocations of 1 minutes, drawn",
+        "the first 3 requests",
+        "the first 3 requests",
+        "all of its 1 agents",
+    ]
+
+
+def test_mooncake_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.jsonl.gz"
+    lines = [
+        b'{"timestamp": %d, "input_length": 7, "output_length": 3, "hash_ids": [1]}\n' % at for at in (500, 3000, 4000)
+    ]
+    path.write_bytes(gzip.compress(b"".join(lines)))
+    assert [(one.arrival_s, one.prompt, one.generated) for one in read_mooncake(path, 2)] == [(0.0, 7, 3), (2.5, 7, 3)]
+
+
+def test_requests_that_are_passed_over_leave_the_rest_as_if_they_were_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "code.csv"
+    rows = [f"2023-11-16 18:17:0{second}.5000000,{second},10" for second in range(5)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    found = read_code_requests(path, 2, skip=3)
+    assert [(one.arrival_s, one.prompt) for one in found] == [(0.0, 3), (1.0, 4)]
+
+
+def test_agents_think_between_what_they_saw_and_what_they_ask_for_next(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl.gz"
+    times = (("a", 10.0, 11.0), ("b", 10.5, 10.6), ("a", 15.0, 15.5))
+    lines = [{"traj": name, "run": "r", "t_llm_end": issued, "t_obs": seen} for name, issued, seen in times]
+    path.write_bytes(gzip.compress("\n".join(json.dumps(line) for line in lines).encode()))
+    first, second = agents(path).trajectories
+    assert [(step.think_s, step.t_ori_s) for step in first.steps] == [(0.0, 1.0), (4.0, 0.5)]
+    assert len(second.steps) == 1
+
+
+def test_ours_is_held_against_the_best_of_all_baselines_with_the_same_knowledge() -> None:
+    means = {"adaptive": 6.0, "adaptive, learned": 9.0, "fixed:1": 8.0, "paper": 10.0, "paper, greedy": 4.0}
+    rows = {name: {"mean": value, "best_fixed": 7.0} for name, value in means.items()}
+    rows |= {"paper, learned": {"mean": 6.0}, "paper, greedy, learned": {"mean": 9.0}}
+    assert over_best_baseline(rows) == {"known": 1.5, "learned": 1.5}
+    by_size = over_best_baseline({**rows, SIZED: {"mean": 3.0}})
+    assert by_size == {"known": 1.5, "learned": 1.5, "learned by size": 0.5}
+
+
+def ran(trajectory: str, began_s: float, ended_s: float, units: int) -> SimulatedAction:
+    return SimulatedAction(
+        trajectory=trajectory,
+        number=0,
+        function="f",
+        submitted_s=0.0,
+        queue_s=began_s,
+        overhead_s=0.0,
+        execution_s=ended_s - began_s,
+        units=units,
+        unit_s=units * (ended_s - began_s),
+    )
+
+
+def test_the_error_is_what_the_worse_served_task_lacks_while_both_wait() -> None:
+    records = [
+        ran("heavy-0", 0.0, 4.0, 3),
+        ran("heavy-1", 4.0, 8.0, 3),  # the last to start of its task: from here on only the other waits
+        ran("light-0", 0.0, 6.0, 2),
+        ran("light-1", 6.0, 99.0, 9),
+    ]
+    run = SimulationRun(records=records, trajectories=4, makespan_s=99.0, ledger=LeaseAudit())
+    row = share_of(run, due=0.75, units=1)
+    assert row["watched_s"] == 4.0
+    assert row["share"] == pytest.approx(12 / 20)
+    assert row["error"] == pytest.approx(0.2)
+    assert share_of(run, due=0.5, units=1)["error"] == pytest.approx(0.2)
+
+
+def test_a_played_action_has_the_units_that_it_held_over_time() -> None:
+    step = TraceStep(think_s=0.0, function="f", cost={"cpu": UnitSet.fixed(4)}, t_ori_s=2.5)
+    work = Workload(
+        name="one", trajectories=tuple(TracedTrajectory(id=t, task=t, steps=(step,)) for t in (HEAVY, LIGHT))
+    )
+    assert [one.unit_s for one in play_weighted(work, CORES, {HEAVY: 2.0, LIGHT: 1.0}).records] == [10.0, 10.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUEUES)
+def test_each_task_gets_what_its_weight_gives_it_while_both_wait(name: str) -> None:
+    assert queue_row(name, seed=1)["error"] <= 0.1

@@ -1,4 +1,4 @@
-"""Benches run to their end in the quick form, as a program: their JSON, and the names that others look for."""
+"""Benches run to their end in the quick form: their JSON, and what they measure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
+from bench.cluster import channel, fleet, strains
+from bench.facades import client_environments
+from bench.facades.client_environments import ClientFailed, client_environment
+from bench.report import BenchReport
 from tests.house.source import ROOT
 
 pytestmark = pytest.mark.slow
 RUN_S = 400.0
-
 #: Bench and its options -> the checks that come of it.
 RUNS: dict[tuple[str, ...], set[str]] = {
     ("scheduler",): {
@@ -70,3 +75,68 @@ def test_a_quick_run_ends_with_one_object_that_has_every_check(words: tuple[str,
     assert not broken & STEADY, report["notes"]
     if words[0] == "kills":
         assert not broken, report["notes"]
+
+
+def values(report: BenchReport) -> dict[str, float]:
+    return {check.name: check.value for check in report.checks}
+
+
+def test_no_ops_go_by_both_ways_and_lines_and_frames_arrive() -> None:
+    report = BenchReport("cluster")
+    cpu_us = uvloop.run(channel.no_ops(report, 40))
+    uvloop.run(channel.frames(report, 0.2))
+    found = values(report)
+    assert set(found) == {"channel_minus_local_p50_ms", "log_line_cpu_us", "channel_frames_per_s"}
+    assert cpu_us > 0 and found["channel_frames_per_s"] > 0
+    noop = report.figures["noop"]
+    assert isinstance(noop, dict) and noop["n"] == 40
+
+
+@pytest.mark.docker
+@pytest.mark.usefixtures("docker")
+def test_a_crowd_joins_a_real_gateway_and_idempotent_actions_outlive_a_node() -> None:
+    report = BenchReport("cluster")
+    uvloop.run(fleet.crowd(report, 40, 0.5))
+    uvloop.run(fleet.losses(report, 100))
+    found = values(report)
+    assert {"join_40_s", "beats_40_core_share", "first_lease_after_join_ms"} < set(found)
+    assert found["node_loss_lost_idempotent"] == 0
+    loss = report.figures["node_loss"]
+    assert isinstance(loss, dict) and loss["succeeded"] == 100 and int(str(loss["run_elsewhere"])) > 0
+
+
+@pytest.mark.docker
+@pytest.mark.usefixtures("docker")
+def test_strains_are_measured_beside_the_same_without_them() -> None:
+    report = BenchReport("cluster")
+    uvloop.run(strains.frozen(report, 1))
+    uvloop.run(strains.strangers(report, 50, 0.2))
+    uvloop.run(strains.deaf(report))
+    uvloop.run(strains.files(report, 50))
+    found = values(report)
+    assert found["frozen_node_noticed_s"] > 1.0, "it beat before"
+    assert found["strangers_loop_lag_ms"] > 0 < found["deaf_node_loop_lag_ms"]
+    deaf, files = report.figures["deaf_node"], report.figures["files"]
+    assert isinstance(deaf, dict) and "unread" in str(deaf["why"])
+    assert isinstance(files, dict) and int(str(files["loud_n"])) > 0 < found["file_slowdown_p99"]
+
+
+def test_the_peer_says_what_it_lacks() -> None:
+    program = ROOT / "bench/cluster/actor_peer.py"
+    done = subprocess.run([sys.executable, "-I", str(program), "1", "1"], capture_output=True, text=True, check=False)
+    if done.returncode == 0:  # this interpreter has Ray
+        assert json.loads(done.stdout)["cpu_us"] > 0
+    else:
+        assert "No module named 'ray'" in done.stderr
+
+
+def test_a_comment_is_not_installed_and_a_failure_says_what_pip_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_environments, "REQUIREMENTS", tmp_path)
+    monkeypatch.setattr(client_environments, "CACHE", tmp_path / "cache")
+    (tmp_path / "nobody.txt").write_text("# a comment\n--no-index\ntangram-no-such-distribution==1\n")
+    with pytest.raises(ClientFailed, match="No matching distribution found for tangram-no-such-distribution") as failed:
+        client_environment("nobody")
+    assert "WARNING" not in str(failed.value)
+    assert "Invalid requirement" not in str(failed.value)

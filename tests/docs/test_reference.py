@@ -22,6 +22,7 @@ from gateway.errors import FACES, REASON_FACES
 from gateway.grpc.generated import tangram_pb2
 from gateway.http.app import operations
 from gateway.invocations.callbacks import sign
+from gateway.metrics import reference
 from runtimes.kinds import KINDS
 from runtimes.sandbox.handler.worker import Context
 from tangram import AsyncClient, AsyncTrajectory, InvocationResult, MapProgress
@@ -32,6 +33,7 @@ from tests.gateway.conftest import FUNCTIONS, GatewayBench, serving
 from tests.house.source import texts
 
 VERBS = {**client.VERBS, **server.VERBS}
+
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 
@@ -216,3 +218,14 @@ def test_the_example_on_the_http_page_knows_a_callback_from_a_forged_one() -> No
     assert is_genuine(headers, b"{}", "key")
     assert not is_genuine(headers, b"{ }", "key") and not is_genuine(headers, b"{}", "other")
     assert not is_genuine({**headers, "X-Tangram-Timestamp": str(int(stamp) - 1)}, b"{}", "key")
+
+
+async def test_the_page_of_metrics_holds_every_metric_of_a_gateway(tmp_path: Path) -> None:
+    traces = {"endpoint": "http://127.0.0.1:9/v1/traces", "share": 0}
+    async with serving(GatewayBench(tmp_path, server={"traces": traces})) as gateway:
+        await gateway.invoke({})
+        await gateway.invoke({}, function="nope")
+        table = reference(gateway.app.metrics.registry)
+    page = (REFERENCE / "metrics.md").read_text(encoding="utf-8")
+    assert page.endswith(table), f"it is to end with:\n{table}"
+    assert table.count("\n") > 30

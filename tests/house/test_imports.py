@@ -1,10 +1,11 @@
-"""The direction of the house (docs/ARCHITECTURE.md): who may import whom."""
+"""The direction of the house (docs/ARCHITECTURE.md), one name a thing, and what every file has and has not."""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -12,7 +13,6 @@ from tests.house.source import Source, sources, within
 
 #: One process reads the whole tree, for all of them.
 pytestmark = pytest.mark.xdist_group("sources")
-
 #: Heavy libraries, and the only places that may name them.
 ROOMS = {
     "docker": ("runtimes/sandbox/docker/",),
@@ -36,6 +36,9 @@ ROOMS = {
     "rich": ("tangram/cli/",),
     "matplotlib": ("gateway/", "bench/"),
 }
+#: Shells of the manager that wait: they alone may import asyncio.
+ASYNC_SHELLS = ("manager/engine.py", "manager/engine.py")
+
 #: What the runtimes may know of the manager: its nouns.
 NOUNS = tuple(
     f"manager.{noun}"
@@ -53,8 +56,6 @@ NOUNS = tuple(
         "scheduler.policy",
     )
 )
-#: Shells of the manager that wait: they alone may import asyncio.
-ASYNC_SHELLS = ("manager/engine.py", "manager/engine.py")
 
 
 def test_the_manager_imports_the_standard_library_and_numpy_only() -> None:
@@ -182,3 +183,41 @@ def test_nothing_is_imported_for_the_type_checker_alone() -> None:
 
 def of(package: str) -> Iterable[Source]:
     return [source for source in sources() if source.package == package]
+
+
+def test_no_class_name_serves_twice() -> None:
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for source in sources():
+        for found in classes(source.tree):
+            homes[found.name].append(f"{source.name}:{found.lineno}")
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
+def classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    """Public classes of a module, those inside classes too."""
+    within: list[ast.stmt] = list(tree.body)
+    while within:
+        node = within.pop()
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+            within.extend(node.body)
+
+
+def test_every_file_says_what_lives_there() -> None:
+    silent = [
+        source.name
+        for source in sources()
+        if source.tree.body and not (source.path.name == "__init__.py" and source.package == "tests")
+        if (source.tree.body and not source.text.startswith(('"""', "#!")))
+    ]
+    assert not silent
+
+
+def test_nothing_is_left_for_later() -> None:
+    marks = ("TO" + "DO", "FIX" + "ME", "XX" + "X:")
+    assert not [source.name for source in sources() if any(mark in source.text for mark in marks)]
+
+
+def test_no_file_is_a_drawer() -> None:
+    drawers = {"utils.py", "helpers.py", "common.py", "misc.py"}
+    assert not [source.name for source in sources() if source.path.name in drawers]

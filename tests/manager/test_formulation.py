@@ -1,19 +1,40 @@
-"""A call becomes an action."""
+"""A call becomes an action, with its size, its batch and its chunk of devices; what is left open is chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from manager.action import PRIOR_BATCH_MARGINAL, Action, Amdahl, Kin, UnitSet
+from manager.action import (
+    PRIOR_BATCH_MARGINAL,
+    SIZE_MAX,
+    Action,
+    Amdahl,
+    Chunk,
+    Kin,
+    UnitSet,
+    Work,
+    expected_s,
+    noun,
+    power_at_least,
+    size_at,
+)
+from manager.assembly import STEP_BIAS, build_core
+from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.formulation import check_satisfiable, formulate
 from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, SandboxSpec
 from manager.learning import History
 from manager.resources.pools import ConcurrencySpec, QuotaSpec
+from manager.scheduler.adaptive import AdaptivePolicy
+from manager.scheduler.policy import PolicySpec
+from manager.simulation.simulate import Size, simulate
+from manager.simulation.workloads import CODING_BURST, coding
 from tests.manager.conftest import node, spec
 
 TESTS = FunctionSpec(
@@ -34,6 +55,7 @@ def form(function: FunctionSpec, input: Mapping[str, object], *, timeout_s: floa
 
 
 HISTORY = History()
+
 for _ in range(20):
     HISTORY.record("tests", "slow", 1, 100.0)
 
@@ -143,3 +165,165 @@ def test_messages_add_to_a_batch_what_the_same_text_would() -> None:
     assert (
         form(function, {"messages": [chat, chat]}).batch_tokens == 2 * form(function, {"messages": chat}).batch_tokens
     )
+
+
+INPUT = {
+    "max_tokens": 64,
+    "ratio": 0.5,
+    "text": "héllo",
+    "tests": ["a", "b", "c"],
+    "token_ids": [[1, 2, 3], [4], []],
+    "messages": [{"role": "user", "content": "four"}, {"role": "assistant"}, {"role": "user", "content": "sixsix"}],
+    "options": {"steps": 7},
+    "none": [],
+    "on": True,
+    "least": -1,
+    "most": 10**400,
+    "odd": float("nan"),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "size"),
+    [
+        ("max_tokens", 64.0),
+        ("ratio", 0.5),
+        ("text", 5.0),
+        ("tests", 3.0),
+        ("token_ids", 4.0),
+        ("messages", 3.0),
+        ("messages.content", 10.0),
+        ("options.steps", 7.0),
+        ("none", 0.0),
+    ],
+)
+def test_numbers_texts_and_lists_have_a_size(path: str, size: float) -> None:
+    assert size_at(INPUT, path) == size
+
+
+@pytest.mark.parametrize(
+    "path", ["gone", "options", "options.gone", "max_tokens.x", "none.x", "messages.gone", "on", "least", "most", "odd"]
+)
+def test_what_has_no_size_is_no_mistake(path: str) -> None:
+    assert size_at(INPUT, path) is None
+
+
+def test_lists_within_lists_are_not_followed_for_ever() -> None:
+    deep: object = [1]
+    for _ in range(5000):
+        deep = [deep]
+    assert size_at({"deep": deep}, "deep") is None
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(("a", "b")), inner),
+)
+
+
+@given(values, st.sampled_from(("a", "b", "a.b", "a.a.b")))
+def test_any_input_has_a_size_within_bounds_or_none(value: object, path: str) -> None:
+    size = size_at(value, path)
+    assert size is None or 0 <= size <= SIZE_MAX
+
+
+@pytest.mark.parametrize("numbers", [[-1e308, -1e308], [1e308, 1e308], [float("inf"), float("-inf")], [-(10**400)] * 3])
+def test_a_sum_of_absurd_numbers_is_no_size_and_no_fault(numbers: list[float]) -> None:
+    size = size_at({"items": [{"n": each} for each in numbers]}, "items.n")
+    assert size is None or 0 <= size <= SIZE_MAX
+
+
+seconds = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=12)
+
+marginals = st.floats(0.0, 1.0)
+
+
+@given(seconds, marginals)
+def test_a_batch_takes_no_less_than_its_longest_and_no_more_than_all_in_turn(
+    alone_s: list[float], marginal: float
+) -> None:
+    took_s = Work.of(alone_s).seconds(marginal)
+    assert max(alone_s) <= took_s <= sum(alone_s) * (1 + 1e-9)
+
+
+@given(st.floats(0.01, 100.0), st.integers(1, 64), marginals)
+def test_members_alike_each_add_the_marginal(alone_s: float, members: int, marginal: float) -> None:
+    work = Work.of([alone_s] * members)
+    assert work.seconds(marginal) == pytest.approx(alone_s * (1 + marginal * (members - 1)))
+    assert work.size == pytest.approx(members)
+
+
+@given(seconds, marginals)
+def test_the_order_of_members_changes_nothing(alone_s: list[float], marginal: float) -> None:
+    assert Work.of(sorted(alone_s)).seconds(marginal) == pytest.approx(Work.of(alone_s).seconds(marginal))
+
+
+def test_a_member_of_unknown_duration_counts_as_the_mean_of_the_others() -> None:
+    assert expected_s([None, None], 1.0) is None
+    assert expected_s([2.0, None, 4.0], 1.0) == pytest.approx(9.0)
+    assert expected_s([2.0, None, 4.0], 0.0) == pytest.approx(4.0)
+
+
+def test_a_chunk_knows_its_devices_and_what_lies_in_it() -> None:
+    chunk = Chunk(4, 4)
+    assert (chunk.end, list(chunk.devices)) == (8, [4, 5, 6, 7])
+    assert chunk.contains(Chunk(6, 2)) and chunk.contains(chunk)
+    assert not chunk.contains(Chunk(6, 4)) and not Chunk(6, 2).contains(chunk)
+    assert chunk.meets(Chunk(0, 8)) and not chunk.meets(Chunk(0, 4))
+    assert chunk.moved(-4) == Chunk(0, 4)
+
+
+def test_it_is_made_of_parts_and_a_part_that_is_taken_leaves_its_buddies() -> None:
+    chunk = Chunk(8, 8)
+    assert list(chunk.parts(4)) == [Chunk(8, 4), Chunk(12, 4)]
+    assert list(chunk.parts(16)) == []
+    assert list(chunk.without(Chunk(10, 1))) == [Chunk(12, 4), Chunk(8, 2), Chunk(11, 1)]
+    assert list(chunk.without(chunk)) == []
+
+
+def test_a_count_of_devices_takes_the_next_power_of_two() -> None:
+    assert [power_at_least(count) for count in (1, 2, 3, 5, 8)] == [1, 2, 4, 8, 8]
+
+
+@noun
+class Coin:
+    """A noun of this test."""
+
+    worth: int
+    side: str = "head"
+
+
+def test_a_noun_is_a_dataclass_whose_values_compare() -> None:
+    assert [field.name for field in fields(Coin)] == ["worth", "side"]
+    assert replace(Coin(worth=1), side="tail") == Coin(worth=1, side="tail") != Coin(worth=1)
+
+
+def test_a_noun_takes_no_field_that_it_has_not() -> None:
+    with pytest.raises(AttributeError):
+        Coin(worth=1).sise = "tail"  # type: ignore[attr-defined]
+
+
+NODE = NodeSpec(name="n1", numa=((0, 1),), memory_bytes=2**30)
+
+
+def adaptive_of(objective: str, **options: float) -> AdaptivePolicy:
+    policies = {"cpu": PolicySpec(name="adaptive", options=options), "default": PolicySpec(name="price")}
+    scheduler = SchedulerSpec(policies=policies, objective=objective)  # type: ignore[arg-type]
+    policy = build_core(ManagerSpec(nodes=(NODE,), scheduler=scheduler)).state.policies["cpu"]
+    assert isinstance(policy, AdaptivePolicy)
+    return policy
+
+
+def test_an_objective_chooses_what_the_options_leave_open() -> None:
+    assert adaptive_of("act").bias == AdaptivePolicy().bias
+    assert adaptive_of("step").bias == STEP_BIAS
+    assert adaptive_of("step", bias=0.0).bias == 0.0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_objective_step_ends_a_batch_sooner_that_is_all_there(seed: int) -> None:
+    work, size = coding(48, seed, CODING_BURST), Size(nodes=1, cores=48)
+    spec = size.spec(work, "adaptive", strict=False)
+    step = replace(spec, scheduler=replace(spec.scheduler, objective="step"))
+    sooner, later = (simulate(work, "adaptive", size, base=base).makespan_s for base in (step, spec))
+    assert sooner < 0.97 * later

@@ -1,7 +1,9 @@
-"""Machines of a real cluster: which are taken, what is held there, and what a daemon gets to know of Ray."""
+"""Machines of a real cluster, what of Ray may die, and interfaces of Ray that are not public."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -9,17 +11,28 @@ from typing import TypeAlias
 
 import pytest
 
-from runtimes.node.ray.messages import (
-    DaemonReleased,
-    RayNodeAlive,
-    RayNodeDraining,
-    ReservationWaiting,
-    StewardReady,
-)
-from tests.ray.conftest import POOL, KeptCluster, RealCluster
+from gateway.cli.node import look
+from runtimes.node.ray.messages import DaemonReleased, RayNodeAlive, RayNodeDraining, ReservationWaiting, StewardReady
+from tests.ray.conftest import DEADLINE_S, POOL, PYTHON, KeptCluster, RealCluster
 
 pytestmark = pytest.mark.slow
 Keep: TypeAlias = Callable[..., AbstractAsyncContextManager[KeptCluster]]
+ASKED = """
+import json, sys, ray
+from ray._raylet import GcsClient
+from ray._private.state import available_resources_per_node
+ray.init(address=sys.argv[1], namespace="tangram", log_to_driver=False, configure_logging=False)
+node = ray.nodes()[0]
+gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+print(json.dumps({
+    "version": ray.__version__,
+    "node": sorted(node),
+    "draining": dict(gcs.get_draining_nodes(timeout=5)),
+    "available": [sorted(each) for each in available_resources_per_node().values()],
+    "head": "node:__internal_head__" in node["Resources"],
+    "by_value": callable(ray.cloudpickle.register_pickle_by_value),
+}))
+"""
 
 
 def environment_of(pid: int) -> list[bytes]:
@@ -61,3 +74,20 @@ async def test_a_drain_is_told_with_its_deadline_and_its_daemon_lives(cluster: R
         assert (await kept.heard(RayNodeDraining, node)).deadline_ms > 0
         assert kept.daemon(node) == daemon
         await kept.gone(node)
+
+
+def test_what_is_private_is_as_the_keeper_reads_it(cluster: RealCluster) -> None:
+    words = [PYTHON, "-c", ASKED, cluster.address]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    read = {"NodeID", "Alive", "NodeManagerAddress", "Labels", "Resources", "DeathReasonMessage"}
+    assert read <= set(told["node"]), told["version"]
+    assert told["draining"] == {} and told["head"] and told["by_value"]
+    assert all("CPU" in each for each in told["available"]) and told["available"]
+
+
+def test_a_real_cluster_is_seen_as_it_is(cluster: RealCluster) -> None:
+    seen = look(PYTHON, cluster.address, DEADLINE_S)
+    (head,) = seen["nodes"]
+    assert head["head"] and head["total"]["CPU"] == head["free"]["CPU"] == 1.0 and not seen["token"]

@@ -1,18 +1,25 @@
-"""The kinds say what the runtimes take and return."""
+"""The kinds say what the runtimes take and return, and whole numbers stay what they are."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, RequestSpec
+from runtimes import runtime
 from runtimes.kind import Kind
 from runtimes.kinds import KINDS, input_schema, result_schema
 
 MODEL = ModelSpec(path=Path("reward"), action=ModelAction.SCORE)
+
 SUITE = FunctionSpec(name="suite", runtime="pytest", duration=DurationSpec(key="repo"))
+
 SEARCH = FunctionSpec(
     name="search", runtime="api", request=RequestSpec(method="GET", url="https://api.test/{lang}?q={query}")
 )
@@ -63,3 +70,38 @@ def test_each_action_of_a_model_has_a_result_of_its_own(action: ModelAction) -> 
     shown = result_schema(model)
     assert shown is not None
     assert [other for other in ModelAction if KINDS["model"].shown[other][1] == shown] == [action]
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+@given(VALUES, st.booleans())
+def test_a_value_comes_back_as_it_was(value: object, sort_keys: bool) -> None:
+    written = runtime.dumps(value, sort_keys=sort_keys)
+    assert runtime.loads(written) == value
+    assert json.loads(written) == value
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, 2**63, 2**64 - 1, 2**64, 2**70 + 1, -(2**70), 10**400])
+def test_a_whole_number_is_exact_however_large(number: int) -> None:
+    assert runtime.loads(f'{{"n":[{number}]}}') == {"n": [number]}
+    assert json.loads(runtime.dumps({"b": number, "a": 1}, sort_keys=True)) == {"a": 1, "b": number}
+    assert runtime.dumps({"b": number, "a": 1}, sort_keys=True).startswith(b'{"a":')
+
+
+@pytest.mark.parametrize("text", ['{"a":', "[NaN]", "[1e400]", '"\\ud800"', b'"\xff"', "", "1" * 5000])
+def test_what_is_no_json_is_told_with_its_place(text: str | bytes) -> None:
+    with pytest.raises(orjson.JSONDecodeError, match="line 1 column"):
+        runtime.loads(text)
+
+
+def test_what_json_cannot_hold_is_refused() -> None:
+    for value in ({1, 2}, {"n": 2**70, "s": {1}}):
+        with pytest.raises(TypeError):
+            runtime.dumps(value)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        runtime.dumps([2**70, float("nan")])

@@ -91,7 +91,7 @@ def test_what_has_not_begun_within_its_bound_is_left_out_by_name() -> None:
             "no:cacheprovider",
             "--begin-within",
             "0",
-            "tests/house/test_files.py",
+            "tests/house/test_imports.py",
         ],
         cwd=SCRIPTS.parent,
         capture_output=True,

@@ -12,9 +12,7 @@ import h11
 import httpx
 
 from tangram.testing import ScriptedGateway
-
-#: Nothing in these tests takes so long unless it is broken.
-DEADLINE_S = 120.0
+from tests.gateway.conftest import DEADLINE_S
 
 
 class ScriptedServer:
@@ -79,7 +77,7 @@ async def _received(connection: h11.Connection, reader: asyncio.StreamReader) ->
 
 
 @asynccontextmanager
-async def serving(gateway: ScriptedGateway) -> AsyncIterator[ScriptedServer]:
+async def serving_script(gateway: ScriptedGateway) -> AsyncIterator[ScriptedServer]:
     """Serve it from entering to leaving, on this event loop."""
     server = ScriptedServer(gateway)
     async with asyncio.TaskGroup() as group:
@@ -105,7 +103,7 @@ def served(gateway: ScriptedGateway) -> Iterator[ScriptedServer]:
 
     async def serve() -> None:
         stop = asyncio.Event()
-        async with serving(gateway) as server:
+        async with serving_script(gateway) as server:
             started.set_result((server, asyncio.get_running_loop(), stop))
             await stop.wait()
 

@@ -1,19 +1,34 @@
-"""Views: the queue in pages of bounded size, and what a task used in the units of the resources."""
+"""Views: the queue in pages of bounded size, what each action waits for, and what a task used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from manager.config import ManagerSpec
+from manager.action import Action, UnitSet
+from manager.config import ManagerSpec, TaskSpec
 from manager.core.core import Core
-from manager.core.views import queue_view, tasks_view, trajectories_view
+from manager.core.state import Cause, cause_of, counted_causes
+from manager.core.views import CELLS_MAX, glance, queue_view, resources_view, runs_of, tasks_view, trajectories_view
 from manager.errors import InvalidInput
-from manager.events import CancelRequested, Finished, NodeLost, Submitted, TrajectoryEnded, TrajectoryOpened
+from manager.events import (
+    CancelRequested,
+    Finished,
+    NodeClosed,
+    NodeLost,
+    NodeOpened,
+    Reconfigured,
+    Submitted,
+    TrajectoryEnded,
+    TrajectoryOpened,
+)
 from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
+
+Drive = Callable[[ManagerSpec], CoreDriver]
 
 
 def page(core: Core, limit: int, cursor: str | None = None) -> tuple[list[str], str | None]:
@@ -98,3 +113,146 @@ def test_trajectories_come_in_pages_by_name(drive: Callable[[ManagerSpec], CoreD
         cursor = following
         driver.step(1.0, TrajectoryEnded(trajectory=cursor))  # what it names may have left
     assert seen == ["a", "b", "c", "d", "e"]
+
+
+def submits(*actions: Action) -> list[Submitted]:
+    return [Submitted(action=each) for each in actions]
+
+
+def cause(driver: CoreDriver, action_id: str) -> Cause:
+    waiting = driver.core.state.queue.get(action_id)
+    assert waiting is not None, f"{action_id} does not wait"
+    return cause_of(driver.core.state, waiting)
+
+
+def test_only_what_is_missing_is_told(drive: Drive) -> None:
+    driver = drive(spec(node(cores=2, memory_bytes=1000)))
+    driver.step(0.0, *submits(action("a", {"cpu": 2}), action("b", {"cpu": 1}, memory_bytes=400)))
+    found = cause(driver, "b")
+    assert (found.kind, found.pool, found.need, found.free) == ("units", "cpu:n0", 1, 0)
+    assert found.text == "1 of cpu", "its memory is free"
+
+
+def test_memory_is_told_where_cores_are_free(drive: Drive) -> None:
+    driver = drive(spec(node(cores=4, memory_bytes=1000)))
+    driver.step(0.0, *submits(action("a", memory_bytes=900), action("b", memory_bytes=400)))
+    found = cause(driver, "b")
+    assert (found.kind, found.pool, found.need, found.free) == ("memory", "node:n0", 400, 100)
+
+
+@pytest.mark.parametrize("fields", [{}, {"trajectory": "t"}, {"cost": {}}])
+def test_the_reason_of_a_closed_node_is_told_and_not_its_memory(drive: Drive, fields: dict[str, Any]) -> None:
+    driver = drive(spec(node("n0", memory_bytes=1000), node("n1", memory_bytes=1000)))
+    driver.step(0.0, NodeClosed(node="n0", why="unfit: no engine", finishing=True))
+    driver.step(0.0, NodeClosed(node="n1", why="silent"))
+    driver.step(0.0, *submits(action("a", memory_bytes=400, **fields)))
+    told = "an open node: n0 is closed: unfit: no engine (and 1 more)"
+    assert (cause(driver, "a").kind, cause(driver, "a").text) == ("node", told)
+    assert [(each.cause.text, each.count) for each in counted_causes(driver.core.state)] == [(told, 1)]
+    driver.step(1.0, NodeOpened(node="n1"))
+    assert driver.running() == {"a"}
+
+
+def test_a_quota_tells_when_units_return(drive: Drive) -> None:
+    driver = drive(spec())
+    quota = QuotaSpec(limit=1, period_s=10.0)
+    driver.step(0.0, Reconfigured(resources={"search": quota}))
+    driver.step(0.0, *submits(action("a", {"search": 1})))
+    driver.step(1.0, Finished(action_id="a", outcome=DONE))
+    driver.step(4.0, *submits(action("b", {"search": 1})))
+    found = cause(driver, "b")
+    assert (found.kind, found.pool) == ("quota", "search")
+    assert found.until_s == pytest.approx(7.0)
+
+
+def test_an_action_behind_its_trajectory_names_whom_it_waits_for(drive: Drive) -> None:
+    driver = drive(spec())
+    driver.step(0.0, *submits(action("a", trajectory="t"), action("b", trajectory="t")))
+    found = cause(driver, "b")
+    assert (found.kind, found.behind) == ("trajectory", "a")
+
+
+def test_a_cap_of_the_task_is_told_before_the_pool(drive: Drive) -> None:
+    driver = drive(spec(node(cores=4)))
+    driver.step(0.0, Reconfigured(tasks={"rl": TaskSpec(caps={"cpu": 1})}))
+    driver.step(0.0, *submits(action("a", task="rl"), action("b", task="rl")))
+    found = cause(driver, "b")
+    assert (found.kind, found.need, found.free) == ("task_cap", 1, 0)
+
+
+def test_what_is_free_but_kept_for_an_earlier_one_is_a_turn(drive: Drive) -> None:
+    driver = drive(spec(node(cores=2)))
+    driver.step(0.0, *submits(action("a"), action("wide", {"cpu": 2}), action("late")))
+    assert cause(driver, "wide").kind == "units"
+    assert cause(driver, "late").kind == "turn"
+
+
+def test_the_queue_is_counted_by_cause_and_sums_to_what_waits(drive: Drive) -> None:
+    driver = drive(spec(node(cores=1)))
+    driver.step(0.0, *submits(*(action(f"a{n}", task="rl") for n in range(5))))
+    driver.step(2.0, *submits(action("t0", trajectory="t", task="eval"), action("t1", trajectory="t", task="eval")))
+    driver.step(5.0)
+    counts = {(each.cause.kind, each.task): each for each in counted_causes(driver.core.state)}
+    assert {key: each.count for key, each in counts.items()} == {
+        ("units", "rl"): 4,
+        ("units", "eval"): 1,
+        ("trajectory", "eval"): 1,
+    }
+    assert counts["units", "rl"].oldest_s == 5.0
+    view = queue_view(driver.core, 2, None)
+    causes = view["causes"]
+    assert isinstance(causes, list)
+    assert sum(each["count"] for each in causes) == view["waiting"] == 6
+
+
+def test_holders_say_who_holds_what_since_when(drive: Drive) -> None:
+    driver = drive(spec(node(cores=2)))
+    driver.step(1.0, *submits(action("a", {"cpu": 2}, task="rl", trajectory="t")))
+    driver.step(4.0)
+    pools = resources_view(driver.core)["pools"]
+    assert isinstance(pools, dict)
+    holder = pools["cpu:n0"]["holders"]["a"]
+    assert holder == {"function": "f", "task": "rl", "trajectory": "t", "running_s": 3.0}
+
+
+def test_a_glance_shows_each_unit_of_a_small_pool_and_sums_of_a_large_one(drive: Drive) -> None:
+    small = drive(spec(node(cores=4)))
+    small.step(0.0, *submits(action("a", {"cpu": UnitSet.fixed(3)}), action("b")))
+    cells = pool_of(small, "cpu:n0")["cells"]
+    assert isinstance(cells, list)
+    assert sorted(cells) == [[0, 3, "a", "f"], [3, 1, "b", "f"]]
+    large = drive(spec(node(cores=CELLS_MAX + 1)))
+    large.step(0.0, *submits(action("a", {"cpu": 3}), action("b")))
+    assert pool_of(large, "cpu:n0")["by_function"] == [("f", 4)]
+
+
+def pool_of(driver: CoreDriver, name: str) -> dict[str, object]:
+    pools = glance(driver.core)["pools"]
+    assert isinstance(pools, dict)
+    found = pools[name]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_glance_counts_trajectories_by_what_they_do(drive: Drive) -> None:
+    driver = drive(spec(node(cores=1)))
+    driver.step(0.0, *submits(action("a", trajectory="t1"), action("b", trajectory="t2")))
+    driver.step(1.0, Finished(action_id="a", outcome=DONE))
+    assert glance(driver.core)["trajectories"] == {"living": 2, "running": 1, "queued": 0, "memory": 0, "idle": 1}
+
+
+def test_neighbours_are_one_run() -> None:
+    assert runs_of((5, 1, 0, 2, 7)) == [(0, 3), (5, 1), (7, 1)]
+
+
+def test_a_quota_that_nobody_waits_for_is_seen_as_it_is_now(drive: Drive) -> None:
+    driver = drive(spec())
+    driver.step(0.0, Reconfigured(resources={"search": QuotaSpec(limit=2, period_s=10)}))
+    driver.step(100.0, *submits(action("a", {"search": 1})))
+    driver.step(100.0, Finished(action_id="a", outcome=DONE))
+    for now_s, free, due_s in ((104.0, 1, 6.0), (109.5, 1, 0.5), (110.0, 2, None)):
+        driver.core.look(now_s)
+        pools = resources_view(driver.core)["pools"]
+        assert isinstance(pools, dict)
+        seen = pools["search"]
+        assert (seen["free"], seen["next_return_s"]) == (free, due_s)

@@ -1,22 +1,31 @@
-"""What the policies promise, on one pool at a time."""
+"""What the policies promise, on one pool at a time, and what is kept for them of waiting and running actions."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manager.action import Action, Chunk
+from manager.action import Action, Chunk, UnitSet
+from manager.config import ManagerSpec, SchedulerSpec
+from manager.errors import InvalidConfig
+from manager.events import Finished, Submitted, Tick
+from manager.function import settings_of
 from manager.scheduler.adaptive import AdaptivePolicy
+from manager.scheduler.fixed import FixedPolicy
 from manager.scheduler.paper import CompletionHeap, PaperPolicy
-from manager.scheduler.policy import Decision, Policy, PolicySpec
-from manager.scheduler.price import PricePolicy
-from manager.scheduler.registry import make_policy
+from manager.scheduler.policy import Decision, Policy, PolicySpec, PoolView, RunningSet, RunningView, WaitingView
+from manager.scheduler.price import Backfill, PricePolicy
+from manager.scheduler.rank import AHEAD, Drawn
+from manager.scheduler.registry import POLICIES, make_policy
+from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 from tests.manager.scheduler.world import check_sums, devices, pool, running, shell, suite, teacher
 
-POLICIES: list[Policy] = [PaperPolicy(), PricePolicy(), AdaptivePolicy()]
+COMPARED: list[Policy] = [PaperPolicy(), PricePolicy(), AdaptivePolicy()]
 
 
 def actions(prefix: str) -> st.SearchStrategy[list[Action]]:
@@ -34,7 +43,7 @@ def actions(prefix: str) -> st.SearchStrategy[list[Action]]:
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", COMPARED, ids=lambda policy: policy.name)
 @given(
     waiting=actions("w"),
     held=actions("r"),
@@ -54,7 +63,7 @@ def test_a_decision_never_gives_more_than_there_is(
     assert decision == policy.decide(view), "the same view gives the same decision"
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", COMPARED, ids=lambda policy: policy.name)
 @given(waiting=actions("w").filter(bool), total=st.integers(1, 64))
 def test_an_idle_pool_starts_something(policy: Policy, waiting: list[Action], total: int) -> None:
     assert policy.decide(pool(total, waiting, utilisation=0.0)).starts
@@ -262,3 +271,299 @@ def test_on_devices_shorter_requests_of_a_task_go_first() -> None:
     waiting = [teacher("long", "s", 9.0), teacher("short", "s", 1.0)]
     starts = PricePolicy().decide(devices([(0, 1)], waiting, resident={"s": ((0, 1),)})).starts
     assert [start.action_id for start in starts] == ["short"]
+
+
+def test_what_ends_before_the_shadow_time_passes_and_the_rest_takes_extra_units() -> None:
+    beside = Backfill.behind(6, 1, [(5.0, 2), (9.0, 4), (20.0, 1)])
+    assert (beside.shadow_s, beside.extra) == (9.0, 1)
+    assert beside.take(3, 9.0)
+    assert not beside.take(2, 9.1)
+    assert beside.take(1, 1000.0)
+    assert not beside.take(1, 1000.0), "the extra unit was given twice"
+
+
+def test_nothing_passes_where_nobody_knows_what_makes_room() -> None:
+    beside = Backfill.behind(6, 1, [(5.0, 2)])
+    assert not beside.take(1, 0.1)
+
+
+def test_whatever_passes_the_shadow_time_stays() -> None:
+    chance = random.Random(1)
+    for _ in range(500):
+        running = [(chance.uniform(0, 10), chance.randint(1, 4)) for _ in range(chance.randint(1, 12))]
+        free = chance.randint(0, 6)
+        wanted = chance.randint(1, free + sum(units for _, units in running))
+        beside = Backfill.behind(wanted, free, running)
+        left = free
+        for _ in range(10):
+            units, seconds = chance.randint(1, 3), chance.uniform(0, 12)
+            if units <= left and beside.take(units, seconds):
+                left -= units
+                running.append((seconds, units))
+        assert (
+            left + sum(units for ends_s, units in running if ends_s <= beside.shadow_s)
+            >= min(wanted, free + sum(units for _, units in running))
+            or left >= wanted
+        )
+
+
+def requests(count: int, *, marginal: float = 1.0, tokens: int = 10) -> list[Action]:
+    return [
+        replace(teacher(f"q{index}", "s"), batch_tokens=tokens, batch_marginal=marginal, cost={"gpu": UnitSet.fixed(1)})
+        for index in range(count)
+    ]
+
+
+def device_view(waiting: Sequence[Action], *, tokens: int = 100, ends_in_s: float, free: int = 2) -> PoolView:
+    """Some cold devices, and a busy one that is warm for s."""
+    busy = [replace(running(teacher("r", "s"), 1, ends_in_s=ends_in_s), chunk=Chunk(7, 1))]
+    shown = devices([(index, 1) for index in range(free)], waiting, busy, resident={"s": ((7, 1),)}, restore_s=2.0)
+    assert shown.chunks is not None
+    return replace(shown, chunks=replace(shown.chunks, batch_tokens=lambda service: tokens))
+
+
+def test_queue_mates_are_one_start() -> None:
+    shown = device_view(requests(4), ends_in_s=100.0)
+    decision = PricePolicy().decide(shown)
+    check_sums(shown, decision)
+    assert [start.action_id for start in decision.starts] == ["q0"]
+    assert decision.holds == []
+
+
+def test_beyond_the_tokens_of_a_batch_the_next_one_begins() -> None:
+    decision = PricePolicy().decide(device_view(requests(4), tokens=20, ends_in_s=100.0))
+    assert [start.action_id for start in decision.starts] == ["q0", "q2"]
+
+
+@pytest.mark.parametrize("tokens", [0, 10])
+def test_where_nothing_batches_each_is_asked_about(tokens: int) -> None:
+    decision = PricePolicy().decide(device_view(requests(2), tokens=tokens, ends_in_s=100.0))
+    assert [start.action_id for start in decision.starts] == ["q0", "q1"]
+
+
+def test_a_batch_that_waits_for_a_warm_chunk_says_so_for_all_its_members() -> None:
+    decision = PricePolicy().decide(device_view(requests(3), ends_in_s=0.1))
+    assert [hold.action_id for hold in decision.holds] == ["q0", "q1", "q2"]
+    assert len({hold.waits_for for hold in decision.holds}) == 1
+
+
+@pytest.mark.parametrize(("marginal", "starts"), [(1.0, ["other"]), (0.0, [])])
+def test_what_waits_behind_a_batch_waits_as_long_as_the_batch_takes(marginal: float, starts: list[str]) -> None:
+    shown = device_view(requests(6, marginal=marginal), ends_in_s=0.1, free=1)
+    other = replace(teacher("other", "s", t_ori_s=1.2), cost={"gpu": UnitSet.fixed(1)})
+    shown = replace(shown, eligible=[*shown.eligible, other], backlog=7)
+    decision = PricePolicy().decide(shown)
+    assert [start.action_id for start in decision.starts] == starts, "six seconds are longer than a restore, one is not"
+
+
+def test_what_may_take_other_counts_is_asked_about_on_its_own() -> None:
+    wide = replace(requests(1)[0], id="wide", cost={"gpu": UnitSet.of((1, 2))})
+    decision = PricePolicy().decide(device_view([*requests(2), wide], ends_in_s=100.0))
+    assert [start.action_id for start in decision.starts] == ["q0", "wide"]
+
+
+def test_a_look_makes_what_it_reads_and_nothing_twice() -> None:
+    made: list[int] = []
+
+    def draw() -> Iterator[int]:
+        for number in range(100):
+            made.append(number)
+            yield number
+
+    drawn = Drawn(draw)
+    assert drawn and made == [0]
+    assert (drawn[2], drawn[1:4]) == (2, [1, 2, 3])
+    assert made == [0, 1, 2, 3]
+    assert next(iter(drawn)) == 0 and len(made) <= AHEAD
+    assert list(zip(drawn, drawn, strict=True)) == [(number, number) for number in range(100)]
+    assert (drawn[-1], drawn[:-98], list(drawn), len(drawn)) == (99, [0, 1], made, 100)
+    assert made == list(range(100))
+
+
+def test_what_is_empty_has_no_first() -> None:
+    drawn = Drawn[int](lambda: iter(()))
+    assert not drawn and len(drawn) == 0 and list(drawn) == [] and drawn[:3] == []
+    with pytest.raises(IndexError):
+        drawn[0]
+
+
+def core_view(free: int, *candidates: WaitingView) -> PoolView:
+    queued = [candidate.action for candidate in candidates]
+    return PoolView(
+        name="cpu:n0",
+        now_s=0.0,
+        total=8,
+        free=free,
+        running=(),
+        candidates=candidates,
+        queued=queued,
+        backlog=len(queued),
+    )
+
+
+def elastic(id: str, units: UnitSet, limit: int) -> WaitingView:
+    return WaitingView(action=action(id, {"cpu": units}, key="cpu"), limit=limit)
+
+
+def started(policy: FixedPolicy, pool: PoolView) -> dict[str, int]:
+    return {start.action_id: start.units for start in policy.decide(pool).starts}
+
+
+def test_elastic_actions_get_the_dop_clipped_to_their_unit_set() -> None:
+    pool = core_view(
+        8,
+        elastic("a", UnitSet.span(1, 2), 8),
+        elastic("b", UnitSet.of((1, 3, 6)), 8),
+        elastic("c", UnitSet.span(1, 8), 8),
+    )
+    assert started(FixedPolicy(dop=4), pool) == {"a": 2, "b": 3, "c": 3}
+
+
+def test_rigid_actions_get_their_minimum_whatever_the_dop() -> None:
+    pool = core_view(8, WaitingView(action=action("a", {"cpu": 3}), limit=8))
+    assert started(FixedPolicy(dop=4), pool) == {"a": 3}
+
+
+def test_nobody_behind_one_that_does_not_fit_is_started() -> None:
+    pool = core_view(
+        3, elastic("a", UnitSet.span(2, 8), 3), elastic("b", UnitSet.span(2, 8), 3), elastic("c", UnitSet.span(1, 8), 3)
+    )
+    assert started(FixedPolicy(dop=2), pool) == {"a": 2}
+
+
+def test_the_core_leases_what_fixed_asks_for(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
+    driver = drive(spec(node(cores=8), dop=3))
+    wide = [action(f"a{index}", {"cpu": UnitSet.span(1, 8)}, key="cpu") for index in range(3)]
+    driver.step(0.0, *(Submitted(action=one) for one in wide))
+    assert [driver.started[one.id].lease.units("cpu") for one in wide] == [3, 3, 2]
+
+
+def test_an_elastic_action_waits_for_its_dop_and_only_rigid_ones_pass() -> None:
+    pool = core_view(
+        5,
+        elastic("a", UnitSet.span(1, 8), 5),
+        elastic("b", UnitSet.span(1, 8), 5),
+        WaitingView(action=action("c", {"cpu": 1}), limit=5),
+        elastic("d", UnitSet.span(1, 2), 5),
+    )
+    assert started(FixedPolicy(dop=3), pool) == {"a": 3, "b": 2}
+    assert started(FixedPolicy(dop=3, wait_s=9.0), pool) == {"a": 3, "c": 1}
+    assert FixedPolicy(dop=3, wait_s=9.0).decide(pool).wake_s == 9.0
+
+
+def test_after_the_wait_it_takes_what_is_free(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
+    policies = {"default": PolicySpec(name="fixed", options={"dop": 3, "wait_s": 5.0})}
+    driver = drive(ManagerSpec(nodes=(node(cores=4),), scheduler=SchedulerSpec(policies=policies)))
+    driver.step(0.0, *(Submitted(action=elastic(id, UnitSet.span(1, 8), 8).action) for id in "ab"))
+    assert set(driver.started) == {"a"}
+    driver.step(5.0, Tick())
+    assert driver.started["b"].lease.units("cpu") == 1
+
+
+def test_a_dop_above_the_pool_is_the_whole_pool(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
+    policies = {"default": PolicySpec(name="fixed", options={"dop": 16, "wait_s": 9.0})}
+    driver = drive(ManagerSpec(nodes=(node(cores=4),), scheduler=SchedulerSpec(policies=policies)))
+    wide = [action(f"a{index}", {"cpu": UnitSet.span(1, 32)}, key="cpu") for index in range(2)]
+    driver.step(0.0, *(Submitted(action=one) for one in wide))
+    assert {id: begun.lease.units("cpu") for id, begun in driver.started.items()} == {"a0": 4}
+
+
+def test_it_waits_for_nothing_that_a_wide_action_behind_it_keeps(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
+    policies = {"default": PolicySpec(name="fixed", options={"dop": 3, "wait_s": 1e9})}
+    driver = drive(ManagerSpec(nodes=(node(cores=4),), scheduler=SchedulerSpec(policies=policies)))
+    driver.step(0.0, Submitted(action=action("first", {"cpu": 4})))
+    waiting = elastic("a", UnitSet.span(1, 4), 4).action, action("wide", {"cpu": 4})
+    driver.step(1.0, *(Submitted(action=one) for one in waiting))
+    driver.step(2.0, Finished(action_id="first", outcome=DONE))
+    assert "a" in driver.started
+    driver.step(3.0, Finished(action_id="a", outcome=DONE))
+    assert "wide" in driver.started
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_is_made_by_its_name_and_bears_it(name: str) -> None:
+    assert make_policy(PolicySpec(name=name)).name == name
+
+
+def test_an_unknown_policy_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(InvalidConfig, match=r"'prize'.*known are .*did you mean price\?"):
+        make_policy(PolicySpec(name="prize"))
+
+
+def test_an_unknown_option_is_refused_with_its_policy() -> None:
+    with pytest.raises(InvalidConfig, match=r"policy fixed.*dops"):
+        make_policy(PolicySpec(name="fixed", options={"dops": 2}))
+
+
+@pytest.mark.parametrize(
+    ("policy", "option", "value", "wish"),
+    [
+        ("paper", "depth", 2.5, "a whole number"),
+        ("paper", "depth", 0, "at least 1"),
+        ("paper", "estimate_window", float("inf"), "a finite number"),
+        ("price", "c", 0, "more than 0"),
+        ("adaptive", "join_share", 1.5, "at most 1"),
+        ("fixed", "resize_interval_s", -1.0, "at least 0"),
+    ],
+)
+def test_an_option_out_of_its_range_is_refused_with_what_is_needed(
+    policy: str, option: str, value: float, wish: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=rf"policy {policy}: option {option} is .* where {wish} is needed"):
+        make_policy(PolicySpec(name=policy, options={option: value}))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_default_may_be_written_down_as_the_yaml_reads_it(name: str) -> None:
+    policy = make_policy(PolicySpec(name=name))
+    written = {option: float(getattr(policy, option)) for option, _, _ in settings_of(type(policy))}
+    again = make_policy(PolicySpec(name=name, options=written))
+    assert again == policy
+    assert repr(again) == repr(policy), "a whole number has become a float"
+
+
+def test_options_of_the_core_are_none_of_the_policys() -> None:
+    policy = make_policy(PolicySpec(name="fixed", options={"dop": 2, "worker_cost_s": 0.1, "resize_interval_s": 1.0}))
+    assert policy == make_policy(PolicySpec(name="fixed", options={"dop": 2}))
+
+
+def drawn(name: str, chance: random.Random) -> RunningView:
+    elastic, malleable = chance.random() < 0.6, chance.random() < 0.7
+    units = UnitSet.span(2, 9) if elastic else UnitSet.fixed(2)
+    action = Action(
+        id=name, function="f", cost={"cpu": units}, key="cpu" if elastic else None, malleable=malleable, t_ori_s=1.0
+    )
+    return running(action, chance.randint(2, 9) if elastic else 2)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_kept_is_what_a_look_at_all_of_them_finds(seed: int) -> None:
+    chance = random.Random(seed)
+    there: dict[str, RunningView] = {}
+    kept = RunningSet("cpu", there.__getitem__)
+    for number in range(100):
+        name = f"a{number}"
+        if there and chance.random() < 0.4:
+            kept.remove(gone := chance.choice(list(there)))
+            del there[gone]
+        elif there and chance.random() < 0.3:
+            name = chance.choice(list(there))
+            if there[name].action.malleable_in("cpu"):
+                there[name] = replace(there[name], units=chance.randint(2, 9))
+                kept.note_units(name, there[name].units)
+        else:
+            there[name] = drawn(name, chance)
+            if chance.random() < 0.5:
+                kept.add(name, there[name])
+            else:
+                kept.enter(name, there[name].action)
+        malleable = [one for one in there.values() if one.action.malleable_in("cpu")]
+        assert len(kept) == len(there)
+        assert kept.rigid == sum(one.action.key is None for one in there.values())
+        if chance.random() < 0.5:
+            continue  # nobody looks at the views
+        assert [one.action for one in kept] == [one.action for one in there.values()]
+        assert [one.action for one in kept.malleable] == [one.action for one in malleable]
+        assert kept.slack == sum(one.units - 2 for one in malleable)
+        assert RunningSet.of(there.values(), "cpu").slack == kept.slack and RunningSet.of(kept, "cpu") is kept
+        assert [one.action for one in kept[1:4]] == [one.action for one in list(there.values())[1:4]]

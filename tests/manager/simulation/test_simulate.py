@@ -1,21 +1,26 @@
-"""The simulator: complete, deterministic, and honest about what it is asked."""
+"""The simulator: complete, deterministic, and honest about what it is asked; its traces and its workloads."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from manager.action import Grant, Lease, Settlement, UnitSet
 from manager.config import ServiceSpec
 from manager.errors import InvalidInput
+from manager.function import ModelAction, ModelSpec
 from manager.simulation.baselines import BASELINES, POD_START_S, PODS_PER_NODE_S
 from manager.simulation.simulate import Size, preset, run, simulate
 from manager.simulation.simulator import Learning, LeaseAudit, Oracle, Physics, SimulationRun
 from manager.simulation.workloads import (
     BATCH_TOKENS,
+    CODING_BURST,
+    PRESETS,
     Coding,
     Teachers,
     TracedTrajectory,
@@ -23,11 +28,42 @@ from manager.simulation.workloads import (
     Workload,
     coding,
     mopd,
+    read_trace,
     service,
+    write_trace,
 )
 
-SMALL = Size(nodes=2, cores=64, gpus=8)
 POLICIES = ("adaptive", "price", "paper", "fixed:4")
+LINE = {
+    "id": "t1",
+    "task": "coding",
+    "arrival_s": 1.5,
+    "memory_bytes": 1024,
+    "steps": [
+        {"think_s": 6, "function": "shell", "cost": {"cpu": 1}, "t_ori_s": 0.3},
+        {
+            "think_s": 1,
+            "function": "unit_tests",
+            "cost": {"cpu": {"min": 1, "max": 32}, "search": 1},
+            "key": "cpu",
+            "t_ori_s": 80.0,
+            "serial_fraction": 0.05,
+        },
+        {
+            "think_s": 1,
+            "function": "judge",
+            "cost": {"gpu": {"choices": [1, 2, 4]}},
+            "key": "gpu",
+            "t_ori_s": 2.0,
+            "efficiency": {"1": 1.0, "2": 0.9},
+            "service": "judge",
+            "batch_tokens": 700,
+            "size": 512,
+        },
+    ],
+}
+
+SMALL = Size(nodes=2, cores=64, gpus=8)
 
 
 @pytest.mark.slow
@@ -306,3 +342,84 @@ def test_the_ledger_catches_a_core_that_is_leased_twice() -> None:
     ledger.grant(Lease(action_id="a", node="n", grants={"cpu": grant}), 0.0)
     with pytest.raises(AssertionError, match="leased to a and to b"):
         ledger.grant(Lease(action_id="b", node="n", grants={"cpu": grant}), 1.0)
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_preset_survives_its_trace(preset: str) -> None:
+    trajectories = list(PRESETS[preset](12, 3).trajectories)
+    assert read_trace(write_trace(trajectories)) == trajectories
+
+
+def test_the_documented_line_is_read() -> None:
+    (trajectory,) = read_trace(["", json.dumps(LINE)])
+    assert (trajectory.id, trajectory.arrival_s, trajectory.memory_bytes) == ("t1", 1.5, 1024)
+    shell, tests, judge = trajectory.steps
+    assert shell.key is None and not shell.malleable
+    assert (
+        tests.malleable and tests.elasticity is not None and tests.elasticity.efficiency(2) == pytest.approx(1 / 1.05)
+    )
+    assert judge.service == "judge" and not judge.malleable and judge.cost["gpu"].choices == (1, 2, 4)
+    assert (tests.batch_tokens, judge.batch_tokens) == (0, 700)
+    assert (tests.size, judge.size) == (None, 512.0)
+    assert read_trace(write_trace([trajectory])) == [trajectory]
+
+
+@pytest.mark.parametrize(
+    ("change", "story"),
+    [
+        ({"steps": [{"function": "f", "cost": {"cpu": 0}, "t_ori_s": 1}]}, "line 1: steps[0]: cost: cpu"),
+        ({"steps": [{"function": "f", "cost": {"cpu": 1}}]}, "t_ori_s"),
+        ({"steps": [{"function": "f", "cost": {"cpu": 1}, "t_ori_s": 1, "key": "gpu"}]}, "'gpu' is not in cost"),
+        ({"steps": [{"function": "f", "cost": {"cpu": 1}, "t_ori_s": 1, "thinks": 1}]}, "thinks: unknown"),
+        ({"arrival_s": -1}, "arrival_s"),
+        ({"id": 7}, "id: a text"),
+        ({"steps": 3}, "steps: a list"),
+    ],
+)
+def test_a_wrong_line_names_its_place(change: dict[str, object], story: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        read_trace([json.dumps({**LINE, **change})])
+    assert story in caught.value.message and "line 1" in caught.value.message
+
+
+def test_what_is_no_json_and_what_comes_twice_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="line 2: not JSON"):
+        read_trace([json.dumps(LINE), "{"])
+    with pytest.raises(InvalidInput, match="twice"):
+        read_trace([json.dumps(LINE), json.dumps(LINE)])
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_seed_is_a_workload(preset: str) -> None:
+    make = PRESETS[preset]
+    assert make(20, 5) == make(20, 5)
+    assert make(20, 5).trajectories != make(20, 6).trajectories
+    assert len(make(20, 5).trajectories) == 20
+
+
+def test_rewards_have_the_stated_median() -> None:
+    rewards = [trajectory.steps[-1].t_ori_s for trajectory in coding(2000, 1).trajectories]
+    assert statistics.median(rewards) == pytest.approx(80.0, rel=0.1)
+
+
+def test_a_burst_asks_for_all_rewards_within_seconds() -> None:
+    ready = [
+        trajectory.arrival_s + sum(step.think_s for step in trajectory.steps)
+        for trajectory in coding(200, 1, CODING_BURST).trajectories
+    ]
+    assert max(ready) - min(ready) < 5.0
+
+
+def test_suites_repeat_where_tasks_do() -> None:
+    keys = {trajectory.steps[-1].profile_key for trajectory in coding(64, 1, Coding(suites=4)).trajectories}
+    assert len(keys) == 4
+
+
+def test_a_batch_is_as_large_as_a_gateways_own() -> None:
+    assert ModelSpec(path=Path("m"), action=ModelAction.SCORE).batch_tokens == BATCH_TOKENS
+    assert {service.batch_tokens for service in mopd(1, 1).services.values()} == {BATCH_TOKENS}
+
+
+def test_every_teacher_that_is_asked_exists() -> None:
+    workload = mopd(200, 1)
+    assert {step.service for trajectory in workload.trajectories for step in trajectory.steps} <= set(workload.services)

@@ -1,14 +1,19 @@
-"""The client's verbs against a real gateway: what goes to standard output, what to standard error, and the status."""
+"""The client's verbs against a real gateway: output, errors, status, and short ids."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 
-from tests.gateway.conftest import RunningGateway
+from manager.function import SandboxSpec
+from tangram.cli.sessions import exec_
+from tests.gateway.conftest import FUNCTIONS, GatewayBench, RunningGateway, serving
 from tests.tangram.cli.conftest import Served, Tangram
 
 
@@ -229,3 +234,113 @@ async def test_a_step_is_told_named_and_listed(served: Served) -> None:
     assert status != 0 and "name it" in err
     _, out, _ = await served("top", "--once", "--json")
     assert [each["step"] for each in json.loads(out)["steps"]] == [7]
+
+
+async def made(gateway: RunningGateway, count: int) -> list[str]:
+    for number in range(count):
+        assert (await gateway.invoke({"n": number})).status_code == 200
+    listed = (await gateway.http.get("/v1/invocations", params={"order": "oldest"})).json()["invocations"]
+    return [each["id"] for each in listed]
+
+
+async def test_the_number_alone_or_the_beginning_of_an_id_stands_for_it(
+    served: Served, gateway: RunningGateway
+) -> None:
+    ids = await made(gateway, 17)
+    short = ids[4].partition("-")[0].lstrip("0")
+    for text in (ids[4], short, short.upper(), ids[4].partition("-")[0], ids[4][:16]):
+        status, out, err = await served("show", text, "--json")
+        assert status == 0 and ids[4] in out, err
+    number = f"{int(ids[-1].partition('-')[0], 16):x}"
+    assert number.startswith("1") and len(number) == 2
+    status, out, _ = await served("show", number, "--json")
+    assert ids[-1] in out
+
+
+async def test_what_begins_several_is_refused_with_them_and_nothing_is_done(
+    served: Served, gateway: RunningGateway
+) -> None:
+    ids = await made(gateway, 40)
+    assert len({id[:10] for id in ids}) > 1
+    status, _, err = await served("cancel", ids[0][:9])
+    assert status == 65
+    assert "begins several ids" in err and "(echo, succeeded)" in err and "write more of it" in err
+
+
+async def test_what_begins_no_id_is_said_to(served: Served, gateway: RunningGateway) -> None:
+    await made(gateway, 1)
+    for text in ("fffff", "0000000ffff-1", "nonsense"):
+        status, _, err = await served("cancel", text)
+        assert status == 66, err
+    status, _, err = await served("dlq", "show", "ffff")
+    assert status == 66 and "begins with ffff" in err
+
+
+@pytest.mark.parametrize(
+    "verb", [("show",), ("logs",), ("cancel",), ("dlq", "show"), ("dlq", "redrive"), ("dlq", "purge")]
+)
+async def test_every_verb_that_takes_an_id_takes_a_short_one(
+    served: Served, gateway: RunningGateway, verb: tuple[str, ...]
+) -> None:
+    (id,) = await made(gateway, 1)
+    status, _, err = await served(*verb, id.partition("-")[0].lstrip("0"))
+    assert status == 0 or "conflict" in err, "it was found; whether the verb suits it is another matter"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--new", "t1", "ls", "-l", "--all"],
+        ["t1", "--new", "ls", "-l", "--all"],
+        ["t1", "--new", "--", "ls", "-l", "--all"],
+        ["--new", "--", "t1", "ls", "-l", "--all"],
+        ["--new", "--", "t1", "--", "ls", "-l", "--all"],
+    ],
+)
+def test_options_stand_before_the_command_on_either_side_of_the_trajectory(arguments: list[str]) -> None:
+    parsed = exec_.make_context("exec", list(arguments)).params
+    assert (parsed["trajectory"], parsed["command"], parsed["new"]) == ("t1", ("ls", "-l", "--all"), True)
+
+
+def test_what_follows_the_command_is_its_own() -> None:
+    parsed = exec_.make_context("exec", ["t1", "-e", "A=1", "env", "--", "--new"]).params
+    assert (parsed["command"], parsed["env"], parsed["new"]) == (("env", "--", "--new"), ("A=1",), False)
+
+
+@pytest.mark.parametrize("arguments", [["t1", "--nwe", "ls"], ["t1"], ["t1", "--new"], []])
+def test_what_is_no_option_and_no_command_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(click.UsageError):
+        exec_.make_context("exec", list(arguments))
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[RunningGateway]:
+    shell = replace(FUNCTIONS["shell"], sandbox=SandboxSpec(image="any", memory_bytes=2**28))
+    async with serving(GatewayBench(tmp_path, functions={"shell": shell})) as running:
+        yield running
+
+
+async def test_a_trajectory_is_kept_forked_and_begun_with(served: Served, gateway: RunningGateway) -> None:
+    assert (await served("invoke", "shell", '{"command": "echo kept > file"}', "--trajectory", "one"))[0] == 0
+    status, out, _ = await served("trajectories", "snapshot", "one")
+    snapshot = out.strip()
+    assert (status, len(snapshot)) == (0, 12)
+    assert (await served("trajectories", "fork", "one", "two", "three"))[:2] == (0, "two is open\nthree is open\n")
+    assert (await served("trajectories", "open", "four", "--snapshot", snapshot))[0] == 0
+    _, out, _ = await served("invoke", "shell", '{"command": "cat file"}', "--trajectory", "three")
+    assert json.loads(out)["stdout"] == "kept\n"
+    _, out, _ = await served("invoke", "shell", '{"command": "cat file"}', "--trajectory", "four")
+    assert json.loads(out)["stdout"] == "kept\n"
+    _, out, _ = await served("trajectories", "snapshots", "list", "--json")
+    assert [(each["trajectory"], each["in_use"]) for each in json.loads(out)] == [("one", True)] * 2
+    _, out, _ = await served("trajectories", "snapshots", "list")
+    assert snapshot in out and "IN USE" in out
+    status, _, err = await served("trajectories", "snapshots", "remove", snapshot)
+    assert status == 73 and "in use by trajectory 'four'" in err
+    await served("trajectories", "end", "four")
+    assert (await served("trajectories", "snapshots", "remove", snapshot))[:2] == (0, f"{snapshot} removed\n")
+    assert (await served("trajectories", "snapshots", "remove", snapshot))[0] == 66
+    assert (await served("trajectories", "snapshot", "nobody"))[0] == 66
+    assert (await served("trajectories", "fork", "one", "five", "--task", "math", "--step", "4"))[0] == 0
+    (step,) = json.loads((await served("steps", "math", "--json"))[1])
+    assert (step["step"], step["living"]) == (4, 1)

@@ -1,27 +1,104 @@
-"""The client against a real gateway on real sockets."""
+"""The client against a real gateway on real sockets: many calls, many loops, and handlers beside a script."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+import importlib.util
+import inspect
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
 
+from scripts.make_sync_client import generated, synchronous
 from tangram import (
     AsyncClient,
+    AsyncTrajectory,
     BatchCall,
     Client,
     ConflictError,
+    ConnectionFailed,
     InvalidInputError,
     InvocationFailed,
     InvocationResult,
+    MapFailed,
+    MapProgress,
     NotFoundError,
+    Retries,
+    TangramError,
+    Trajectory,
     UnauthorizedError,
 )
+from tangram.adapters import AsyncSandboxProvider, SandboxProvider
+from tangram.client.handlers import MARK, captured, definition_of
+from tangram.testing import ScriptedCall, ScriptedFailure, ScriptedGateway, broken
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving
+from tests.tangram.sockets import served
+
+SCRIPT = '''
+"""A training script."""
+from __future__ import annotations
+
+import json
+import re as regex
+from pathlib import Path
+
+import tangram
+from tangram import handler
+
+LIMIT = 3
+TABLE = {"a": LIMIT}
+trained = Path("/nonexistent/model").exists()
+unrelated = open(__file__).close()
+
+
+class Grader:
+    """Grades."""
+
+    def grade(self, text):
+        return len(regex.findall("a", text)) + LIMIT
+
+
+def helper(text):  # kept with its comment
+    client = text.upper()
+    return client
+
+
+@handler(cost={"cpu": 1}, timeout="30s")
+def reward(event, context):
+    """Grade an answer."""
+    def inner():
+        return TABLE["a"]
+    return {"score": Grader().grade(event["text"]), "upper": helper("x"), "inner": inner()}
+
+
+@tangram.handler()
+def plain(event, context):
+    return json.loads(event["text"])
+
+
+def closing():
+    bound = 1
+    def inside(event, context):
+        return bound
+    return inside
+
+
+def lost(event, context):
+    return not_there(event)
+
+
+client = None
+if __name__ == "__main__":
+    not_there = 1
+'''
 
 
 @asynccontextmanager
@@ -183,3 +260,313 @@ async def test_a_batch_comes_back_as_one_verdict_for_each_call(gateway: RunningG
         again = await client.wait((await client.redrive(failed.id)).id)
         assert await client.purge(again.id) == 1
         assert await client.purge_all() == 0
+
+
+ONCE = Retries(max_attempts=1)
+
+INPUTS = [{"n": n} for n in range(20)]
+
+
+def double(call: ScriptedCall) -> object:
+    if call.input["n"] == 7:
+        raise ScriptedFailure("handler_error", "seven")
+    return 2 * call.input["n"]
+
+
+async def test_results_come_in_the_order_of_the_inputs() -> None:
+    async with AsyncClient(transport=ScriptedGateway({"double": double})) as client:
+        results = await client.map("double", INPUTS, task="t", concurrency=3)
+    assert [each.result for each in results] == [None if n == 7 else 2 * n for n in range(20)]
+    assert [n for n, each in enumerate(results) if not each.ok] == [7]
+    assert {each.task for each in results} == {"t"}
+
+
+def test_threads_do_the_same() -> None:
+    with Client(transport=ScriptedGateway({"double": double})) as client:
+        results = client.map("double", iter(INPUTS), concurrency=4)
+        assert client.map("double", []) == []
+    assert [each.result for each in results] == [None if n == 7 else 2 * n for n in range(20)]
+
+
+class Gauge:
+    """A function that notes how many of its calls are under way at once, and ends them all at a full house."""
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._under_way = 0
+        self.most = 0
+        self._turn = asyncio.Event()
+
+    async def __call__(self, call: ScriptedCall) -> object:
+        self._under_way += 1
+        self.most = max(self.most, self._under_way)
+        if self._under_way == self._bound:
+            self._turn.set()
+        await asyncio.wait_for(self._turn.wait(), DEADLINE_S)
+        self._under_way -= 1
+        return {}
+
+
+async def test_no_more_than_the_bound_run_at_once_and_inputs_are_taken_as_there_is_room() -> None:
+    taken = 0
+
+    def inputs() -> Iterator[Mapping[str, Any]]:
+        nonlocal taken
+        for _ in range(30):
+            taken += 1
+            assert taken <= len(gateway.calls) + 5
+            yield {}
+
+    gauge = Gauge(5)
+    gateway = ScriptedGateway({"f": gauge})
+    async with AsyncClient(transport=gateway) as client:
+        assert len(await client.map("f", inputs(), concurrency=5)) == 30
+    assert gauge.most == 5
+
+
+def test_threads_are_bounded_too() -> None:
+    lock, under_way, most = threading.Lock(), 0, 0
+    full = threading.Event()
+
+    def f(call: ScriptedCall) -> object:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+            if most == 4:
+                full.set()
+        assert full.wait(DEADLINE_S)
+        with lock:
+            under_way -= 1
+        return {}
+
+    with Client(transport=ScriptedGateway({"f": f})) as client:
+        assert len(client.map("f", [{}] * 20, concurrency=4)) == 20
+    assert most == 4
+
+
+@pytest.mark.parametrize("inputs", [INPUTS, iter(INPUTS)], ids=["counted", "uncounted"])
+def test_progress_is_told_after_each_end(inputs: Any) -> None:
+    told: list[MapProgress] = []
+    with Client(transport=ScriptedGateway({"double": double}), raise_failures=True) as client:
+        client.map("double", inputs, concurrency=3, progress=told.append, return_failures=True)
+    assert [each.done for each in told] == list(range(1, 21))
+    assert {each.total for each in told} == ({20} if inputs is INPUTS else {None})
+    assert sorted(each.index for each in told) == list(range(20))
+    assert told[-1].failed == 1
+    assert [type(each.result) for each in told if each.index == 7] == [InvocationFailed]
+
+
+async def test_a_failure_loses_nothing_of_the_others() -> None:
+    gateway = ScriptedGateway({"f": lambda call: call.input["n"]})
+    gateway.trouble(broken(httpx.ReadError))
+    async with AsyncClient(transport=gateway, retries=ONCE) as client:
+        with pytest.raises(MapFailed, match="1 of 20 calls failed, the first with connection_failed") as caught:
+            await client.map("f", INPUTS, concurrency=1)
+    results = caught.value.results
+    assert isinstance(results[0], ConnectionFailed)
+    assert [each.result for each in results[1:] if not isinstance(each, TangramError)] == list(range(1, 20))
+    assert list(caught.value.failures) == [0]
+
+
+async def test_failures_are_returned_in_their_places_where_that_is_wanted() -> None:
+    async with AsyncClient(transport=ScriptedGateway({"double": double}), raise_failures=True) as client:
+        results = await client.map("double", INPUTS, return_failures=True)
+    assert [type(each) is InvocationFailed for each in results] == [n == 7 for n in range(20)]
+
+
+def test_a_map_with_a_key_runs_nothing_twice() -> None:
+    gateway = ScriptedGateway({"double": double})
+    with Client(transport=gateway) as client:
+        first = client.map("double", INPUTS, key="epoch-3")
+        again = client.map("double", INPUTS, key="epoch-3")
+    assert [each.id for each in first] == [each.id for each in again]
+    assert sorted(str(call.key) for call in gateway.calls) == sorted(f"epoch-3-{n}" for n in range(20))
+
+
+async def test_a_cancelled_map_cancels_its_calls() -> None:
+    begun, ended = asyncio.Event(), 0
+
+    async def hang(call: ScriptedCall) -> object:
+        nonlocal ended
+        begun.set()
+        try:
+            return await asyncio.Event().wait()
+        finally:
+            ended += 1
+
+    async with AsyncClient(transport=ScriptedGateway({"f": hang})) as client:
+        task = asyncio.create_task(client.map("f", INPUTS, concurrency=3))
+        await asyncio.wait_for(begun.wait(), DEADLINE_S)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert ended == 3
+
+
+def test_an_error_of_the_callers_own_is_raised_and_nothing_more_is_begun() -> None:
+    def progress(told: MapProgress) -> None:
+        raise ZeroDivisionError
+
+    gateway = ScriptedGateway({"double": double})
+    with Client(transport=gateway) as client, pytest.raises(ZeroDivisionError):
+        client.map("double", INPUTS, concurrency=2, progress=progress)
+    assert len(gateway.calls) <= 2
+
+
+def test_a_bound_must_be_one() -> None:
+    with Client(transport=ScriptedGateway()) as client, pytest.raises(InvalidInputError, match="at least 1"):
+        client.map("f", INPUTS, concurrency=0)
+
+
+# A loop that has ended cannot close its sockets any more; the garbage collector does, and says so.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_client_goes_on_in_the_next_loop() -> None:
+    with served(ScriptedGateway({"f": {}})) as server:
+        client = AsyncClient(server.address)
+
+        async def use() -> bool:
+            return (await client.invoke("f", {})).ok and (await client.invoke("f", {})).ok
+
+        assert asyncio.run(use()) and asyncio.run(use())
+        assert server.opened == 2
+        asyncio.run(client.close())
+        gc.collect()
+
+
+def test_two_loops_at_once_do_not_disturb_each_other() -> None:
+    with served(ScriptedGateway({"f": {}})) as server:
+        client = AsyncClient(server.address)
+        here, there = threading.Event(), threading.Event()
+        done: list[bool] = []
+
+        async def use(mine: threading.Event, other: threading.Event) -> None:
+            await client.functions()
+            mine.set()
+            await asyncio.to_thread(other.wait, DEADLINE_S)
+            done.append((await client.invoke("f", {})).ok)
+            link = client._opened.take()
+            assert link is not None
+            await link.http.aclose()
+
+        threads = [
+            threading.Thread(target=asyncio.run, args=(use(*events),)) for events in ((here, there), (there, here))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert done == [True, True]
+        assert server.opened == 2
+
+
+async def test_a_closed_client_says_so() -> None:
+    client = AsyncClient(transport=ScriptedGateway())
+    async with client:
+        assert await client.functions() == ()
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        await client.functions()
+    await client.close()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
+    """Import a script that lies in a directory of its own, which is on the path."""
+    loaded: list[str] = []
+    sys.path.insert(0, str(tmp_path))
+
+    def load(text: str, name: str = "a_training_script") -> ModuleType:
+        file = tmp_path / f"{name}.py"
+        file.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        loaded.append(name)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    sys.path.remove(str(tmp_path))
+    for name in loaded:
+        del sys.modules[name]
+
+
+def ran(function: Any) -> dict[str, Any]:
+    """Return what the sent module defines, run where nothing of the script is."""
+    sent = captured(function)
+    ((path, text),) = sent.sources.items()
+    assert path == "registered.py" and sent.place == f"registered:{function.__name__}"
+    space: dict[str, Any] = {"__name__": "registered"}
+    exec(compile(text, path, "exec"), space)
+    return space
+
+
+def test_a_handler_is_sent_with_what_it_names_and_nothing_else(script: Callable[[str], ModuleType]) -> None:
+    module = script(SCRIPT)
+    space = ran(module.reward)
+    assert space["reward"]({"text": "banana"}, None) == {"score": 6, "upper": "X", "inner": 3}
+    assert not {"trained", "unrelated", "plain", "json", "client", "tangram", "handler"} & space.keys()
+    (text,) = captured(module.reward).sources.values()
+    assert "# kept with its comment" in text and "@handler" not in text
+    assert ran(module.plain)["plain"]({"text": "[1]"}, None) == [1]
+
+
+def test_a_decorated_function_stays_what_it_was(script: Callable[[str], ModuleType]) -> None:
+    module = script(SCRIPT)
+    assert module.reward({"text": "a"}, None)["score"] == 4
+    assert getattr(module.reward, MARK) == {"cost": {"cpu": 1}, "timeout": "30s"}
+    assert definition_of(module.reward, {"timeout": "1m"}) == {"cost": {"cpu": 1}, "timeout": "1m"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import beside\ndef f(event, context):\n    return beside.x", "imports beside, a file of yours"),
+        ("from beside import x\ndef f(event, context):\n    return x", "imports beside, a file of yours"),
+        ("from json import *\ndef f(event, context):\n    return loads(event)", "imports *"),
+        ("def f(event, context):\n    return nowhere", "needs 'nowhere'"),
+        ("f = lambda event, context: 1", "no method, lambda or inner function"),
+        ("class C:\n    def m(self, event, context): ...\nf = C.m", "no method, lambda or inner function"),
+        ("def g():\n    def f(event, context): ...\n    return f\nf = g()", "no method, lambda or inner function"),
+        ("f = len", "top level of a module"),
+        ("import functools\nf = functools.partial(print)", "top level of a module"),
+    ],
+)
+def test_what_cannot_stand_by_itself_is_refused_with_the_reason(
+    script: Callable[..., ModuleType], text: str, told: str
+) -> None:
+    script("x = 1", "beside")
+    module = script(text)
+    with pytest.raises(InvalidInputError, match="cannot be sent") as refused:
+        captured(module.f)
+    assert told in refused.value.message and "stand by itself" in refused.value.message
+
+
+def test_a_function_without_a_file_is_refused() -> None:
+    space: dict[str, Any] = {"__name__": "nowhere_at_all"}
+    exec("def f(event, context): ...", space)
+    with pytest.raises(InvalidInputError, match="source of its module"):
+        captured(space["f"])
+
+
+def test_the_committed_synchronous_client_is_current() -> None:
+    stale = [path.name for path, text in generated() if path.read_text(encoding="utf-8") != text]
+    assert stale == [], "run: python -m scripts.make_sync_client"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "blocking"),
+    [(AsyncClient, Client), (AsyncTrajectory, Trajectory), (AsyncSandboxProvider, SandboxProvider)],
+)
+def test_the_twins_have_the_same_methods_with_the_same_arguments(waiting: type, blocking: type) -> None:
+    def signatures(kind: type) -> dict[str, list[str]]:
+        methods = {name: value for name, value in vars(kind).items() if inspect.isfunction(value)}
+        public = {name: value for name, value in methods.items() if not name.startswith("_")}
+        return {name: list(inspect.signature(value).parameters) for name, value in public.items()}
+
+    assert signatures(waiting) == signatures(blocking)
+
+
+def test_waiting_is_taken_out_word_by_word() -> None:
+    source = 'async def f(c: AsyncClient) -> None:\n    """Text."""\n    async with c as d:\n        await d.aclose()\n'
+    assert synchronous(source) == 'def f(c: Client) -> None:\n    """Text."""\n    with c as d:\n        d.close()\n'

@@ -1,4 +1,4 @@
-"""Clients and handles in other processes: pickled, inherited by fork, in worker pools that are forked or spawned."""
+"""Clients, handles and their heartbeats in this process and in others: pickled, inherited by fork, in worker pools."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import multiprocessing
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from multiprocessing.pool import Pool
 
 import pytest
 
-from tangram import AsyncClient, Client, InvocationFailed, NotFoundError, Retries, Trajectory
+from tangram import AsyncClient, Client, InvalidInputError, InvocationFailed, NotFoundError, Retries, Trajectory
+from tangram.client import heartbeats
 from tangram.testing import ScriptedCall, ScriptedFailure, ScriptedGateway
-from tests.tangram.sockets import DEADLINE_S, ScriptedServer, served
+from tests.gateway.conftest import DEADLINE_S
+from tests.tangram.sockets import ScriptedServer, served
 
 # Forking beside the server's thread is what is tested here: a trainer has threads, too.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -142,3 +145,85 @@ def in_child(do: object) -> int:
 
 def succeeded(child: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.fixture
+def beating_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
+    monkeypatch.setattr(heartbeats, "GATHER_S", 0.0)
+    with served(ScriptedGateway({"shell": {}})) as beating_server:
+        yield beating_server
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    gate = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.01)):
+        if condition():
+            return
+        gate.wait(0.01)
+    raise AssertionError(f"not within {DEADLINE_S} s: {what}")
+
+
+def beating() -> bool:
+    return any(thread.name == "tangram-heartbeats" for thread in threading.enumerate())
+
+
+def test_an_opened_handle_is_held_until_it_is_closed(beating_server: ScriptedServer) -> None:
+    told = beating_server.gateway.heartbeats
+    with Client(beating_server.address, lease_s=1.0) as client:
+        with client.trajectory("open"):
+            until(lambda: told["open"] >= 3, "it is held again and again")
+        client.trajectory("never opened").exec("true")
+        until(lambda: not beating(), "nothing is left to hold")
+    assert set(told) == {"open"}
+
+
+def test_a_handle_that_nobody_refers_to_is_held_no_more(beating_server: ScriptedServer) -> None:
+    with Client(beating_server.address, lease_s=1.0) as client:
+        handle = client.trajectory("dropped").open()
+        until(lambda: beating_server.gateway.heartbeats["dropped"] > 0, "it is held")
+        del handle
+        until(lambda: not beating(), "it is held no more")
+
+
+def test_failures_are_outlasted(beating_server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = threading.Event()
+    renew = beating_server.gateway._renew
+
+    def refuse(request: object) -> object:
+        failing.set()
+        raise ConnectionError("as the test wants it")
+
+    monkeypatch.setattr(beating_server.gateway, "_renew", refuse)
+    with Client(beating_server.address, lease_s=1.0) as client, client.trajectory("open"):
+        assert failing.wait(DEADLINE_S)
+        monkeypatch.setattr(beating_server.gateway, "_renew", renew)
+        until(lambda: beating_server.gateway.heartbeats["open"] > 0, "it is held after all")
+
+
+def test_a_copy_sends_its_own_once_it_is_used(beating_server: ScriptedServer) -> None:
+    with Client(beating_server.address, lease_s=1.0) as client, client.trajectory("open") as handle:
+        copied: tuple[Client, Trajectory] = pickle.loads(pickle.dumps((client, handle)))
+        client.heartbeats.close()
+        until(lambda: not beating(), "the first falls silent")
+        seen = beating_server.gateway.heartbeats["open"]
+        with copied[0]:
+            copied[1].exec("true")
+            until(lambda: beating_server.gateway.heartbeats["open"] > seen, "the copy speaks for it")
+
+
+def test_a_child_by_fork_sends_its_own(beating_server: ScriptedServer) -> None:
+    with Client(beating_server.address, lease_s=1.0) as client, client.trajectory("open") as handle:
+        until(lambda: beating_server.gateway.heartbeats["open"] > 0, "the parent speaks for it")
+        child = os.fork()
+        if child == 0:
+            handle.exec("true")
+            os._exit(0 if beating() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_none_are_sent_where_none_are_wanted(beating_server: ScriptedServer) -> None:
+    until(lambda: not beating(), "those of other tests have ended")
+    with Client(beating_server.address, lease_s=None) as client, client.trajectory("open"):
+        assert not beating()
+    with pytest.raises(InvalidInputError, match="lease_s must be from 1 to 86400, not 0"):
+        Client(beating_server.address, lease_s=0.0)

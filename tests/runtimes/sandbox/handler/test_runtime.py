@@ -1,4 +1,4 @@
-"""The handler runtime in real process sandboxes."""
+"""The handler runtime in real process sandboxes: instances, revisions, and the files that they run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ import json
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from manager.errors import ActionFailed, CapacityExceeded, InvalidConfig, Reason
-from manager.function import FunctionSpec, HandlerSpec
+from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
+from runtimes.node.protocol import HandlerArchives
 from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.handler import sources
 from runtimes.sandbox.handler.runtime import HandlerRuntime, HandlerSettings
+from runtimes.sandbox.handler.sources import LINES_MAX, HandlerCopies, requirement_lines
 from runtimes.sandbox.process import ProcessControl
+from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
+from tests.runtimes.handlers import handler_in
 from tests.runtimes.recorder import execution_of
 from tests.runtimes.sandbox.handler.conftest import DEADLINE_S, SCALE, SETTINGS, Function, call, until
+
+SOURCE = "import time, word\ndef score(event, context):\n    time.sleep(event.get('held_s', 0))\n    return word.WORD\n"
+HASH = f"--hash=sha256:{'0a' * 32}"
 
 
 async def test_a_handler_is_imported_once_and_returns_its_value(runtime: HandlerRuntime, function: Function) -> None:
@@ -441,3 +450,188 @@ async def test_a_directory_that_the_sandbox_cannot_read_is_named_with_the_remedy
     spec.handler.directory.chmod(0o700)
     with pytest.raises(InvalidConfig, match=rf"{spec.handler.directory}: chmod -R a\+rX"):
         await runtime.prepare(spec)
+
+
+BOX = SandboxSpec(memory_bytes=256 * 2**20)
+
+
+def handler(directory: Path, revision: str = "1") -> FunctionSpec:
+    return FunctionSpec(
+        name="reward", runtime="handler", revision=revision, timeout_s=60.0, handler=handler_in(directory)
+    )
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o755)
+    directory = tmp_path / "source"
+    directory.mkdir()
+    (directory / "handler.py").write_text(SOURCE)
+    (directory / "word.py").write_text("WORD = 'old'")
+    return directory
+
+
+async def test_instances_that_begin_later_have_the_code_of_their_revision(tmp_path: Path, source: Path) -> None:
+    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
+    copies = HandlerCopies(tmp_path / "copies")
+    runtime = HandlerRuntime(provider, HandlerSettings(sandbox=BOX, copies=copies))
+
+    async def told(function: FunctionSpec) -> object:
+        """Call it while its warm instance is held, so that another one begins."""
+        held = asyncio.create_task(runtime.execute(execution_of(function, {"held_s": 60}, id="held")[0]))
+        await asyncio.sleep(0)
+        value = (await runtime.execute(execution_of(function, {})[0])).value
+        assert not held.done() and runtime.instances() == {"reward": 2}
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+        return value
+
+    try:
+        first = handler(source)
+        await runtime.prepare(first)
+        (source / "word.py").write_text("WORD = 'new'")
+        assert await told(first) == "old"
+        second = handler(source, revision="2")
+        await runtime.prepare(second)
+        assert (await runtime.execute(execution_of(second, {})[0])).value == "new"
+        for _ in iter(lambda: runtime.instances()["reward"] == 1, True):
+            await asyncio.sleep(0.01)  # those of the first revision end
+        assert await told(second) == "new"
+        for name in ("handler.py", "word.py"):
+            (source / name).unlink()
+        assert await told(second) == "new"
+        assert not list((tmp_path / "copies").glob(".*")), "nothing half is left"
+    finally:
+        await runtime.close()
+        await provider.close()
+
+
+async def test_what_could_not_be_imported_is_copied_anew_at_the_next_try(tmp_path: Path, source: Path) -> None:
+    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
+    runtime = HandlerRuntime(provider, HandlerSettings(sandbox=BOX, copies=HandlerCopies(tmp_path / "copies")))
+    try:
+        (source / "word.py").write_text("raise RuntimeError('half an edit')")
+        with pytest.raises(InvalidConfig, match="half an edit"):
+            await runtime.prepare(handler(source))
+        (source / "word.py").write_text("WORD = 'mended'")
+        await runtime.prepare(handler(source))
+        assert (await runtime.execute(execution_of(handler(source), {})[0])).value == "mended"
+    finally:
+        await runtime.close()
+        await provider.close()
+
+
+async def test_a_node_that_joins_later_is_sent_what_the_others_run(tmp_path: Path, source: Path) -> None:
+    state = tmp_path / "state"
+    copies = HandlerCopies(state / ".handlers", [state])
+    archives = HandlerArchives(copies.excluded, copies=copies)
+    first = await archives.of_function(handler(source))
+    (source / "word.py").write_text("WORD = 'new'")
+    assert await archives.of_function(handler(source)) == first
+    assert (await archives.of_function(handler(source, revision="2"))).digest != first.digest
+    assert (await copies.of(handler(source)) / "word.py").read_text() == "WORD = 'old'"
+    assert (await copies.of(handler(source))).stat().st_mode & 0o777 == 0o755
+    HandlerCopies(state / ".handlers", [state])
+    assert not list((state / ".handlers").glob("*")), "a gateway begins without those of the one before"
+
+
+async def test_a_directory_that_is_too_large_is_run_as_it_is_and_the_log_says_so(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "SOURCES_MAX", 1)
+    with capture_logs() as logs:
+        assert await HandlerCopies(tmp_path / "copies").of(handler(source)) == source
+    assert [each["function"] for each in logs if "as it is" in str(each["event"])] == ["reward"]
+    monkeypatch.undo()
+    with pytest.raises(InvalidConfig, match="cannot be copied"):
+        await HandlerCopies(tmp_path / "copies").of(handler(tmp_path / "nowhere"))
+
+
+async def test_a_new_revision_serves_new_actions_while_the_old_one_ends(
+    runtime: HandlerRuntime, function: Function
+) -> None:
+    old = function("def score(event, context): return 'old'", revision="1")
+    new = function("def score(event, context): return 'new'", revision="2")
+    await runtime.prepare(old)
+    assert await call(runtime, old) == "old"
+    await runtime.prepare(new)
+    assert (await call(runtime, new), await call(runtime, old)) == ("new", "old")
+    assert runtime.instances() == {"reward": 1}
+
+
+async def test_a_revision_that_is_prepared_and_never_served_takes_nothing_from_the_one_that_is(
+    runtime: HandlerRuntime, function: Function
+) -> None:
+    """As where another function of the same change cannot be prepared."""
+    counting = """
+        calls = 0
+        def score(event, context):
+            global calls
+            calls += 1
+            return calls
+    """
+    old, new = function(counting, revision="1"), function(counting, revision="2")
+    await runtime.prepare(old)
+    await runtime.prepare(new)
+    assert [await call(runtime, old) for _ in range(3)] == [1, 2, 3]
+    assert [await call(runtime, new) for _ in range(3)] == [1, 2, 3]
+    await until(lambda: runtime.instances() == {"reward": 1})
+    await runtime.prepare(old)  # back to the first one
+    assert [await call(runtime, old) for _ in range(2)] == [1, 2]
+
+
+async def test_two_revisions_may_be_prepared_at_once(runtime: HandlerRuntime, function: Function) -> None:
+    """As where a function is changed while its first form is still being made ready: both tries come to an end."""
+    slow = "import time\ntime.sleep(0.3)\ndef score(event, context): return {!r}"
+    revisions = [function(slow.format(each), revision=each, instances_min=2) for each in "12"]
+    async with asyncio.timeout(DEADLINE_S):
+        first, second = (asyncio.create_task(runtime.prepare(each)) for each in revisions)
+        await until(lambda: len(runtime.sandboxes) >= 2)
+        assert await call(runtime, revisions[1]) == "2"
+        await asyncio.gather(first, second)
+        await until(lambda: runtime.instances() == {"reward": 2})
+        assert await call(runtime, revisions[1]) == "2"
+
+
+def test_requirements_are_taken_in_the_words_of_pip(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(
+        f"# of the reward\nsympy==1.13.3   # pinned\n\nlatex2sympy2 \\\n    {HASH} \\\n    {HASH}\n"
+    )
+    lines = requirement_lines(
+        ["regex>=2024", f"tiny==1 {HASH}", 'tomli; python_version < "3.11"', "-r requirements.txt"], tmp_path, True
+    )
+    assert lines == (
+        "regex>=2024",
+        f"tiny==1 {HASH}",
+        'tomli; python_version < "3.11"',
+        "sympy==1.13.3",
+        f"latex2sympy2 {HASH} {HASH}",
+    )
+    assert requirement_lines(["-r elsewhere.txt"], tmp_path, False) == ("-r elsewhere.txt",)
+
+
+@pytest.mark.parametrize(
+    ("listed", "told"),
+    [
+        ("two words", "no requirement such as"),
+        ("tiny @ https://example.invalid/tiny.whl", "names an address"),
+        ("--index-url=https://example.invalid/", "of pip's options only -r FILE and --hash"),
+        ("-e .", "of pip's options only"),
+        ("tiny==1 --hash=md5:00", "--hash=md5:00 is no sha256:"),
+        ("./tiny.whl", "no requirement such as"),
+        ("tiny\n--index-url https://example.invalid/", "no requirement such as"),
+        ("x" * 5000, "longer than 4000 characters"),
+        ("-r ../outside.txt", "outside of the function's directory"),
+        ("-r none.txt", "cannot be read"),
+        ("-r bad.txt", "bad.txt:2: '-e .'"),
+    ],
+)
+def test_what_else_pip_would_take_is_refused_by_its_place(tmp_path: Path, listed: str, told: str) -> None:
+    (tmp_path / "bad.txt").write_text("tiny\n-e .\n")
+    with pytest.raises(ValueError, match=told.replace("(", r"\(")):
+        requirement_lines([listed], tmp_path, True)
+
+
+def test_their_number_is_bounded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"more than {LINES_MAX}"):
+        requirement_lines(["tiny"] * (LINES_MAX + 1), tmp_path, True)

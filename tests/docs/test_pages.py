@@ -1,0 +1,292 @@
+"""Pages are plain, their examples load, and what they name of the code and of tests exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+
+from gateway.cli import main as server
+from gateway.config.load import load
+from tangram.cli.main import command_line
+from tests.house.source import ROOT, sources
+
+SENTENCE_WORDS = 40
+CELL_WORDS = 30
+README_WORDS = 700
+#: Pages whose tables are made from the code, which has checks of its own.
+GENERATED = {"yaml.md", "metrics.md", "runtimes.md"}
+PAGE = ROOT / "docs" / "PROMISES.md"
+OPEN = "## Not yet held by a test"
+GROUPS = (
+    "Acceptance and records",
+    "Results and logs",
+    "Rewards",
+    "Times",
+    "Scheduling and quotas",
+    "Sandboxes",
+    "Servers and facades",
+    "Restarts",
+)
+ROOMS = ("gateway", "manager", "runtimes", "tangram", "bench", "scripts", "tests")
+#: Pages that tell what was: they may name what is gone.
+HISTORY = {"CHANGELOG.md"}
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "deploy" / "README.md"])
+
+_ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
+
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+
+_CODE = re.compile(r"`[^`]*`")
+
+_END = re.compile(r"(?<=[.!?])[\"')*]*\s+")
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Paragraphs, headings and items of lists, each in one line; without blocks of code and tables."""
+    held: list[str] = []
+    for line in [*re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines(), ""]:
+        is_apart = not line.strip() or line.startswith(("|", "#"))
+        if (is_apart or _ITEM.match(line)) and held:
+            yield " ".join(held)
+            held = []
+        if not is_apart:
+            held.append(_ITEM.sub("", line, count=1).strip())
+
+
+def words(text: str) -> int:
+    """Count words; a piece of code is one, and of a link its text counts."""
+    return len([word for word in _LINK.sub(r"\1", _CODE.sub("code", text)).split() if re.search(r"\w", word)])
+
+
+def long_sentences(text: str) -> list[str]:
+    """Sentences above the bound."""
+    split = (sentence for each in paragraphs(text) for sentence in _END.split(_CODE.sub("`code`", each)))
+    return [sentence for sentence in split if words(sentence) > SENTENCE_WORDS]
+
+
+def long_cells(text: str) -> list[str]:
+    """Cells of tables above the bound."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", _CODE.sub("`code`", row))]
+    return [cell for cell in cells if words(cell) > CELL_WORDS]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_sentences_and_cells_are_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert long_sentences(text) == []
+    assert path.name in GENERATED or long_cells(text) == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+
+
+def test_the_menu_leads_to_every_page() -> None:
+    menu = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(pages - menu) == []
+
+
+def test_what_is_long_is_found() -> None:
+    fine, long = "word " * 40, "word " * 41
+    assert not long_sentences(f"{fine.strip()}. {fine.strip()}.\n\n```sh\n{long}\n```\n- {fine}\n- {fine}\n")
+    assert len(long_sentences(f"One.\n\n{long}")) == 1
+    assert len(long_cells(f"| a | {'word ' * 31}|")) == 1 and not long_cells(f"| a | {'word ' * 30}|")
+    assert words("[a link](to/a/page.md) of `some code`") == 4
+
+
+GUIDE = sorted(
+    [*(ROOT / "docs" / "guide").glob("*.md"), ROOT / "docs/reference/runtimes.md", ROOT / "deploy/README.md"]
+)
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(page and number, text) of every example in a language."""
+    found = []
+    for page in GUIDE:
+        texts = re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        found += [(f"{page.stem}-{number}", text) for number, text in enumerate(texts)]
+    return found
+
+
+def commands() -> list[str]:
+    """Every line of the guide that calls the command, those after ``&&`` by themselves."""
+    lines = [line.partition("  #")[0] for _, text in blocks("sh") for line in text.splitlines()]
+    return [part.strip() for line in lines for part in line.split("&&") if part.strip().startswith("tangram ")]
+
+
+@pytest.mark.parametrize(("name", "text"), blocks("yaml"), ids=[name for name, _ in blocks("yaml")])
+def test_every_configuration_loads(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "tangram.yaml").write_text(text)
+    assert load([tmp_path / "tangram.yaml"], {}, look=False) is not None
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_is_one(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tangram.yaml", "coding.jsonl", "notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "tangram-2026-11-23.sqlite").touch()
+    command: click.Command | None = command_line(server.VERBS)
+    words = shlex.split(line)[1:]
+    while isinstance(command, click.Group):
+        command = command.get_command(click.Context(command), words.pop(0))
+    assert command is not None, line
+    command.make_context("tangram", words)
+
+
+@pytest.mark.parametrize(("name", "text"), blocks("python"), ids=[name for name, _ in blocks("python")])
+def test_every_program_is_python(name: str, text: str) -> None:
+    ast.parse(text)
+
+
+def test_every_input_and_result_is_json() -> None:
+    assert all(isinstance(json.loads(text), dict) for _, text in blocks("json"))
+
+
+def test_every_page_that_the_site_names_is_there() -> None:
+    named = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    hooks = (ROOT / "scripts" / "site" / "hooks.py").read_text(encoding="utf-8")
+    assert [name for name in named if not (ROOT / "docs" / name).is_file() and f'"{name}"' not in hooks] == []
+
+
+def test_links_of_the_deployment_lead_to_files() -> None:
+    page = ROOT / "deploy" / "README.md"
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert targets and [target for target in targets if not (page.parent / target).exists()] == []
+
+
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+
+
+def problems(text: str) -> Iterator[str]:
+    """What is wrong with the rows of the tables, row by row."""
+    for line in text.splitlines():
+        if not line.startswith("|") or line in ("| promise | tests |", "|---|---|"):
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 2 or not cells[0].endswith("."):
+            yield f"no row of a promise, a sentence, and its tests: {line}"
+            continue
+        tests = cells[1].split(", ")
+        for named in tests:
+            if (match := TEST.fullmatch(named)) is None:
+                yield f"{cells[0]} names no test: {named!r}"
+            elif match[2] not in _tests(match[1]):
+                yield f"{cells[0]} names a test that is not there: {named}"
+
+
+@cache
+def _tests(path: str) -> frozenset[str]:
+    """The tests that pytest would find in a file: functions of the module and of its Test classes."""
+    place = ROOT / path
+    if not place.is_file():
+        return frozenset()
+    body = ast.parse(place.read_text(encoding="utf-8")).body
+    classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name.startswith("Test")]
+    held = [*body, *(node for each in classes for node in each.body)]
+    return frozenset(node.name for node in held if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_every_promise_names_tests_that_are_there() -> None:
+    held, _, rest = PAGE.read_text(encoding="utf-8").partition(OPEN)
+    assert list(problems(held)) == []
+    assert "|" not in rest, "what no test holds is a list, and no table"
+
+
+def test_every_group_has_its_table() -> None:
+    held, _, rest = PAGE.read_text(encoding="utf-8").partition(OPEN)
+    sections = {part.partition("\n")[0]: part for part in held.split("\n## ")[1:]}
+    assert tuple(sections) == GROUPS and rest
+    assert all(TEST.search(part) for part in sections.values())
+
+
+def test_readme_leads_to_the_page() -> None:
+    assert "(docs/PROMISES.md)" in (ROOT / "README.md").read_text(encoding="utf-8").partition("## Read on")[2]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| It is fast. | |",
+        "| It is fast. | soon |",
+        "| It is fast. | `tests/docs/test_pages.py::test_that_nobody_wrote` |",
+        "| It is fast. | `tests/docs/test_nowhere.py::test_it` |",
+        "| It is fast. | `tests/docs/test_pages.py::test_readme_leads_to_the_page`, and others |",
+        "| It is fast. |",
+        "| It is fast | `tests/docs/test_pages.py::test_readme_leads_to_the_page` |",
+    ],
+)
+def test_a_promise_without_a_test_is_seen(row: str) -> None:
+    assert list(problems(row))
+
+
+_PATH = re.compile(rf"(?<![\w./-])((?:{'|'.join(ROOMS)})/[\w./-]*\w)")
+
+#: A package of protobuf and a file in somebody's directory begin like ours.
+_DOTTED = re.compile(r"`((?:gateway|manager|runtimes|bench|tangram(?!\.v1|\.yaml|\.sqlite))(?:\.\w+)+)")
+
+
+def documents() -> Iterator[tuple[str, str]]:
+    """Every page and every module, by name."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        if page.name not in HISTORY:
+            yield page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8")
+    for source in sources():
+        yield source.name, source.text
+
+
+@pytest.mark.xdist_group("sources")
+def test_every_path_that_a_page_names_is_there() -> None:
+    pages = [(name, text) for name, text in documents() if name.endswith(".md")]
+    gone = {f"{name}: {path}" for name, text in pages for path in _PATH.findall(text) if not _there(path)}
+    assert not gone
+
+
+@pytest.mark.xdist_group("sources")
+def test_every_dotted_name_leads_somewhere() -> None:
+    gone = {f"{name}: {dotted}" for name, text in documents() for dotted in _DOTTED.findall(text) if not _leads(dotted)}
+    assert not gone
+
+
+def _there(path: str) -> bool:
+    """Return whether a file or folder of that path exists, with or without the ending of a module."""
+    return any((ROOT / f"{path}{ending}").exists() for ending in ("", ".py", ".md"))
+
+
+def _leads(dotted: str) -> bool:
+    """Return whether the longest prefix that is a module or a folder defines what comes next."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        place = ROOT.joinpath(*parts[:length])
+        module = place.with_suffix(".py") if place.with_suffix(".py").is_file() else place / "__init__.py"
+        rest = parts[length:]
+        if module.is_file():
+            return not rest or rest[0] in _names(module)
+        if place.exists():
+            return not rest
+    return False
+
+
+@cache
+def _names(module: Path) -> frozenset[str]:
+    """Everything that a module's text calls by a name of its own: definitions, assignments and imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            found.update(alias.asname or alias.name for alias in node.names)
+    return frozenset(found)

@@ -1,0 +1,319 @@
+"""Process sandboxes: the barest kind, without bubblewrap and control groups, and a gateway that is not root."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from manager.errors import CapacityExceeded, CodedError, InvalidInput, NotFound, Reason, Unsupported
+from manager.function import Background, Network, SandboxSpec
+from runtimes.sandbox.command import Command, CommandResult
+from runtimes.sandbox.process import Means, ProcessProvider
+from runtimes.sandbox.runner.client import unmade
+from runtimes.sandbox.sandbox import CreationGate, Sandbox
+from runtimes.sandbox.spec import SandboxRecord
+from tests.runtimes.sandbox.conftest import unique
+
+DEADLINE_S = 60.0
+NOBODY = 65534
+TIMEOUT_S = 120
+#: env executes as nobody; setpriv itself still executes with root's rights.
+AS_NOBODY = (
+    "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all",
+    "env",
+)  # fmt: skip
+#: A gateway's life with sandboxes, told as JSON.
+LIFE = """
+import asyncio, json, os, sys
+from pathlib import Path
+from manager.errors import ActionFailed
+from manager.function import Background, SandboxSpec
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+from runtimes.sandbox.command import Command
+
+async def live(state_dir):
+    told = {"uid": os.getuid()}
+    settings = ProviderSettings(kind="process", state_dir=state_dir)
+    provider = make_provider(settings)
+    told["engine"], told["limits"] = provider.info.engine, dict(provider.info.limits)
+    sandbox = await provider.create(SandboxSpec(), name="one", labels={"a": "b"}, mounts={str(state_dir): "/seen"})
+
+    async def sh(text, **options):
+        return (await sandbox.run(Command(shell=text, kill_grace_s=0.1, **options)))
+
+    told["said"] = (await sh("cat; pwd; echo err >&2", stdin=b"in ")).stdout.decode()
+    await sandbox.write_file("deep/file", b"data")
+    told["file"] = (await sandbox.read_file("deep/file", limit_bytes=4)).decode()
+    told["host"] = (await sh("ls -A /home /root /var 2>/dev/null; ls /seen/state-id && touch /seen/x")).exit_code
+    told["net"] = (await sh("tail -n +3 /proc/net/dev | cut -d: -f1 | tr -d ' '")).stdout.decode().split()
+    told["timed_out"] = (await sh("(setsid sleep 12321 &); sleep 1000", timeout_s=0.3)).timed_out
+    told["left"] = (await sh("grep -l '1232[1]' /proc/[0-9]*/cmdline 2>/dev/null | wc -l")).stdout.decode().strip()
+    told["caps"] = (await sh("grep -E '^(CapEff|NoNewPrivs)' /proc/self/status")).stdout.decode().split()
+    await sh("sleep 1000 >/dev/null 2>&1 &")
+    await sandbox.quiesce(Background.FREEZE)
+    await sandbox.release()
+    provider = make_provider(settings)
+    [(sandbox, labels)] = await provider.adopt()
+    told["adopted"] = [labels, (await sandbox.run(Command(shell="cat deep/file"))).stdout.decode()]
+    await sandbox.close()
+    told["leaked"] = [path.name for path in (state_dir / "sandboxes").iterdir()]
+    await provider.close()
+    return told
+
+state_dir = Path(sys.argv[1])
+(state_dir / "state-id").touch()
+print(json.dumps(asyncio.run(live(state_dir))))
+"""
+
+
+@pytest.fixture
+def state_dir() -> Iterator[Path]:
+    """A directory that the sandbox's user may pass through, as pytest's own are not."""
+    with TemporaryDirectory(prefix="tangram-plain-") as place:
+        path = Path(place)
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.fixture
+async def provider(state_dir: Path) -> AsyncIterator[ProcessProvider]:
+    means = Means(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+    made = ProcessProvider(state_dir=state_dir, gate=CreationGate(1), shared_cores=(0,), means=means)
+    yield made
+    await made.reap(())
+    await made.close()
+
+
+@pytest.fixture
+async def sandbox(provider: ProcessProvider) -> AsyncIterator[Sandbox]:
+    made = await provider.create(SandboxSpec(), name=unique("plain"), labels={}, mounts={})
+    yield made
+    await made.close()
+
+
+async def sh(sandbox: Sandbox, text: str, *, timeout_s: float = 10.0, cwd: str = "") -> CommandResult:
+    return await sandbox.run(Command(shell=text, timeout_s=timeout_s, kill_grace_s=0.2, cwd=cwd))
+
+
+def living(words: str) -> int:
+    """Processes of this machine with these words in their command line."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found += words.encode() in process.read_bytes().replace(b"\0", b" ")
+    return found
+
+
+def settled(mark: str, wanted: set[str]) -> bool:
+    """Whether they come to be in these states: a signal takes effect a moment after it was sent."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while states(mark) != wanted:
+        if time.monotonic() > deadline_s:
+            return False
+    return True
+
+
+def states(mark: str) -> set[str]:
+    """The kernel's states of the processes whose name begins with ``mark``."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if process.read_bytes().startswith(mark.encode()):
+                found.add((process.parent / "stat").read_text(encoding="ascii").rpartition(")")[2].split()[0])
+    return found
+
+
+async def test_it_says_what_it_does_not_promise(provider: ProcessProvider) -> None:
+    info = provider.info
+    assert (info.kind, info.engine) == ("plain", "plain processes")
+    promised = {name for name, kept in info.limits.items() if kept}
+    assert not promised & {"filesystem", "network", "memory", "pids", "seccomp", "processes_hidden"}
+    with pytest.raises(Unsupported):
+        await provider.check(SandboxSpec(network=Network.INTERNAL))
+
+
+async def test_commands_have_a_directory_of_their_own(sandbox: Sandbox) -> None:
+    await sh(sandbox, "mkdir sub; echo x > sub/file")
+    assert (await sh(sandbox, "cat file; basename $PWD", cwd="/workspace/sub")).stdout == b"x\nsub\n"
+    assert await sandbox.read_file("/workspace/sub/file", limit_bytes=9) == b"x\n"
+    await sandbox.write_file("new/file", b"y")
+    assert (await sh(sandbox, "cat new/file")).stdout == b"y"
+    assert [entry.path for entry in await sandbox.list_files("/workspace/new")] == ["/workspace/new/file"]
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "out", "out/passwd", "absolute", "up/x", "/proc/self/environ"])
+async def test_the_file_interface_stays_inside_whatever_is_planted(sandbox: Sandbox, path: str) -> None:
+    await sh(sandbox, "ln -s /etc out; ln -s /etc/passwd absolute; ln -s ../../.. up")
+    with pytest.raises((InvalidInput, NotFound)):
+        await sandbox.read_file(path, limit_bytes=10**6)
+    with pytest.raises((InvalidInput, NotFound)):
+        await sandbox.list_files(path)
+    if path not in ("out", "absolute"):  # a write replaces such a link itself
+        with pytest.raises((InvalidInput, NotFound)):
+            await sandbox.write_file(path, b"x")
+
+
+async def test_a_timeout_finds_every_process_and_spares_earlier_ones(sandbox: Sandbox) -> None:
+    mark, earlier = unique("9"), unique("8")
+    await sh(sandbox, f"exec -a {earlier} sleep 300 >/dev/null 2>&1 &")
+    hidden = f"(setsid bash -c 'exec -a {mark} sleep 300' >/dev/null 2>&1 &)"
+    assert (await sh(sandbox, f"{hidden}; sleep 300", timeout_s=0.4)).timed_out
+    assert (living(mark), living(earlier)) == (0, 1)
+    await sandbox.close()
+    assert living(earlier) == 0
+
+
+async def test_freeze_stops_and_thaw_continues_the_tree(sandbox: Sandbox) -> None:
+    mark = unique("7")
+    begin = f"setsid bash -c 'exec -a {mark} sleep 300' >/dev/null 2>&1 &\n"
+    assert (await sh(sandbox, begin + f"until grep -q '^{mark}' /proc/$!/cmdline; do sleep 0.01; done")).exit_code == 0
+
+    await sandbox.quiesce(Background.FREEZE)
+    assert settled(mark, {"T"})
+    assert (await sh(sandbox, "echo on")).stdout == b"on\n"
+    assert settled(mark, {"S"})
+    await sandbox.quiesce(Background.KILL)
+    assert settled(mark, set())
+
+
+async def test_cores_are_an_affinity(sandbox: Sandbox) -> None:
+    last = sorted(os.sched_getaffinity(0))[-1:]
+    await sandbox.set_cores(last)
+    show = Command(argv=("python3", "-c", "import os; print(sorted(os.sched_getaffinity(0)))"))
+    assert (await sandbox.run(show)).stdout.decode().strip() == str(last)
+
+
+async def test_a_cancelled_creation_leaves_nothing(provider: ProcessProvider) -> None:
+    name = unique("cancelled")
+    task = asyncio.create_task(provider.create(SandboxSpec(), name=name, labels={}, mounts={}))
+    async with asyncio.timeout(DEADLINE_S):
+        while living(f"{name}/run") == 0 and not task.done():
+            await asyncio.to_thread(os.sched_yield)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await (await task).close()
+    assert living(f"{name}/run") == 0
+    assert await provider.reap(()) == 0
+
+
+async def test_it_is_adopted_by_the_next_gateway(provider: ProcessProvider) -> None:
+    first = await provider.create(SandboxSpec(), name=unique("kept"), labels={"a": "b"}, mounts={})
+    await sh(first, "echo kept > file")
+    await first.release()
+    async with asyncio.timeout(DEADLINE_S):
+        [(second, labels)] = await provider.adopt()
+    assert (labels, (await sh(second, "cat file")).stdout) == ({"a": "b"}, b"kept\n")
+    await second.close()
+    assert living(f"{first.id}/run") == 0
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system in which nothing can be made."""
+    options = "size=64k,nr_inodes=2"
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", tmp_path], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    (tmp_path / "sandboxes").mkdir()
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+async def test_a_full_disk_is_never_the_fault_of_the_work(full_disk: Path) -> None:
+    means = Means(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+    provider = ProcessProvider(state_dir=full_disk, gate=CreationGate(1), shared_cores=(0,), means=means)
+    with pytest.raises(CapacityExceeded, match="No space left") as refusal:
+        await provider.create(SandboxSpec(), name="full", labels={}, mounts={})
+    assert unmade(refusal.value).reason is Reason.ENVIRONMENT_LOST
+    await provider.close()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+async def test_a_disk_that_is_full_while_a_sandbox_is_recorded_leaves_no_process(
+    provider: ProcessProvider, state_dir: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    writes = 0
+    whole = SandboxRecord.write
+
+    def write(record: SandboxRecord, directory: Path) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(record, directory)
+
+    monkeypatch.setattr(SandboxRecord, "write", write)
+    name = unique("full")
+    with pytest.raises(CodedError):
+        await provider.create(SandboxSpec(), name=name, labels={}, mounts={})
+    assert writes == failing
+    assert living(name) == 0
+    assert not list((state_dir / "sandboxes").glob("*"))
+
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def as_nobody(*words: str) -> subprocess.CompletedProcess[str]:
+    packages = os.pathsep.join([str(ROOT), *site.getsitepackages()])
+    return subprocess.run(
+        [*AS_NOBODY, *words],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """An interpreter that nobody may run, where nobody may make user namespaces."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root can become nobody")
+    if shutil.which("bwrap") is None or as_nobody("bwrap", "--unshare-all", "--ro-bind", "/", "/", "true").returncode:
+        pytest.skip("unprivileged user namespaces are off, or bubblewrap is not installed")
+    for candidate in (sys.executable, "/usr/bin/python3"):
+        if as_nobody(candidate, "-c", "import runtimes.sandbox.provider").returncode == 0:
+            return candidate
+    message = f"nobody may run {sys.executable}: it lies where only root may go"
+    if os.environ.get("CI") == "true":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def test_bubblewrap_holds_for_a_gateway_that_is_not_root(python: str) -> None:
+    state_dir = Path(f"/var/tmp/tangram-nobody-{os.getpid()}")
+    state_dir.mkdir(mode=0o700)
+    os.chown(state_dir, NOBODY, NOBODY)
+    try:
+        lived = as_nobody(python, "-c", LIFE, str(state_dir))
+    finally:
+        shutil.rmtree(state_dir)
+    assert lived.returncode == 0, lived.stderr[-3000:]
+    told = json.loads(lived.stdout.splitlines()[-1])
+    assert (told["uid"], told["engine"]) == (NOBODY, "bubblewrap")
+    promised = {"filesystem", "network", "processes_hidden", "cores", "freeze", "disk", "seccomp", "snapshot"}
+    assert {name for name, kept in told["limits"].items() if kept} == promised
+    assert told["said"] == "in /workspace\n"
+    assert told["file"] == "data"
+    assert told["host"] != 0
+    assert told["net"] == ["lo"]
+    assert (told["timed_out"], told["left"]) == (True, "0")
+    assert told["caps"] == ["CapEff:", "0000000000000000", "NoNewPrivs:", "1"]
+    assert told["adopted"] == [{"a": "b"}, "data"]
+    assert told["leaked"] == []

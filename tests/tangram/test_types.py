@@ -1,0 +1,324 @@
+"""The wire types against a gateway that serves, and durations, sizes, names and patterns as each API reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tangram.types
+from gateway.invocations.record import Mode as RecordMode
+from manager.action import State as ManagerState
+from manager.action import UnitSet
+from manager.errors import Reason as ManagerReason
+from manager.resources.pools import ConcurrencySpec, QuotaSpec
+from tangram import types
+from tangram.types import (
+    DURATION_PATTERN,
+    DURATION_UNITS,
+    WAIT_PATTERN,
+    CallHeaders,
+    InvocationQuery,
+    SandboxChoice,
+    SandboxPath,
+    backoff_s,
+    duration_s,
+    is_key,
+    is_name,
+    show_duration,
+    show_size,
+    size_bytes,
+    wait_s,
+    write_duration,
+)
+from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return whether two JSON values are equal; instants may be written with more or fewer digits."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, str) and isinstance(right, str):
+        return left == right or _instant(left) == _instant(right) is not None
+    if isinstance(left, Sequence) and isinstance(right, Sequence):
+        return len(left) == len(right) and all(same(*pair) for pair in zip(left, right, strict=True))
+    return bool(left == right)
+
+
+def _instant(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def read(body: bytes, kind: type[T]) -> T:
+    """Return the struct; fails where the type leaves anything out or adds anything."""
+    found = msgspec.json.decode(body, type=kind)
+    written = json.loads(msgspec.json.encode(found))
+    assert same(written, json.loads(body)), f"{kind.__name__}:\n{written}\n{body.decode()}"
+    return found
+
+
+async def ask(gateway: RunningGateway, path: str, kind: type[T], **params: str) -> T:
+    response = await gateway.http.get(path, params=params)
+    assert response.status_code == 200, response.text
+    return read(response.content, kind)
+
+
+def test_states_reasons_and_modes_are_those_of_the_server() -> None:
+    assert get_args(types.State) == tuple(state.value for state in ManagerState)
+    assert get_args(types.Reason) == tuple(reason.value for reason in ManagerReason)
+    assert get_args(types.Mode) == tuple(mode.value for mode in RecordMode)
+
+
+def test_a_reason_that_a_newer_server_gives_and_a_field_that_it_adds_are_read() -> None:
+    body = b'{"stream": "eof", "offset": 3, "state": "paused", "reason": "moon", "phase": 1}'
+    end = types.read_log_record(body)
+    assert isinstance(end, types.LogEnd)
+    assert (end.state, end.reason) == ("paused", "moon")
+
+
+@pytest.mark.parametrize("input", [{}, {"reason": "handler_error"}])
+async def test_an_invocation_is_read_whole_in_every_place(gateway: RunningGateway, input: dict[str, object]) -> None:
+    response = await gateway.invoke({"log": "hello", **input})
+    invocation = read(response.content, types.Invocation)
+    assert invocation.ended
+    assert invocation.ok is (input == {})
+    assert invocation.act_ms is not None
+    assert invocation.act_s == pytest.approx(invocation.act_ms / 1000, abs=0.01)
+    assert pickle.loads(pickle.dumps(invocation)) == invocation
+    page = await ask(gateway, "/v1/invocations", types.InvocationPage)
+    assert page.invocations[0].result is types.UNSET
+    running = read((await gateway.invoke({"held": True}, mode="async")).content, types.Invocation)
+    assert not running.ended
+    assert running.result is None
+    cancelled = await gateway.http.post(f"/v1/invocations/{running.id}/cancel")
+    assert read(cancelled.content, types.Invocation).reason == "cancelled"
+
+
+async def test_the_tries_of_an_invocation_are_read(gateway: RunningGateway) -> None:
+    response = await gateway.invoke({"reason": "handler_error"}, function="retried", mode="async", wait="5s")
+    invocation = read(response.content, types.Invocation)
+    assert [attempt.attempt for attempt in invocation.attempts] == [1, 2]
+    purged = await gateway.http.delete("/v1/dead-letters")
+    assert read(purged.content, types.Purged).purged == 1
+
+
+async def test_records_of_a_log_are_told_apart(gateway: RunningGateway) -> None:
+    response = await gateway.invoke({"log": "hello"}, mode="stream")
+    records = [types.read_log_record(line) for line in response.content.splitlines()]
+    for line, record in zip(response.content.splitlines(), records, strict=True):
+        read(line, type(record))
+    assert [type(record) for record in records] == [types.LogAccepted, types.LogLine, types.LogResult]
+    accepted, said, _ = records
+    assert isinstance(said, types.LogLine)
+    assert said.text == "hello"
+    assert isinstance(accepted, types.LogAccepted)
+    log = await gateway.http.get(f"/v1/invocations/{accepted.invocation.id}/logs")
+    assert isinstance(types.read_log_record(log.content.splitlines()[-1]), types.LogEnd)
+    assert types.read_log_record('{"stream": "heartbeat"}') == types.LogHeartbeat(stream="heartbeat")
+    lag = types.read_log_record(b'{"stream": "dropped", "next_offset": 7, "data": "too slow"}')
+    assert lag == types.LogLag(stream="dropped", next_offset=7, data="too slow")
+
+
+async def test_problems_are_read_whole(gateway: RunningGateway) -> None:
+    unknown = read((await gateway.http.get("/v1/functions/none")).content, types.Problem)
+    assert (unknown.status, unknown.code) == (404, "not_found")
+    odd = read((await gateway.invoke({}, function="strict")).content, types.Problem)
+    assert odd.code == "invalid_input"
+    late = read((await gateway.invoke({"hangs": True}, function="short")).content, types.Problem)
+    assert isinstance(late.invocation, types.Invocation)
+    assert late.invocation.reason == "timeout"
+
+
+async def test_the_verdicts_of_a_batch_are_read_whole(gateway: RunningGateway) -> None:
+    batch = types.BatchRequest(
+        calls=(types.BatchItem(function="echo", input={"n": 1}, timeout="30s"), types.BatchItem(function="none"))
+    )
+    response = await gateway.http.post(
+        "/v1/invocations:batch", content=msgspec.json.encode(batch), params={"wait": "all"}
+    )
+    fine, refused = read(response.content, types.BatchAnswer).results
+    assert isinstance(fine.invocation, types.Invocation)
+    assert (fine.status, fine.invocation.result) == (200, {"n": 1})
+    assert isinstance(refused.problem, types.Problem)
+
+
+async def test_functions_and_configurations_are_read_whole(gateway: RunningGateway) -> None:
+    await gateway.invoke({})
+    listed = await ask(gateway, "/v1/functions", types.FunctionList)
+    assert {"echo", "shell", "strict"} <= {each.name for each in listed.functions}
+    echo = await ask(gateway, "/v1/functions/echo", types.FunctionInfo)
+    assert isinstance(echo.learned, Mapping)
+    document = {"version": 1, "functions": {"more": {"runtime": "exec", "cost": {"cpu": {"min": 1, "max": 2}}}}}
+    files = types.ConfigFiles(files=(types.ConfigFile(path="tangram.yaml", text=json.dumps(document)),))
+    response = await gateway.http.put("/v1/config", content=msgspec.json.encode(files), params={"dry_run": "true"})
+    assert response.status_code == 200, response.text
+    assert read(response.content, types.ConfigDiff).added == ("more",)
+
+
+async def test_the_scheduler_is_read_whole(gateway: RunningGateway) -> None:
+    await gateway.invoke({}, headers={"X-Task": "t"})
+    await gateway.http.put("/v1/trajectories/rollout", json={"function": "shell"})
+    running = [gateway.invoke({"held": True}, headers={"X-Task": "t"}, mode="async") for _ in range(40)]
+    await asyncio.gather(*running)
+    resources = await ask(gateway, "/v1/resources", types.ResourcesInfo)
+    assert any(pool.kind == "cpu" and pool.cores for pool in resources.pools.values())
+    queue = await ask(gateway, "/v1/queue", types.QueuePage, limit="3")
+    assert queue.waiting > 3
+    assert queue.queue[0].cost == {"cpu": (1, 1)}
+    tasks = await ask(gateway, "/v1/tasks", types.TaskList)
+    assert "t" in [task.task for task in tasks.tasks]
+    page = await ask(gateway, "/v1/trajectories", types.TrajectoryPage)
+    assert [each.trajectory for each in page.trajectories] == ["rollout"]
+    for path in ("/healthz", "/readyz"):
+        await ask(gateway, path, types.Health)
+
+
+async def test_pools_of_every_kind_are_read_whole(tmp_path: Path) -> None:
+    bench = GatewayBench(
+        tmp_path,
+        resources={"search": QuotaSpec(limit=3, period_s=60.0), "judge": ConcurrencySpec(limit=2)},
+        functions={"searching": function("searching", cost={"search": UnitSet.fixed(1), "judge": UnitSet.fixed(1)})},
+    )
+    async with serving(bench) as gateway:
+        await gateway.invoke({}, function="searching")
+        pools = (await ask(gateway, "/v1/resources", types.ResourcesInfo)).pools
+        tasks = await ask(gateway, "/v1/tasks", types.TaskList)
+    assert {pool.kind for pool in pools.values()} >= {"cpu", "search", "judge"}
+    assert pools["search"].period_s == 60.0
+    assert tasks.tasks[0].quota_units == {"search": 1.0}
+
+
+async def test_trajectories_and_files_are_read_whole(gateway: RunningGateway) -> None:
+    opening = types.TrajectoryOpening(function="shell")
+    response = await gateway.http.put("/v1/trajectories/rollout", content=msgspec.json.encode(opening))
+    assert read(response.content, types.TrajectoryInfo).state == "idle"
+    files = "/v1/trajectories/rollout/files"
+    written = await gateway.http.put(f"{files}/workspace/notes.txt", content=b"notes")
+    assert read(written.content, types.FileWritten).size_bytes == 5
+    listed = await ask(gateway, f"{files}/workspace", types.FileList, list="true")
+    assert [entry.size_bytes for entry in listed.files if entry.path.endswith("notes.txt")] == [5]
+
+
+def test_the_wait_doubles_with_each_try_up_to_its_bound() -> None:
+    assert [backoff_s(attempt, 0.5, 3.0) for attempt in (1, 2, 3, 4, 5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_a_part_of_the_wait_spreads_those_who_failed_together() -> None:
+    assert [backoff_s(9, 0.5, 3.0, chance) for chance in (0.0, 0.5)] == [0.0, 1.5]
+
+
+def test_no_number_of_tries_is_too_large() -> None:
+    assert backoff_s(100_000, 1.0, 60.0) == 60.0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("30s", 30.0), ("2m", 120.0), ("1h30m", 5400.0), ("1.5s", 1.5), ("7d", 604800)],
+)
+def test_a_duration_is_read_with_its_unit(text: str, seconds: float) -> None:
+    assert duration_s(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "30", 30, True, None, "s", "-1s", "1 s", "1S", "٣s", "1e3s", "1s "])
+def test_a_duration_without_a_proper_unit_is_refused_with_an_example(text: object) -> None:
+    with pytest.raises(ValueError, match="30s"):
+        duration_s(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("512Mi", 512 * 2**20), ("16Gi", 16 * 2**30), ("1K", 1000), ("1.5Ki", 1536), ("7B", 7), (4096, 4096)],
+)
+def test_a_size_is_read_in_decimal_and_binary_units(text: object, count: int) -> None:
+    assert size_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "512", "512MiB", "-1Mi", True, None, -1, 2**63, 1.5, "1Mi2Ki"])
+def test_what_is_no_size_is_refused_with_an_example(text: object) -> None:
+    with pytest.raises(ValueError, match="512Mi"):
+        size_bytes(text)
+
+
+@given(st.integers(1, 10**6), st.sampled_from(sorted(DURATION_UNITS)))
+def test_a_written_duration_reads_back_as_itself(number: int, unit: str) -> None:
+    seconds = number * DURATION_UNITS[unit]
+    assert duration_s(write_duration(seconds)) == pytest.approx(seconds)
+
+
+def test_people_see_few_figures() -> None:
+    assert [show_duration(s) for s in (0, 0.0123, 4.5, 125, 12000)] == ["0s", "12.3ms", "4.5s", "2m05s", "3h20m"]
+    assert [show_duration(s) for s in (0.99999, 59.97, 3599.7, 187_200)] == ["1s", "1m00s", "1h00m", "2d04h"]
+    assert [show_size(n) for n in (7, 512 * 2**20, 1.5 * 2**30)] == ["7B", "512Mi", "1.5Gi"]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30", 30.0), ("0.5", 0.5), ("1h30m", 5400.0), ("500ms", 0.5)])
+def test_a_request_may_also_give_a_bare_number_of_seconds(text: str, seconds: float) -> None:
+    assert wait_s(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "٣", "1e3", "1S", "30 s", "30\n"])
+def test_a_request_that_gives_no_duration_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="30s"):
+        wait_s(text)
+
+
+@given(st.from_regex(DURATION_PATTERN, fullmatch=True))
+def test_whatever_fits_the_pattern_of_durations_is_read_the_same_everywhere(text: str) -> None:
+    if text.isascii():
+        assert re.fullmatch(WAIT_PATTERN, text)
+        assert duration_s(text) == wait_s(text)
+
+
+def test_names_and_keys_are_told_from_what_is_none() -> None:
+    assert all(is_name(text) for text in ("a", "rollout-7:2@x.y_z", "0" * 128))
+    assert not any(is_name(text) for text in ("", "-a", "a b", "a/b", "a\n", "ä", "0" * 129))
+    assert all(is_key(text) for text in ("!", "~" * 255))
+    assert not any(is_key(text) for text in ("", "a b", "a\n", "ä", "~" * 256))
+
+
+def error_of(given: object, kind: object) -> msgspec.ValidationError:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.convert(given, kind)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said", "place"),
+    [
+        ({"X-Timeout": "0s"}, CallHeaders, "must be a duration above zero", ".X-Timeout"),
+        ({"X-Trajectory-Id": "../x"}, CallHeaders, "must be 1 to 128 letters", ".X-Trajectory-Id"),
+        ({"since": "yesterday"}, InvocationQuery, "an instant with its zone", ".since"),
+        ({"image": ""}, SandboxChoice, "must be the name of an image", ".image"),
+        ("", SandboxPath, "must be a path of at most 4095 bytes without NUL", ""),
+    ],
+)
+def test_a_text_that_does_not_fit_is_told_in_words(given: object, kind: object, said: str, place: str) -> None:
+    told, at = types.explained(error_of(given, kind))
+    assert said in told
+    assert at == place
+    assert "regex" not in told
+
+
+def test_what_is_no_mismatch_of_a_pattern_is_told_as_it_is() -> None:
+    assert types.explained(error_of({"a": ["x"]}, dict[str, list[int]])) == ("Expected `int`, got `str`", "[...][0]")
+
+
+def test_each_pattern_of_the_wire_is_declared_with_its_words() -> None:
+    room = Path(tangram.types.__file__).parent
+    bare = [str(each) for each in room.rglob("*.py") if "Meta(pattern" in each.read_text(encoding="utf-8")]
+    assert [Path(each).name for each in bare] == ["types.py"]
