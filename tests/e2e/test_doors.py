@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 from pathlib import Path
 
-import httpx
 import pytest
-from grpclib.client import Channel
 
-from gateway.grpc.generated.tangram_grpc import GatewayStub
-from gateway.grpc.generated.tangram_pb2 import InvokeRequest
-from tangram import Client, InvalidInputError, NotFoundError, TooLargeError, UnsatisfiableError
-from tangram.client.requests import Bearer
-from tangram.types import find_token
+from tangram import Client, UnsatisfiableError
 from tests.e2e.gateway import GatewayProcess, document
-
-
-def test_bad_input_is_refused_with_its_place(client: Client) -> None:
-    with pytest.raises(NotFoundError, match="no_such"):
-        client.invoke("no_such", {})
-    with pytest.raises(InvalidInputError) as refused:
-        client.invoke("shell", {"command": 7})
-    assert "command" in str(refused.value.detail) + refused.value.message
-    with pytest.raises(TooLargeError):
-        client.invoke("shell", {"command": "x" * 100_000})
 
 
 def test_a_reload_serves_new_invocations_and_drops_none(gateway: GatewayProcess, client: Client) -> None:
@@ -52,28 +34,6 @@ def test_a_bad_reload_changes_nothing_and_names_the_place(gateway: GatewayProces
     with pytest.raises(UnsatisfiableError, match=r"greedy.*largest, local"):
         client.apply()
     assert [each.name for each in client.functions()] == before
-
-
-def test_metrics_tell_the_act_of_each_function(gateway: GatewayProcess, client: Client) -> None:
-    client.invoke("shell", {"command": "true"})
-    text = httpx.get(f"{gateway.url}/metrics", auth=Bearer(None)).text
-    for part in ("queue", "overhead", "execution"):
-        assert re.search(
-            rf'function="shell".*part="{part}"|part="{part}".*function="shell"|{part}_seconds.*shell', text
-        )
-
-
-async def test_grpc_speaks_to_the_same_gateway(gateway: GatewayProcess) -> None:
-    channel = Channel(*gateway.grpc)
-    try:
-        reply = await GatewayStub(channel).Invoke(
-            InvokeRequest(function="double", input_json=json.dumps({"value": 21}).encode()),
-            metadata={"authorization": f"Bearer {find_token(*gateway.http)}"},
-        )
-    finally:
-        channel.close()
-    assert reply.state == "succeeded"
-    assert json.loads(reply.result_json)["double"] == 42
 
 
 def test_accepted_work_survives_a_kill(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -149,15 +148,6 @@ def test_a_timeout_kills_and_says_so(client: Client, trajectory: Trajectory) -> 
     assert client.get(ended.id).state == "timed_out"
 
 
-def test_a_running_action_can_be_cancelled(client: Client, trajectory: Trajectory) -> None:
-    accepted = client.submit("shell", {"command": "echo begun; sleep 1000"}, trajectory=trajectory.id)
-    lines = client.logs(accepted.id, follow=True)
-    assert next(line.text for line in lines if line.stream == "stdout").strip() == "begun"
-    client.cancel(accepted.id)
-    assert client.wait(accepted.id).state == "cancelled"
-    assert trajectory.exec("echo alive").result["stdout"] == "alive\n"
-
-
 def test_the_first_line_reaches_a_follower_before_the_action_ends(client: Client, trajectory: Trajectory) -> None:
     trajectory.exec("mkfifo go")
     accepted = client.submit("shell", {"command": "echo first; read word < go; echo $word"}, trajectory=trajectory.id)
@@ -193,24 +183,6 @@ def test_a_handler_is_imported_once_and_its_prints_are_the_log(client: Client) -
     text = "".join(line.text for line in first.logs)
     assert "scoring 3" in text
     assert "careful with 3" in text
-
-
-def test_a_handler_that_raises_is_a_typed_failure(client: Client) -> None:
-    ended = client.invoke("broken", {})
-    assert (ended.state, ended.reason) == ("failed", "handler_error")
-    assert "the reward cannot be computed" in ended.message
-
-
-def test_many_trajectories_at_once_leave_nothing_behind(client: Client) -> None:
-    def rollout(number: int) -> str:
-        with client.trajectory(f"many-{uuid.uuid4().hex[:8]}", function="shell") as sandbox:
-            sandbox.exec(f"echo {number} > mine")
-            return str(sandbox.exec("cat mine").result["stdout"])
-
-    with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(rollout, range(6))) == [f"{number}\n" for number in range(6)]
-    pools = client.resources().pools
-    assert pools["cpu:local"].free == pools["cpu:local"].total
 
 
 def test_an_ended_trajectory_is_gone(client: Client) -> None:

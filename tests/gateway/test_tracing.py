@@ -234,21 +234,6 @@ async def test_spans_reach_the_collector_with_its_headers() -> None:
         assert collector.headers[0]["x-key"] == "k" and collector.headers[0]["content-type"] == "application/x-protobuf"
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
-async def test_a_collector_that_is_busy_is_asked_again(status: int) -> None:
-    async with listening(Collector(status, status)) as collector, exporting(collector.url) as exporter:
-        exporter.ended(ended())
-        await until(lambda: exporter.sent == 4)
-        assert (collector.requests, exporter.dropped) == (3, 0)
-
-
-async def test_a_refusal_that_is_final_is_not_asked_again() -> None:
-    async with listening(Collector(400)) as collector, exporting(collector.url) as exporter:
-        exporter.ended(ended())
-        await until(lambda: exporter.dropped == 4)
-        assert (collector.requests, exporter.sent) == (1, 0)
-
-
 async def test_after_all_tries_a_batch_is_dropped_and_the_next_goes_on() -> None:
     async with listening(Collector(*[503] * 6)) as collector, exporting(collector.url) as exporter:
         exporter.ended(ended())
@@ -256,14 +241,6 @@ async def test_after_all_tries_a_batch_is_dropped_and_the_next_goes_on() -> None
         exporter.ended(ended())
         await until(lambda: exporter.sent == 4)
         assert collector.requests == 7
-
-
-async def test_nobody_at_the_address_costs_the_spans_and_nothing_else() -> None:
-    async with listening(Collector()) as collector:
-        url = collector.url
-    async with exporting(url, timeout_s=0.5) as exporter:
-        exporter.ended(ended())
-        await until(lambda: exporter.dropped == 4)
 
 
 async def test_what_does_not_fit_the_queue_is_dropped_whole_and_counted() -> None:
@@ -277,13 +254,6 @@ async def test_what_does_not_fit_the_queue_is_dropped_whole_and_counted() -> Non
     assert (exporter.sent, exporter.dropped) == (8, 4)
 
 
-async def test_a_batch_has_its_bound_and_everything_arrives() -> None:
-    async with listening(Collector()) as collector, exporting(collector.url, interval_s=3600.0) as exporter:
-        for _ in range(1000):
-            exporter.ended(ended())
-    assert exporter.sent == 4000 and collector.requests == 8
-
-
 @pytest.mark.parametrize(
     ("answer", "refused"), [(rejecting(3), 3), (rejecting(9), 4), (rejecting(-5), 0), (b"not protobuf", 0)]
 )
@@ -292,13 +262,6 @@ async def test_spans_that_the_collector_says_it_refused_count_as_dropped(answer:
         exporter.ended(ended())
         await until(lambda: exporter.sent + exporter.dropped == 4)
         assert exporter.dropped == refused
-
-
-async def test_what_is_left_at_the_end_is_sent_once() -> None:
-    async with listening(Collector()) as collector:
-        async with exporting(collector.url, interval_s=3600.0) as exporter:
-            exporter.ended(ended())
-        assert exporter.sent == 4 and len(collector.spans) == 4
 
 
 async def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:

@@ -272,32 +272,6 @@ def test_what_was_found_of_batches_survives_a_restart() -> None:
     assert copy.learned("f") == history.learned("f")
 
 
-#: What this version's predecessor wrote for one function.
-BEFORE_BATCHES = {
-    "version": 1,
-    "profiles": [
-        {
-            "function": "f",
-            "key": key,
-            "estimate": {"count": 7, "log_mean": math.log(20.0), "log_deviation": 0.3, "error": 0.1},
-            "fit": {"sums": [1.0] * 21, "squares": [2.0] * 21, "weight": 7.0, "widths": 0.0, "width_squares": 0.0},
-        }
-        for key in ("", "k")
-    ],
-}
-
-
-def test_a_history_from_before_batches_were_fitted_is_kept() -> None:
-    history = History.from_json(json.loads(json.dumps(BEFORE_BATCHES)))
-    learned = history.learned("f", "k")
-    assert (learned.observations, learned.batch_marginal) == (7, PRIOR_BATCH_MARGINAL)
-    assert learned.t_ori_s == pytest.approx(20.0)
-    for size in (1, 8) * 40:
-        for _ in range(size):
-            history.record("f", "k", 1, 20.0 * (1 + 0.5 * (size - 1)), {Kin("f", "k"): size})
-    assert history.learned("f", "k").batch_marginal == pytest.approx(0.5)
-
-
 def settled(members: int, **usage: float) -> Settlement:
     """The end of one of so many members of a batch that took 40 s."""
     return Settlement(
@@ -407,16 +381,6 @@ def test_a_line_is_found_in_the_mean_where_the_medians_are_alike() -> None:
         size, deviation = (10, 0.3) if index % 2 else (1000, 1.7)
         history.record("f", "", 1, math.exp(chance.gauss(0, deviation)), size=size)
     assert foretold(history, 1000) > 1.5 * foretold(history, 10)
-
-
-def test_sizes_that_were_learned_before_means_were_are_learned_anew() -> None:
-    told = json.loads(json.dumps(taught_sizes(line, 60).to_json()))
-    for profile in told["profiles"]:
-        del profile["sizes"]["excesses"]
-    history = History.from_json(told)
-    assert shown_line(history) is None
-    assert foretold(history, 50) == pytest.approx(foretold(taught_sizes(line, 60), None))
-    assert shown_line(taught_sizes(line, 20, history=history)) is not None
 
 
 def test_a_few_runs_are_enough_where_they_agree() -> None:

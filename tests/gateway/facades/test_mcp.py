@@ -208,14 +208,8 @@ async def test_what_is_not_there_is_refused_in_json_rpcs_own_errors(
     ("body", "code"),
     [
         (b"{", -32700),
-        (b"", -32700),
         (b"[]", -32600),
-        (b"1", -32600),
-        (b"{}", -32600),
-        (b'{"jsonrpc": "1.0", "id": 1, "method": "ping"}', -32600),
         (b'{"jsonrpc": "2.0", "id": null, "method": "ping"}', -32600),
-        (b'{"jsonrpc": "2.0", "id": true, "method": "ping"}', -32600),
-        (b'{"jsonrpc": "2.0", "id": 1, "method": "ping", "params": []}', -32600),
         (b'{"jsonrpc": "2.0", "id": 1, "result": {}}', -32600),
     ],
 )
@@ -304,11 +298,9 @@ async def test_discovery_leads_to_sessions_where_a_sandbox_would_be_lost(tmp_pat
     ("method", "params", "headers", "status", "code"),
     [
         ("ping", {}, {}, 404, -32601),
-        ("initialize", HELLO, {}, 404, -32601),
         ("tools/call", {"name": "nowhere"}, {}, 400, -32602),
         ("tools/call", {"name": "echo"}, {"mcp_name": "shell"}, 400, -32020),
         ("tools/list", {}, {"mcp_method": "tools/call"}, 400, -32020),
-        ("tools/list", {"_meta": {}}, {}, 400, -32602),
         ("tools/list", {"_meta": META | {"io.modelcontextprotocol/protocolVersion": "x"}}, {}, 400, -32020),
     ],
 )

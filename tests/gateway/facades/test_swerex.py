@@ -91,19 +91,6 @@ async def test_a_session_keeps_its_shell_between_commands_and_says_what_a_termin
     assert await runtime.run("echo $?") == ("1\n", 0)
 
 
-async def test_a_failure_is_raised_only_where_it_is_asked_for(runtime: RuntimeClient) -> None:
-    await runtime.ask("create_session")
-    told = await runtime.raised("run_in_session", command="echo no; (exit 4)", error_msg="it did not work")
-    assert told["class_path"] == "swerex.exceptions.NonZeroExitCodeError"
-    assert told["message"].startswith("it did not work: Command 'echo no; (exit 4)' failed with exit code 4.")
-    told = await runtime.raised("run_in_session", command="if true; then", check="ignore")
-    assert told["class_path"] == "swerex.exceptions.BashIncorrectSyntaxError"
-    assert "syntax error" in told["extra_info"]["bash_stderr"]
-    told = await runtime.raised("run_in_session", command="echo", expect=["("])
-    assert told["class_path"] == "re.error"
-    assert await runtime.run("echo usable") == ("usable\n", 0)
-
-
 async def test_a_command_that_is_late_goes_on_until_it_is_interrupted(runtime: RuntimeClient) -> None:
     await runtime.ask("create_session")
     for command in ("echo begun; sleep 600", "trap '' INT; echo begun; (trap '' INT; exec sleep 600)"):
@@ -156,66 +143,6 @@ async def test_output_beyond_the_bound_loses_its_middle_and_says_so(runtime: Run
     assert (output[:4], output[-7:], code) == ("1\n2\n", "100000\n", 3)
     assert "characters are left out here" in output
     assert len(output) <= BOX.output_limit_bytes
-
-
-@pytest.mark.parametrize(
-    ("asked", "stdout", "stderr", "exit_code"),
-    [
-        ({"command": "echo out; echo err >&2; exit 3", "shell": True}, "out\n", "err\n", 3),
-        ({"command": "echo out; echo err >&2", "shell": True, "merge_output_streams": True}, "out\nerr\n", "", 0),
-        ({"command": ["sh", "-c", "kill -9 $$"]}, "", "", -9),
-        ({"command": "printf '\\303('; exit 125", "shell": True}, "\\xc3(", "", 125),
-        ({"command": ["echo $0 $1", "a", "b"], "shell": True}, "a b\n", "", 0),
-        ({"command": ["env"], "env": {"PATH": "/usr/bin:/bin", "Y": "2"}}, "PATH=/usr/bin:/bin\nY=2\n", "", 0),
-        ({"command": "pwd; cat", "shell": True, "cwd": "/"}, "/\n", "", 0),
-    ],
-    ids=lambda each: str(each)[:40],
-)
-async def test_a_command_ends_as_one_of_subprocess(
-    runtime: RuntimeClient, asked: dict[str, object], stdout: str, stderr: str, exit_code: int
-) -> None:
-    assert await runtime.ask("execute", **asked) == {"stdout": stdout, "stderr": stderr, "exit_code": exit_code}
-
-
-async def test_a_command_that_cannot_be_run_raises_what_subprocess_raises(runtime: RuntimeClient) -> None:
-    raised = [
-        await runtime.raised("execute", **asked)
-        for asked in (
-            {"command": "echo split"},
-            {"command": ["/"]},
-            {"command": "pwd", "shell": True, "cwd": "/no/such"},
-            {"command": "sleep 600", "shell": True, "timeout": 0.3},
-            {"command": "echo it; exit 4", "shell": True, "check": True, "error_msg": "bad"},
-        )
-    ]
-    assert [each["class_path"].rpartition(".")[2] for each in raised] == [
-        "FileNotFoundError",
-        "PermissionError",
-        "FileNotFoundError",
-        "CommandTimeoutError",
-        "NonZeroExitCodeError",
-    ]
-    assert raised[0]["message"] == "[Errno 2] No such file or directory: 'echo split'"
-    assert raised[3]["message"] == "Timeout (0.3s) exceeded while running command"
-    assert "'it\\n'" in raised[4]["message"]
-
-
-async def test_files_are_read_and_written_as_pathlib_does(runtime: RuntimeClient) -> None:
-    await runtime.ask("write_file", path="deep/er/file", content="a\r\né")
-    assert (await runtime.ask("execute", command=["cat", "deep/er/file"]))["stdout"] == "a\r\né"
-    assert await runtime.ask("read_file", path="deep/er/file") == {"content": "a\né"}
-    assert await runtime.ask("read_file", path="deep/er/file", encoding="ascii", errors="ignore") == {"content": "a\n"}
-    for path, how, kind in (
-        ("nowhere", {}, "builtins.FileNotFoundError"),
-        ("deep", {}, "builtins.IsADirectoryError"),
-        ("deep/er/file", {"encoding": "ascii"}, "builtins.UnicodeDecodeError"),
-        ("deep/er/file", {"encoding": "no-such"}, "builtins.LookupError"),
-        ("deep/er/file", {"encoding": "Punycode"}, "builtins.LookupError"),
-        ("deep/er/file", {"encoding": "ascii", "errors": "xmlcharrefreplace"}, "builtins.TypeError"),
-    ):
-        assert (await runtime.raised("read_file", path=path, **how))["class_path"] == kind
-    told = await runtime.raised("write_file", path="deep", content="")
-    assert (told["class_path"], told["message"]) == ("builtins.IsADirectoryError", "[Errno 21] Is a directory: 'deep'")
 
 
 async def test_a_file_and_a_tree_are_uploaded(runtime: RuntimeClient) -> None:

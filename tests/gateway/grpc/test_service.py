@@ -174,25 +174,6 @@ async def test_the_token_and_the_bound_of_a_message_are_enforced(tmp_path: Path)
         assert large.value.status is Status.RESOURCE_EXHAUSTED
 
 
-async def test_a_call_with_a_known_key_says_that_it_ran_nothing(stub: GatewayStub) -> None:
-    request = pb.InvokeRequest(function="echo", input_json=b"{}", idempotency_key="once")
-    for expected in (None, "true"):
-        async with stub.Invoke.open() as opened:
-            await opened.send_message(request, end=True)
-            assert (await opened.recv_message()) is not None
-            await opened.recv_trailing_metadata()
-            assert opened.initial_metadata is not None
-            assert opened.initial_metadata.get("tangram-idempotent-replay") == expected
-
-
-async def test_a_step_is_named_by_calls_and_by_trajectories(gateway: RunningGateway, stub: GatewayStub) -> None:
-    await stub.Invoke(pb.InvokeRequest(function="echo", task="math", step=0))
-    await stub.Invoke(pb.InvokeRequest(function="echo", task="math"))
-    await stub.OpenTrajectory(pb.OpenTrajectoryRequest(trajectory="t", function="echo", task="math", step=0))
-    (step,) = (await gateway.http.get("/v1/tasks/math/steps")).json()["steps"]
-    assert (step["step"], step["living"], step["ended"]) == (0, 1, 1)
-
-
 async def test_health_follows_the_readiness_and_reflection_names_what_is_served(gateway: RunningGateway) -> None:
     async with channel(gateway) as opened:
         health = HealthStub(opened)
@@ -245,40 +226,6 @@ async def test_each_call_of_a_batch_has_its_own_verdict(stub: GatewayStub) -> No
     again = pb.InvokeRequest(function="echo", input_json=b'{"reason": "handler_error"}', idempotency_key="k")
     (known,) = await stub.InvokeBatch(batch(again))
     assert (known.replayed, known.invocation.id) == (True, verdicts[6].invocation.id)
-
-
-async def test_a_batch_may_wait_for_its_first_end_or_for_none(stub: GatewayStub) -> None:
-    # One action for all batches: two would hold both cores of a small machine, and the call beside them would wait.
-    hangs = pb.InvokeRequest(function="echo", input_json=b'{"hangs": true}', idempotency_key="hangs")
-    none = await stub.InvokeBatch(batch(hangs))
-    assert [each.invocation.state for each in none] in (["queued"], ["running"])
-    any_of = await stub.InvokeBatch(batch(hangs, call({"n": 2}), wait="any"))
-    assert [each.invocation.state == "succeeded" for each in any_of] == [False, True]
-    timed = await stub.InvokeBatch(batch(hangs, wait="all", timeout_s=0.01))
-    assert timed[0].invocation.state != "succeeded"
-    with pytest.raises(GRPCError) as odd:
-        await stub.InvokeBatch(batch(wait="some"))
-    assert odd.value.status is Status.INVALID_ARGUMENT
-    assert await stub.InvokeBatch(batch(wait="all")) == []
-
-
-async def test_a_batch_has_its_bound(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"batch_max": 2})) as gateway, channel(gateway) as opened:
-        stub = GatewayStub(opened)
-        assert len(await stub.InvokeBatch(batch(call({}), call({})))) == 2
-        with pytest.raises(GRPCError, match=r"server\.batch_max") as large:
-            await stub.InvokeBatch(batch(call({}), call({}), call({})))
-        assert large.value.status is Status.RESOURCE_EXHAUSTED
-
-
-async def test_a_caller_that_goes_leaves_its_batch_which_is_durable(gateway: RunningGateway, stub: GatewayStub) -> None:
-    waiting = asyncio.create_task(stub.InvokeBatch(batch(call({"held": True}), wait="all")))
-    await until(lambda: bool(gateway.runtime.running))
-    invocation_id = next(iter(gateway.runtime.running))
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    gateway.runtime.finish(invocation_id)
-    assert (await stub.Wait(pb.WaitRequest(id=invocation_id))).state == "succeeded"
 
 
 def test_the_generated_files_are_what_the_proto_makes(tmp_path: Path) -> None:

@@ -150,27 +150,6 @@ async def test_a_refused_upload_gives_its_connection_its_window_back(running: Ru
         assert (await bounded_stub.Invoke(pb.InvokeRequest(function="echo"))).state == "succeeded"
 
 
-async def test_an_upload_that_comes_too_slowly_is_refused(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"body_timeout": "200ms"})) as gateway, peer(gateway) as slow:
-        await gateway.http.put("/v1/trajectories/t", json={"function": "shell"})
-        sent = framed(upload(to("f"))[0].SerializeToString())
-        answer = await slow.answer(slow.send(head({":path": FILE_METHOD + "WriteFile"}), sent, end=False))
-        assert (answer.status, answer.headers["tangram-code"]) == (str(Status.DEADLINE_EXCEEDED.value), "too_slow")
-        assert gateway.app.held.bytes == 0
-
-
-async def test_who_asks_for_a_file_and_does_not_read_is_given_up(tmp_path: Path) -> None:
-    bench = GatewayBench(tmp_path, server={"logs": {"stall": "200ms"}})
-    async with serving(bench) as gateway, peer(gateway) as lazy:
-        await gateway.http.put("/v1/trajectories/t", json={"function": "shell"})
-        await gateway.http.put("/v1/trajectories/t/files?path=f", content=b"x" * 2**22)
-        asked = framed(pb.ReadFileRequest(trajectory="t", path="f").SerializeToString())
-        answer = await lazy.answer(lazy.send(head({":path": FILE_METHOD + "ReadFile"}), asked))
-        assert (answer.status, answer.headers["tangram-code"]) == (str(Status.DEADLINE_EXCEEDED.value), "too_slow")
-        assert len(answer.data) < 2**17, "as much as it had room for, and no more"
-        assert gateway.app.logs.followers_dropped == 0, "it followed no log"
-
-
 async def test_the_example_of_the_page_writes_a_file(bounded_stub: GatewayStub) -> None:
     page = (ROOT / "docs" / "reference" / "grpc.md").read_text(encoding="utf-8")
     (example,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def upload" in each]
@@ -316,22 +295,6 @@ async def test_pipes_carry_every_byte_and_the_end_of_the_input(stub: GatewayStub
     assert again.said == {"stdout": b"", "stderr": b"warned"}
 
 
-async def test_a_terminal_is_resized_typed_on_and_interrupted(stub: GatewayStub) -> None:
-    script = "stty size; read -r line; stty size; echo $HELLO; exec cat"
-    asked = opening("sh", "-c", script, terminal=(30, 100), env={"HELLO": "there"}, cwd="/tmp")
-    async with call(stub, asked) as caller:
-        await caller.until_said(b"30 100\r\n")
-        await caller.send(resize=pb.SessionTerminal(rows=40))
-        await caller.type(b"\n")
-        await caller.until_said(b"40 80\r\nthere\r\n")
-        await caller.type(b"typed\n")
-        await caller.until_said(b"typed\r\ntyped\r\n")
-        await caller.send(signal="INT")
-        ended = await caller.end()
-    assert (ended.signal, ended.HasField("exit_code"), ended.state) == (2, False, "succeeded")
-    assert caller.said["stderr"] == b"", "a terminal has one stream"
-
-
 async def test_a_connection_that_breaks_loses_no_byte_and_doubles_none(gateway: RunningGateway) -> None:
     typed = b"".join(b"%d\n" % number for number in range(5000))
     expected = b"".join(b"said %d\n" % number for number in range(5000))
@@ -359,42 +322,6 @@ async def test_a_connection_that_breaks_loses_no_byte_and_doubles_none(gateway: 
         await caller.type(typed[start:], start, end=True)
         assert (await caller.end()).exit_code == 9
     assert heard + caller.said["stdout"] == expected
-
-
-async def test_what_comes_late_on_a_connection_that_was_given_up_is_not_typed_again(gateway: RunningGateway) -> None:
-    with closing(NodeRelay(f"127.0.0.1:{gateway.app.grpc_port}")) as relay:
-        host, port = relay.address.split(":")
-        with closing(Channel(host, int(port))) as opened:
-            async with channel(gateway) as direct, call(GatewayStub(opened), opening(*ECHO)) as first:
-                await first.type(b"one\n", 0)
-                await first.until_said(b"said one\n")
-                relay.block("to the gateway")
-                await first.type(b"two\n", 4)
-                async with call(GatewayStub(direct), pb.AttachSession(id=first.id, offset=first.offset)) as second:
-                    assert (await second.until_attached()).input_offset == 4
-                    await second.type(b"two\n", 4)
-                    await second.until_said(b"said two\n")
-                    relay.mend()
-                    await first.end()
-                    await second.type(b"", 8, end=True)
-                    assert (await second.end()).exit_code == 9
-    assert second.said["stdout"] == b"said two\n"
-
-
-async def test_who_attaches_goes_on_and_who_was_attached_is_told(gateway: RunningGateway, stub: GatewayStub) -> None:
-    async with call(stub, opening(*ECHO)) as first:
-        await first.type(b"one\n")
-        await first.until_said(b"said one\n")
-        async with call(stub, pb.AttachSession(id=first.id)) as second:
-            assert (await second.until_attached()).input_offset == 4
-            await first.end()
-            assert first.last is not None
-            assert first.last.WhichOneof("event") == "detached"
-            await second.type(b"tw", 4)
-            await second.type(b"two\n", 4, end=True)
-            assert (await second.end()).exit_code == 9
-    assert second.said["stdout"] == b"said one\nsaid two\n", "what was sent twice was typed once"
-    await until(lambda: not gateway.app.invocations.living)
 
 
 async def test_what_cannot_be_is_refused_by_the_same_table(gateway: RunningGateway, stub: GatewayStub) -> None:
@@ -470,30 +397,6 @@ async def test_the_token_and_the_bound_of_a_message_hold_and_the_session_outlive
         assert gateway.app.held.bytes == 0
 
 
-async def test_a_known_key_opens_no_second_session_and_there_are_no_more_than_may_live(
-    gateway: RunningGateway, stub: GatewayStub
-) -> None:
-    ids = []
-    for expected in (None, "true"):
-        async with call(stub, opening("cat", idempotency_key="once")) as caller:
-            await caller.until_attached()
-            assert caller.stream.initial_metadata is not None
-            assert caller.stream.initial_metadata.get("tangram-idempotent-replay") == expected
-            ids.append(caller.id)
-    assert ids[0] == ids[1]
-    table = gateway.app.api.sessions
-    others = [f"s{index}" for index in range(table.settings.living_max - 1)]
-    for other in others:
-        table.living(other, None)
-    status, _, code = await refused(stub, pb.SessionRequest(open=opening("cat")))
-    assert (status, code) == (Status.UNAVAILABLE, "capacity_exceeded")
-    await stub.Cancel(pb.CancelRequest(id=ids[0]))
-    for other in others:
-        table.close(other)
-    async with call(stub, pb.AttachSession(id=ids[0])) as caller:
-        assert (await caller.end()).state == "cancelled", "its output is forgotten, its end is not"
-
-
 async def test_output_that_nobody_reads_holds_the_command_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, steer = asyncio.Event(), SessionExchange.steer
 
@@ -518,19 +421,6 @@ async def test_output_that_nobody_reads_holds_the_command_back(tmp_path: Path, m
                 assert session.end <= session.settings.output_bytes
                 ended = await caller.end()
     assert (caller.offset, ended.offset, ended.exit_code) == (total, total, 0)
-
-
-async def test_input_that_the_command_does_not_read_waits_and_a_signal_passes_it(
-    gateway: RunningGateway, stub: GatewayStub
-) -> None:
-    window = 256 * 2**10  # what the runner takes ahead of the command
-    async with call(stub, opening("sleep", "1000")) as caller:
-        await caller.type(b"x" * (window + WAITING_BYTES // 2))
-        await caller.until_fed(window)
-        await caller.send(signal="TERM")
-        assert (await caller.end()).signal == 15
-    assert caller.fed[-1].input_offset <= 2 * window
-    await until(lambda: not gateway.app.invocations.living)
 
 
 async def test_the_example_of_the_page_goes_on_over_a_cut(gateway: RunningGateway) -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from grpclib import GRPCError, Status
 from grpclib.client import Channel
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
-from gateway.invocations.invocations import DeadLetters, InvocationRequest
+from gateway.invocations.invocations import DeadLetters
 from manager.action import Action, UnitSet
 from manager.config import TaskSpec
 from manager.errors import Reason
@@ -176,14 +175,6 @@ async def test_the_body_of_a_key_is_compared_by_its_value(gateway: RunningGatewa
         assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused")
 
 
-def test_the_digest_of_a_key_is_of_the_bodys_value_and_the_trajectory() -> None:
-    request = InvocationRequest(function="f", input={"b": 1, "a": 2}, body=b'{"b": 1, "a": 2}', key="k")
-    assert replace(request, body=b'{"a":2,"b":1}').digest == request.digest
-    assert replace(request, body=b"no JSON").digest == replace(request, body=b"no JSON").digest
-    others = ({"body": b'{"a":1,"b":2}'}, {"body": b"no JSON"}, {"trajectory": "t"}, {"trajectory": "u"})
-    assert len({request.digest, *(replace(request, **other).digest for other in others)}) == 5
-
-
 async def test_a_key_latches_on_in_every_mode_and_on_every_door(gateway: RunningGateway) -> None:
     key, body = {"Idempotency-Key": "k-1"}, {"held": True, "log": "once"}
     calls = [asyncio.create_task(gateway.invoke(body, headers=key, mode=mode)) for mode in ("stream", "sync", "stream")]
@@ -279,17 +270,6 @@ async def test_a_body_over_the_bound_is_413_whether_announced_or_not(tmp_path: P
     assert (announced.status_code, streamed.status_code) == (413, 413)
 
 
-async def test_a_token_is_asked_for_on_every_path_but_health(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"auth": "token", "token": "s3cret"})) as gateway:
-        assert (await gateway.invoke({})).status_code == 200
-        async with httpx.AsyncClient(base_url=gateway.http.base_url, timeout=DEADLINE_S) as stranger:
-            refused = await stranger.post("/v1/functions/echo/invocations", json={})
-            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
-            wrong = await stranger.get("/v1/functions", headers={"Authorization": "Bearer s3cre"})
-            assert wrong.status_code == 401
-            assert (await stranger.get("/healthz")).status_code == 200
-
-
 async def test_while_it_drains_new_work_is_503_and_running_work_ends(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path, server={"drain_grace": "5s"})) as gateway:
         running = asyncio.create_task(gateway.invoke({"held": True}))
@@ -343,12 +323,6 @@ async def test_a_thousand_calls_share_a_few_commits(gateway: RunningGateway) -> 
     assert gateway.app.store.commits - before < 100
     last = accepted[-1]["invocation"]["id"]
     assert (await gateway.http.get(f"/v1/invocations/{last}?wait=10s")).json()["result"] == {"n": 999}
-
-
-async def test_a_batch_may_wait_for_its_first_end(gateway: RunningGateway) -> None:
-    calls = [{"function": "echo", "input": {"hangs": True}}, {"function": "echo", "input": {"n": 2}}]
-    body = (await gateway.http.post("/v1/invocations:batch?wait=any&timeout=5s", json={"calls": calls})).json()
-    assert [verdict["status"] for verdict in body["results"]] == [202, 200]
 
 
 async def test_a_batch_that_is_none_is_refused(gateway: RunningGateway) -> None:
@@ -530,16 +504,6 @@ async def test_a_call_that_has_not_begun_is_refused_and_one_that_has_is_lost(tmp
         assert (refused.status_code, refused.json()["code"]) == (503, "draining"), "it may be sent again"
         for answer in await asyncio.gather(*running):
             assert answer.json()["code"] == "gateway_restart"
-
-
-async def test_over_grpc_it_is_unavailable(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path)) as first, Channel("127.0.0.1", first.app.grpc_port) as channel:
-        request = pb.InvokeRequest(function="again", input_json=b'{"held": true}', idempotency_key="k")
-        calling = asyncio.create_task(GatewayStub(channel).Invoke(request))
-        await held(first, "calling")
-        with pytest.raises(GRPCError) as failure:
-            await calling
-    assert failure.value.status is Status.UNAVAILABLE
 
 
 async def test_what_has_no_answer_when_the_grace_is_over_breaks_off(

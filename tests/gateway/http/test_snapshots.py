@@ -234,15 +234,6 @@ async def test_a_fork_that_waits_for_memory_keeps_the_snapshot_that_it_begins_wi
         await clear(running)
 
 
-async def test_files_beyond_the_bound_of_all_are_refused_and_leave_nothing(running: RunningGateway) -> None:
-    await said(running, "one", "head -c 80M /dev/urandom > large")
-    refused = await running.http.post("/v1/trajectories/one/snapshots")
-    assert (refused.status_code, refused.json()["code"]) == (413, "too_large"), refused.text
-    assert await ids(running) == []
-    await said(running, "one", "rm large")
-    assert (await taken(running, "one"))["size_bytes"] < 2**20
-
-
 async def ids(gateway: RunningGateway) -> list[str]:
     return [each["snapshot"] for each in (await gateway.http.get("/v1/snapshots")).json()["snapshots"]]
 
@@ -343,15 +334,6 @@ async def test_processes_stand_still_while_their_files_are_kept_and_go_on(runnin
     before = int(await said(running, "one", "cat two | wc -l", "awake"))
     grown = f"until [ $(cat two | wc -l) -gt {before} ]; do sleep 0.01; done; echo goes on"
     assert await said(running, "one", grown, "awake") == "goes on\n"
-
-
-async def test_a_fork_of_a_fork_has_both_ones_files(running: RunningGateway) -> None:
-    await said(running, "one", "echo 1 > one")
-    for source, target in (("one", "two"), ("two", "three")):
-        answer = await running.http.post(f"/v1/trajectories/{source}/fork", json={"function": "shell", "to": [target]})
-        assert answer.status_code == 201, answer.text
-        await said(running, target, f"echo {target} > {target}")
-    assert await said(running, "three", "cat one two three") == "1\ntwo\nthree\n"
 
 
 @pytest.mark.parametrize("kind", ["process"], indirect=True)

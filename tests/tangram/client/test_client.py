@@ -168,28 +168,6 @@ async def test_work_is_submitted_waited_for_listed_and_cancelled(gateway: Runnin
         assert [each.id async for each in client.list(state="cancelled")] == [held.id]
 
 
-async def test_one_key_is_one_execution(gateway: RunningGateway) -> None:
-    async with client_of(gateway) as client:
-        first, second = await asyncio.gather(*(client.submit("echo", {"n": 1}, key="k") for _ in range(2)))
-        assert first.id == second.id
-        assert (await client.wait(first.id, DEADLINE_S)).ok
-
-
-async def test_a_trajectory_keeps_its_files_and_goes_when_it_is_left(gateway: RunningGateway) -> None:
-    async with client_of(gateway) as client:
-        async with client.trajectory("t1", function="shell") as trajectory:
-            home = (await trajectory.exec(["pwd"])).raise_for_failure().result["stdout"].strip()
-            where = f"{home}/notes.txt"
-            await trajectory.upload(where, "hello")
-            assert (await trajectory.exec("cat notes.txt")).result["stdout"] == "hello"
-            await trajectory.exec("echo more >> notes.txt; exit 3")
-            assert await trajectory.download(where) == b"hellomore\n"
-            assert "notes.txt" in [Path(entry.path).name for entry in await trajectory.list(home)]
-            assert [each.trajectory for each in await client.trajectories()] == ["t1"]
-        assert await client.trajectories() == []
-        await trajectory.close()
-
-
 async def test_a_handles_workdir_is_where_commands_run_and_files_lie(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client, client.trajectory("w", function="shell") as whole:
         home = (await whole.exec("mkdir -p repo/src; pwd")).result["stdout"].strip()
@@ -231,14 +209,6 @@ async def test_the_synchronous_client_does_the_same(gateway: RunningGateway) -> 
             return [line.text for line in client.logs(result.id) if line.stream != "system"]
 
     assert "".join(await asyncio.to_thread(use)) == "one\ntwo\n"
-
-
-def test_the_twins_have_the_same_methods() -> None:
-    assert _public(Client) == _public(AsyncClient)
-
-
-def _public(client: type) -> list[str]:
-    return [name for name in vars(client) if not name.startswith("_")]
 
 
 async def test_a_batch_comes_back_as_one_verdict_for_each_call(gateway: RunningGateway) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import random
 import socket
 import struct
-import tarfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
@@ -65,17 +63,6 @@ async def engine(tmp_path: Path) -> AsyncIterator[EngineWorld]:
         yield world
 
 
-def tar_of(**files: bytes) -> bytes:
-    """Return a tar with files."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        for name, data in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(data), 0o755
-            tar.addfile(entry, io.BytesIO(data))
-    return made.getvalue()
-
-
 async def test_a_container_is_a_trajectory_that_holds_no_core_until_a_command_runs(engine: EngineWorld) -> None:
     box = await engine.keep_alive(environment={"A": "1"}, labels={"k": "v"}, mem_limit="512m")
     trajectories = (await engine.running.http.get("/v1/trajectories")).json()["trajectories"]
@@ -95,28 +82,6 @@ async def test_a_container_is_a_trajectory_that_holds_no_core_until_a_command_ru
     assert (box.status, box.attrs["State"]["ExitCode"]) == ("exited", 137)
     with pytest.raises(docker.errors.APIError, match="is not running"):
         await engine.do(lambda: box.exec_run("true"))
-
-
-async def test_containers_are_found_by_name_id_and_prefix_and_listed_by_filters(engine: EngineWorld) -> None:
-    one, two = await engine.keep_alive("one", labels={"task": "a"}), await engine.keep_alive("two")
-    get = engine.client.containers.get
-    assert (await engine.do(lambda: get(one.id[:12]))).id == (await engine.do(lambda: get("one"))).id == one.id
-    for filters, names in (
-        ({"label": "task=a"}, ["one"]),
-        ({"name": "tw"}, ["two"]),
-        ({"status": "exited"}, []),
-        ({"ancestor": IMAGE}, ["one", "two"]),
-        ({"id": two.id[:10]}, ["two"]),
-    ):
-        found = await engine.do(lambda filters=filters: engine.client.containers.list(filters=filters))  # type: ignore[misc]
-        assert sorted(str(each.name) for each in found) == names, filters
-    with pytest.raises(docker.errors.NotFound, match="No such container: three"):
-        await engine.do(lambda: get("three"))
-    with pytest.raises(docker.errors.APIError, match='name "/one" is already in use') as taken:
-        await engine.keep_alive("one")
-    assert taken.value.status_code == 409
-    with pytest.raises(docker.errors.APIError, match="cannot remove a running container"):
-        await engine.do(one.remove)
 
 
 async def test_a_commands_input_is_its_clients_and_ends_with_the_half_that_it_closes(engine: EngineWorld) -> None:
@@ -196,21 +161,6 @@ async def test_a_command_whose_client_goes_away_is_ended(engine: EngineWorld) ->
             await asyncio.sleep(0.01)
     assert told["ExitCode"] == 137
     assert (await engine.do(lambda: box.exec_run("pgrep -c sleep"))).exit_code != 0
-
-
-async def test_what_runs_behind_outlives_its_action_and_leaves_its_exit_status(engine: EngineWorld) -> None:
-    box = await engine.keep_alive()
-    api = engine.client.api
-    made = (await engine.do(lambda: api.exec_create(box.id, ["sh", "-c", "read x < go; exit 7"])))["Id"]
-    assert (await engine.do(lambda: box.exec_run("mkfifo go"))).exit_code == 0
-    await engine.do(lambda: api.exec_start(made, detach=True))
-    assert not engine.running.app.invocations.living
-    assert (await engine.do(lambda: api.exec_inspect(made)))["Running"]
-    assert (await engine.do(lambda: box.exec_run(["sh", "-c", "echo x > go"]))).exit_code == 0
-    async with asyncio.timeout(30):
-        while (told := await engine.do(lambda: api.exec_inspect(made)))["Running"]:
-            pass
-    assert told["ExitCode"] == 7
 
 
 async def test_a_status_file_that_was_forged_is_no_status_and_no_loss_of_the_container(engine: EngineWorld) -> None:
@@ -298,32 +248,6 @@ async def test_a_container_that_sleeps_ends_when_its_sleep_does_and_goes_if_it_i
         await engine.do(gone.reload)
 
 
-async def test_trees_travel_as_tars_and_paths_say_what_they_are(engine: EngineWorld) -> None:
-    box = await engine.keep_alive()
-    assert await engine.do(lambda: box.put_archive("/workspace", tar_of(a=b"one", b=b"two")))
-
-    def fetch() -> tuple[bytes, Any]:
-        chunks, told = box.get_archive("/workspace/a")
-        return b"".join(chunks), told
-
-    data, told = await engine.do(fetch)
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        assert [(each.name, each.mode) for each in tar] == [("a", 0o755)]
-        held = tar.extractfile("a")
-        assert held is not None
-        assert held.read() == b"one"
-    assert (told["name"], told["size"], told["mode"], told["linkTarget"]) == ("a", 3, 0o755, "")
-    for work in (
-        lambda: box.get_archive("/workspace/none"),
-        lambda: box.put_archive("/workspace/none", tar_of(a=b"")),
-    ):
-        with pytest.raises(docker.errors.NotFound, match="Could not find the file /workspace/none"):
-            await engine.do(work)
-    with pytest.raises(docker.errors.APIError) as refused:
-        await engine.do(lambda: box.put_archive("/workspace", b"no tar" * 500))
-    assert refused.value.status_code == 400
-
-
 async def test_a_container_ends_with_its_trajectory(engine: EngineWorld) -> None:
     box = await engine.keep_alive()
     trajectory = (await engine.running.http.get("/v1/trajectories")).json()["trajectories"][0]["trajectory"]
@@ -367,17 +291,6 @@ async def test_routes_versions_and_options_that_are_not_done_are_refused_by_name
         told = await engine.ask(method, path)
         assert (told[0], named in told[1]["message"]) == (status, True), told
         assert len(told[1]["message"]) < 250, "it is read on a terminal"
-
-
-async def test_the_engine_says_what_it_is(engine: EngineWorld) -> None:
-    assert await engine.do(engine.client.ping)
-    assert (await engine.do(engine.client.version))["ApiVersion"] == "1.44"
-    assert (await engine.do(engine.client.info))["Driver"] == "tangram"
-    image = await engine.do(lambda: engine.client.images.get(IMAGE))
-    assert image.tags == [IMAGE]
-    assert (await engine.do(lambda: engine.client.images.get(str(image.id)))).tags == [IMAGE]
-    with pytest.raises(docker.errors.ImageNotFound):
-        await engine.do(lambda: engine.client.images.get("nowhere"))
 
 
 async def test_commands_that_come_at_once_wait_their_turn_and_none_fails(engine: EngineWorld) -> None:
