@@ -20,7 +20,7 @@ from gateway import limits
 from gateway.api import Api, Condition
 from gateway.auth import DoorTokens, Guard, PageSession, announced, check_doors, open_tokens
 from gateway.cluster.cluster import Cluster, open_cluster
-from gateway.config.load import UPLOADS, GatewayConfig, HandlerUploads
+from gateway.config.load import GatewayConfig
 from gateway.dashboard.stream import LOST_SHOWN_S, Troubles, Watch
 from gateway.dispatcher import GatewayDispatcher
 from gateway.facades.app import FacadeListeners
@@ -34,7 +34,7 @@ from gateway.invocations.logs import Logs
 from gateway.invocations.restart import QuotaRecord, Reattachment, Restart, TrajectoryRecovery
 from gateway.limits import Room
 from gateway.metrics import Metrics, pool_units
-from gateway.registry import AppliedConfigs, KeptFunctions, Registry
+from gateway.registry import UPLOADS, AppliedConfigs, HandlerUploads, KeptFunctions, Registry
 from gateway.runtime_factory import ModelServices, Runtimes, handler_copies, make_runtimes
 from gateway.stats import Stats
 from gateway.steps import TaskSteps

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import hashlib
 import re
+import shutil
+import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -22,7 +25,7 @@ from msgspec.structs import replace
 
 from gateway import serialization
 from gateway.config import load as gateway_config
-from gateway.config.load import ConfigSource, GatewayConfig, HandlerUploads
+from gateway.config.load import ConfigSource, GatewayConfig
 from gateway.config.schema import ClusterConfig, key_of, suggestion
 from gateway.store.store import Store
 from manager.action import UnitSet
@@ -37,6 +40,7 @@ from manager.errors import (
     NotFound,
     Unsatisfiable,
     Unsupported,
+    exhaustion,
 )
 from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec, settings_of
@@ -55,6 +59,89 @@ from tangram.types import (
     ValueChange,
     backoff_s,
 )
+
+#: Bounds of one handler's files, and of how many handlers' files there may be before a restart removes the unused.
+UPLOAD_FILES_MAX, UPLOAD_BYTES_MAX, UPLOADS_MAX = 200, 4 * 2**20, 1000
+#: In the state directory: what was registered with its sources.
+UPLOADS = "handlers"
+
+
+class HandlerUploads:
+    """Directories that never change once they are there; the name of each is a digest of its files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+
+    def keep(self, sources: Mapping[str, str]) -> Path:
+        """Return the directory of these files (relative path -> text); the same files have the same one.
+
+        Raises InvalidConfig for paths and sizes that are not taken, CapacityExceeded, and StorageUnavailable.
+        """
+        files = _upload_files(sources)
+        digest = hashlib.sha256()
+        for name, data in files.items():
+            digest.update(f"{name}\0{len(data)}\0".encode() + data)
+        directory = self.root / digest.hexdigest()[:32]
+        if directory.is_dir():
+            return directory
+        try:
+            self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if sum(1 for _ in self.root.iterdir()) >= UPLOADS_MAX:
+                raise CapacityExceeded(
+                    f"{UPLOADS_MAX} versions of handlers were registered since the start: a restart removes the unused",
+                    component="registry",
+                )
+            with tempfile.TemporaryDirectory(dir=self.root, prefix=".new-") as scratch:
+                for name, data in files.items():
+                    file = Path(scratch, "files", name)
+                    file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+                    file.write_bytes(data)
+                    file.chmod(0o644)
+                Path(scratch, "files").rename(directory)
+        except OSError as error:
+            if directory.is_dir():
+                return directory  # another request has made the same
+            if short := exhaustion(error, "registry"):
+                raise short from None
+            raise
+        return directory
+
+    def prune(self, documents: Collection[bytes]) -> None:
+        """Remove the directories that none of the applied documents names."""
+        if not self.root.is_dir():
+            return
+        for each in self.root.iterdir():
+            if not any(each.name.encode() in document for document in documents):
+                shutil.rmtree(each, ignore_errors=True)
+
+
+def _upload_files(sources: Mapping[str, str]) -> dict[str, bytes]:
+    """Return the files by path, in order; raises InvalidConfig."""
+    if len(sources) > UPLOAD_FILES_MAX:
+        raise InvalidConfig(
+            f"sources: {len(sources)} files, at most {UPLOAD_FILES_MAX} are taken", component="registry"
+        )
+    files: dict[str, bytes] = {}
+    for name, text in sorted(sources.items()):
+        path = PurePosixPath(name)
+        plain = name and "\0" not in name and "\\" not in name and str(path) == name
+        if not plain or path.is_absolute() or any(part in ("..", ".") for part in path.parts) or len(name) > 255:
+            raise _refused_upload(f"{name[:256]!r} is no relative path of a file")
+        if not name.endswith((".py", ".json", ".txt", ".yaml", ".toml", ".csv")):
+            raise InvalidConfig(
+                f"sources: {name!r}: a handler's files are .py, .json, .txt, .yaml, .toml and .csv",
+                component="registry",
+            )
+        files[name] = text.encode("utf-8", "surrogatepass")
+    size = sum(map(len, files.values()))
+    if size > UPLOAD_BYTES_MAX:
+        raise _refused_upload(f"{size} bytes, at most {UPLOAD_BYTES_MAX} are taken")
+    return files
+
+
+def _refused_upload(why: str) -> InvalidConfig:
+    return InvalidConfig(f"sources: {why}", component="registry")
+
 
 # What was applied over a door: kept in the record, so that the next gateway has it beside its files.
 #

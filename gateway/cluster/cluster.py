@@ -26,12 +26,12 @@ from gateway.cluster.store import (
     new_node_key,
     signing_key,
 )
-from gateway.config.load import UPLOADS, GatewayConfig
+from gateway.config.load import GatewayConfig
 from gateway.config.schema import ClusterConfig
 from gateway.invocations.invocations import LiveInvocation
 from gateway.invocations.record import Record
 from gateway.invocations.restart import AttemptHolder, Reattachment, TrajectoryRecovery, claims_of_try
-from gateway.registry import Prepare
+from gateway.registry import UPLOADS, Prepare
 from gateway.runtime_factory import ModelServices
 from gateway.store.store import Store
 from manager.action import Chunk, State
