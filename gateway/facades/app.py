@@ -17,7 +17,7 @@ from gateway.config.schema import ServerConfig
 from gateway.errors import MethodNotAllowed
 from gateway.facades.docker.api import DockerEngineApi
 from gateway.facades.docker.http import DockerDoor
-from gateway.facades.facade import Endpoint, Facade, ForeignCalls, fault_of, split_path, with_bearer
+from gateway.facades.facade import CallFailed, Endpoint, Facade, ForeignCalls, fault_of, split_path, with_bearer
 from gateway.facades.models import Models
 from gateway.facades.rewards import Rewards
 from gateway.facades.sandboxfusion import SandboxFusion
@@ -53,7 +53,7 @@ class FacadeApp(GuardedApp):
         rows = facade.routes()
         self._rows = ", ".join(f"{row.method} {row.path}" for row in rows)
         super().__init__(facade.api, facade.name, facade.media_types)
-        self.route([Route(row.path, _checked(row.endpoint), methods=[row.method]) for row in rows])
+        self.route([Route(row.path, self._checked(row.endpoint), methods=[row.method]) for row in rows])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,6 +66,21 @@ class FacadeApp(GuardedApp):
         """Answer one request, whose path has these segments within the facade."""
         admitted = with_bearer(self._facade.admitted(scope, segments), token)
         await self.answer({**admitted, "path": "/" + "/".join(segments), "root_path": ""}, receive, send)
+
+    def _checked(self, endpoint: Endpoint) -> Endpoint:
+        """Return the endpoint behind the check that nothing is asked in the query; a failed call is its answer."""
+
+        async def checked(request: Request) -> Response:
+            if request.scope["query_string"]:
+                for name in request.query_params:
+                    message = f"no such query parameter: {name[:64]!r}; there are none here"
+                    raise InvalidInput(message, component="facades", detail={"path": name[:64]})
+            try:
+                return await endpoint(request)
+            except CallFailed as failed:
+                return self._facade.refuse(failed.fault)
+
+        return checked
 
     def refuse(self, error: CodedError, scope: Scope) -> Response:
         return self._facade.refuse(fault_of(error))
@@ -100,19 +115,6 @@ class FrontApp:
                 await self._rooted[first].serve(scope, receive, send, segments, token)
                 return
         await self._otherwise(scope, receive, send)
-
-
-def _checked(endpoint: Endpoint) -> Endpoint:
-    """Return the endpoint behind the check that nothing is asked in the query."""
-
-    async def checked(request: Request) -> Response:
-        if request.scope["query_string"]:
-            for name in request.query_params:
-                told = f"no such query parameter: {name[:64]!r}; this door has none"
-                raise InvalidInput(told, component="facades", detail={"path": name[:64]})
-        return await endpoint(request)
-
-    return checked
 
 
 class FacadeListeners:

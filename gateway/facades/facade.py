@@ -28,21 +28,10 @@ from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidInput,
 from manager.function import FunctionSpec
 from tangram.types import CallHeaders, explained
 
-# The one table of errors of all foreign dialects: what went wrong, and how each of them says it.
+# Errors: what went wrong, and with which status each facade says it.
 #
 # What its client tries again must not be lost, and what no try can mend must not be tried: the statuses are those that
 # the real clients were seen to react to so.
-
-
-class Dialect(StrEnum):
-    """Whose words are spoken."""
-
-    REWARDS = "rewards"
-    SANDBOXFUSION = "sandboxfusion"
-    OPENAI = "openai"
-    MCP = "mcp"
-    SWEREX = "swerex"
-    DOCKER = "docker"
 
 
 class FaultKind(StrEnum):
@@ -107,117 +96,27 @@ KIND_BY_REASON: Mapping[Reason, FaultKind] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignError:
-    """How a dialect says it: the HTTP status, and its own name or number for the error if it has them."""
-
-    status: int
-    name: str = ""
-    code: int = 0
-
-
-#: What each dialect says. slime and OpenRLHF try everything again that is not 2xx; verl tries a 504 again, and takes
-#: every other error for a failed test; TRL ends a training at a 429, and tries 500, 502 and 503 again.
-TABLE: Mapping[Dialect, Mapping[FaultKind, ForeignError]] = {
-    Dialect.REWARDS: {
-        FaultKind.INPUT: ForeignError(422),
-        FaultKind.UNAUTHORIZED: ForeignError(401),
-        FaultKind.FORBIDDEN: ForeignError(403),
-        FaultKind.NOT_FOUND: ForeignError(404),
-        FaultKind.METHOD: ForeignError(405),
-        FaultKind.CONFLICT: ForeignError(409),
-        FaultKind.TOO_LARGE: ForeignError(413),
-        FaultKind.UNSUPPORTED: ForeignError(422),
-        FaultKind.BUSY: ForeignError(504),
-        FaultKind.TIMEOUT: ForeignError(504),
-        FaultKind.LOST: ForeignError(502),
-        FaultKind.FAILED: ForeignError(502),
-        FaultKind.INTERNAL: ForeignError(500),
-    },
-    Dialect.SANDBOXFUSION: {
-        FaultKind.INPUT: ForeignError(422),
-        FaultKind.UNAUTHORIZED: ForeignError(401),
-        FaultKind.FORBIDDEN: ForeignError(403),
-        FaultKind.NOT_FOUND: ForeignError(404),
-        FaultKind.METHOD: ForeignError(405),
-        FaultKind.CONFLICT: ForeignError(409),
-        FaultKind.TOO_LARGE: ForeignError(413),
-        FaultKind.UNSUPPORTED: ForeignError(501),
-        FaultKind.BUSY: ForeignError(504),
-        FaultKind.TIMEOUT: ForeignError(504),
-        FaultKind.LOST: ForeignError(504),
-        FaultKind.FAILED: ForeignError(504),
-        FaultKind.INTERNAL: ForeignError(504),
-    },
-    Dialect.OPENAI: {
-        FaultKind.INPUT: ForeignError(400, "BadRequestError"),
-        FaultKind.UNAUTHORIZED: ForeignError(401, "AuthenticationError"),
-        FaultKind.FORBIDDEN: ForeignError(403, "PermissionDeniedError"),
-        FaultKind.NOT_FOUND: ForeignError(404, "NotFoundError"),
-        FaultKind.METHOD: ForeignError(405, "MethodNotAllowedError"),
-        FaultKind.CONFLICT: ForeignError(400, "ConflictError"),
-        FaultKind.TOO_LARGE: ForeignError(413, "RequestTooLargeError"),
-        FaultKind.UNSUPPORTED: ForeignError(400, "NotImplementedError"),
-        FaultKind.BUSY: ForeignError(503, "ServiceUnavailableError"),
-        FaultKind.TIMEOUT: ForeignError(504, "TimeoutError"),
-        FaultKind.LOST: ForeignError(502, "BadGatewayError"),
-        FaultKind.FAILED: ForeignError(500, "InternalServerError"),
-        FaultKind.INTERNAL: ForeignError(500, "InternalServerError"),
-    },
-    # The statuses are those of requests that were refused unread; an error that answers a message is 200.
-    Dialect.MCP: {
-        FaultKind.INPUT: ForeignError(400, code=-32602),
-        FaultKind.UNAUTHORIZED: ForeignError(401, code=-32001),
-        FaultKind.FORBIDDEN: ForeignError(403, code=-32003),
-        FaultKind.NOT_FOUND: ForeignError(404, code=-32601),
-        FaultKind.METHOD: ForeignError(405, code=-32601),
-        FaultKind.CONFLICT: ForeignError(409, code=-32600),
-        FaultKind.TOO_LARGE: ForeignError(413, code=-32600),
-        FaultKind.UNSUPPORTED: ForeignError(501, code=-32602),
-        FaultKind.BUSY: ForeignError(503, code=-32000),
-        FaultKind.TIMEOUT: ForeignError(504, code=-32000),
-        FaultKind.LOST: ForeignError(502, code=-32000),
-        FaultKind.FAILED: ForeignError(500, code=-32603),
-        FaultKind.INTERNAL: ForeignError(500, code=-32603),
-    },
-    # Its client raises what a 511 holds, and drops the words of every other status.
-    Dialect.SWEREX: {
-        FaultKind.INPUT: ForeignError(422),
-        FaultKind.UNAUTHORIZED: ForeignError(401),
-        FaultKind.FORBIDDEN: ForeignError(403),
-        FaultKind.NOT_FOUND: ForeignError(404),
-        FaultKind.METHOD: ForeignError(405),
-        FaultKind.CONFLICT: ForeignError(511),
-        FaultKind.TOO_LARGE: ForeignError(511),
-        FaultKind.UNSUPPORTED: ForeignError(511),
-        FaultKind.BUSY: ForeignError(511),
-        FaultKind.TIMEOUT: ForeignError(511),
-        FaultKind.LOST: ForeignError(511),
-        FaultKind.FAILED: ForeignError(511),
-        FaultKind.INTERNAL: ForeignError(511),
-    },
-    # Its clients try nothing again; the CLI pulls an image and creates once more after a 404.
-    Dialect.DOCKER: {
-        FaultKind.INPUT: ForeignError(400),
-        FaultKind.UNAUTHORIZED: ForeignError(401),
-        FaultKind.FORBIDDEN: ForeignError(403),
-        FaultKind.NOT_FOUND: ForeignError(404),
-        FaultKind.METHOD: ForeignError(405),
-        FaultKind.CONFLICT: ForeignError(409),
-        FaultKind.TOO_LARGE: ForeignError(413),
-        FaultKind.UNSUPPORTED: ForeignError(501),
-        FaultKind.BUSY: ForeignError(503),
-        FaultKind.TIMEOUT: ForeignError(504),
-        FaultKind.LOST: ForeignError(500),
-        FaultKind.FAILED: ForeignError(500),
-        FaultKind.INTERNAL: ForeignError(500),
-    },
+#: The HTTP status of each; a facade replaces those that its clients take for something else.
+STATUSES: Mapping[FaultKind, int] = {
+    FaultKind.INPUT: 422,
+    FaultKind.UNAUTHORIZED: 401,
+    FaultKind.FORBIDDEN: 403,
+    FaultKind.NOT_FOUND: 404,
+    FaultKind.METHOD: 405,
+    FaultKind.CONFLICT: 409,
+    FaultKind.TOO_LARGE: 413,
+    FaultKind.UNSUPPORTED: 501,
+    FaultKind.BUSY: 503,
+    FaultKind.TIMEOUT: 504,
+    FaultKind.LOST: 502,
+    FaultKind.FAILED: 500,
+    FaultKind.INTERNAL: 500,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One refused or failed call, before it is put into a dialect's words."""
+    """One refused or failed call, before a facade puts it into its clients' words."""
 
     kind: FaultKind
     #: The stable word for it: a code, or the reason of an invocation.
@@ -228,9 +127,13 @@ class Fault:
     #: Where in the request it is, as a JSON path; empty if nowhere.
     path: str = ""
 
-    def said(self, dialect: Dialect) -> ForeignError:
-        """Return how the dialect says it."""
-        return TABLE[dialect][self.kind]
+
+class CallFailed(Exception):
+    """An invocation that ended badly, or without what its client asked for; it is answered as the fault."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
 
 
 def fault_of(error: CodedError) -> Fault:
@@ -447,7 +350,7 @@ class Facade(ABC):
 
     #: Its field in ``server.facades``.
     name: ClassVar[str]
-    dialect: ClassVar[Dialect]
+    statuses: ClassVar[Mapping[FaultKind, int]] = STATUSES
     #: First segment of its paths on the gateway's own port, taken off before they are looked up.
     prefix: ClassVar[str] = ""
     #: First segments that lead to it as they stand.
@@ -466,21 +369,21 @@ class Facade(ABC):
 
     @abstractmethod
     def body(self, fault: Fault, status: int) -> object:
-        """Return a fault as the JSON body of the dialect."""
+        """Return a fault as the JSON body that its clients read."""
 
     def admitted(self, scope: Scope, segments: Sequence[str]) -> Scope:
         """Return the scope with its token where every door has it; ``segments`` are those of its path in the door."""
         return scope
 
     def refuse(self, fault: Fault) -> Response:
-        """Return a fault in the dialect's words."""
-        said = fault.said(self.dialect)
+        """Return the answer of a fault."""
+        status = self.statuses[fault.kind]
         shown: dict[str, str] = {}
         if fault.invocation_id is not None:
             shown["X-Invocation-Id"] = fault.invocation_id
         if fault.retry_after_s is not None:
             shown["Retry-After"] = retry_after(fault.retry_after_s)
-        return Response(serialization.dumps(self.body(fault, said.status)), said.status, shown, JSON)
+        return Response(serialization.dumps(self.body(fault, status)), status, shown, JSON)
 
     # What the routes are made of
 
@@ -507,6 +410,14 @@ class Facade(ABC):
         if made.callback_url is not None or made.max_age_s is not None:
             raise InvalidInput("X-Callback-Url and X-Max-Age are for asynchronous calls, which this door has not")
         return made if timeout_s is None else replace(made, timeout_s=timeout_s)
+
+    async def run(self, request: Request, calls: Sequence[InvocationRequest], known_s: float) -> list[Record]:
+        """Return the records of the calls; raises as `ForeignCalls.run`, and CallFailed for the first that failed."""
+        records = [each.record for each in await self.calls.run(request, calls, self.until_s(known_s))]
+        for record in records:
+            if (fault := fault_of_end(record)) is not None:
+                raise CallFailed(fault)
+        return records
 
 
 def read_shape(given: Mapping[str, object], kind: type[T]) -> T:

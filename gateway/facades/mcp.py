@@ -34,8 +34,10 @@ from mcp.shared.message import ServerMessageMetadata
 from mcp.shared.transport_context import TransportContext
 from mcp_types import (
     DEFAULT_NEGOTIATED_VERSION,
+    INTERNAL_ERROR,
     INVALID_PARAMS,
     INVALID_REQUEST,
+    METHOD_NOT_FOUND,
     PARSE_ERROR,
     CallToolRequestParams,
     JSONRPCNotification,
@@ -54,7 +56,8 @@ from gateway.api import JSON, Api
 from gateway.config.schema import FacadeSection, McpFacade
 from gateway.errors import retry_after
 from gateway.facades.facade import (
-    Dialect,
+    STATUSES,
+    CallFailed,
     Facade,
     Fault,
     FaultKind,
@@ -81,6 +84,17 @@ SESSION, TRAJECTORY = "mcp-session-id", "x-trajectory-id"
 PREFIX = "mcp-"
 #: A request that its client took back; the SDK has no number for it.
 CANCELLED = -32800
+#: The number of each fault in JSON-RPC.
+RPC_CODES: Mapping[FaultKind, int] = {
+    FaultKind.INPUT: INVALID_PARAMS,
+    FaultKind.UNAUTHORIZED: -32001,
+    FaultKind.FORBIDDEN: -32003,
+    **dict.fromkeys((FaultKind.NOT_FOUND, FaultKind.METHOD), METHOD_NOT_FOUND),
+    **dict.fromkeys((FaultKind.CONFLICT, FaultKind.TOO_LARGE), INVALID_REQUEST),
+    FaultKind.UNSUPPORTED: INVALID_PARAMS,
+    **dict.fromkeys((FaultKind.BUSY, FaultKind.TIMEOUT, FaultKind.LOST), -32000),
+    **dict.fromkeys((FaultKind.FAILED, FaultKind.INTERNAL), INTERNAL_ERROR),
+}
 #: Characters of a stranger's words that are told back.
 SHOWN = 64
 #: What does not fit of one message, told at once.
@@ -104,14 +118,6 @@ class RpcRefused(InvalidInput):
         self.rpc = rpc
         self.status = status
         self.data = data or {}
-
-
-class NotRun(Exception):
-    """A call that ended before it was run, and may be sent again."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.message)
-        self.fault = fault
 
 
 @dataclass(eq=False, slots=True)
@@ -238,7 +244,8 @@ class Mcp(Facade):
     """The door of MCP's clients."""
 
     name: ClassVar[str] = "mcp"
-    dialect: ClassVar[Dialect] = Dialect.MCP
+    #: Of requests that were refused unread; an error that answers a message is 200.
+    statuses: ClassVar[Mapping[FaultKind, int]] = STATUSES | {FaultKind.INPUT: 400}
     roots: ClassVar[frozenset[str]] = frozenset({"mcp"})
 
     def __init__(self, api: Api, calls: ForeignCalls, section: FacadeSection) -> None:
@@ -265,7 +272,7 @@ class Mcp(Facade):
 
     def body(self, fault: Fault, status: int) -> object:
         """Return a fault of a request that was not read as an error without an id."""
-        return _error_body(None, fault.said(self.dialect).code, fault.message, _told(fault))
+        return _error_body(None, RPC_CODES[fault.kind], fault.message, _told(fault))
 
     async def end(self, request: Request) -> Response:
         """End a session, with its trajectory."""
@@ -286,11 +293,11 @@ class Mcp(Facade):
             return await self._answer(request, message)
         except CodedError as error:
             return self._refused(request, message, error)
-        except NotRun as error:
-            return self._error(request, message, error.fault, error.fault.said(self.dialect).code)
+        except CallFailed as error:
+            return self._error(request, message, error.fault, RPC_CODES[error.fault.kind])
 
     async def _answer(self, request: Request, message: JSONRPCRequest) -> Response:
-        """Answer a request, by the SDK; raises CodedError, NotRun."""
+        """Answer a request, by the SDK; raises CodedError, CallFailed."""
         single = _is_single(request)
         connection = _connection(request, message, single=single)
         exchange = McpExchange(request=request, message=message, single=single, session=None)
@@ -360,7 +367,7 @@ class Mcp(Facade):
             return _call_told([f"{function.name}: {error.code}: {error.message}"], failed=True)
         fault = fault_of_end(record)
         if fault is not None and fault.kind is FaultKind.BUSY:
-            raise NotRun(fault)  # an error, which no model is to see
+            raise CallFailed(fault)  # an error, which no model is to see
         exchange.headers.update(record_headers(record))
         return _call_result(function, record, fault)
 
@@ -408,7 +415,7 @@ class Mcp(Facade):
         self.api.metrics.refused(self.name, error.code)
         fault = fault_of(error)
         if not isinstance(error, RpcRefused):
-            return self._error(request, message, fault, fault.said(self.dialect).code)
+            return self._error(request, message, fault, RPC_CODES[fault.kind])
         return self._error(request, message, fault, error.rpc, error.status, _told(fault) | dict(error.data))
 
     def _error(

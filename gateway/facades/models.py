@@ -15,14 +15,14 @@ from starlette.responses import Response
 
 from gateway import serialization
 from gateway.facades.facade import (
-    Dialect,
+    STATUSES,
     Endpoint,
     Facade,
     Fault,
+    FaultKind,
     ForeignRoute,
     T,
     answer,
-    fault_of_end,
     read_shape,
     result_of,
 )
@@ -272,13 +272,29 @@ def texts_of(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]
 #: Seconds after which clients give up: TRL and the OpenAI SDK, and slime.
 OPENAI_S, SGLANG_S = 600.0, 300.0
 FIXED = "/models/{function}"
+#: What the SDK's exceptions are called.
+ERROR_TYPES: Mapping[FaultKind, str] = {
+    FaultKind.INPUT: "BadRequestError",
+    FaultKind.UNAUTHORIZED: "AuthenticationError",
+    FaultKind.FORBIDDEN: "PermissionDeniedError",
+    FaultKind.NOT_FOUND: "NotFoundError",
+    FaultKind.METHOD: "MethodNotAllowedError",
+    FaultKind.CONFLICT: "ConflictError",
+    FaultKind.TOO_LARGE: "RequestTooLargeError",
+    FaultKind.UNSUPPORTED: "NotImplementedError",
+    FaultKind.BUSY: "ServiceUnavailableError",
+    FaultKind.TIMEOUT: "TimeoutError",
+    FaultKind.LOST: "BadGatewayError",
+}
 
 
 class Models(Facade):
     """The door of model servers' clients."""
 
     name: ClassVar[str] = "models"
-    dialect: ClassVar[Dialect] = Dialect.OPENAI
+    statuses: ClassVar[Mapping[FaultKind, int]] = STATUSES | dict.fromkeys(
+        (FaultKind.INPUT, FaultKind.CONFLICT, FaultKind.UNSUPPORTED), 400
+    )
     prefix: ClassVar[str] = "openai"
     roots: ClassVar[frozenset[str]] = frozenset({"models"})
 
@@ -303,25 +319,14 @@ class Models(Facade):
         table = [("POST", path, each) for path, each in posts.items()]
         table += [("GET", path, each) for path, each in gets.items()]
         return [
-            ForeignRoute(method=method, path=prefix + path, endpoint=self._answering(each))
+            ForeignRoute(method=method, path=prefix + path, endpoint=each)
             for method, path, each in table
             for prefix in ("", FIXED)
         ]
 
-    def _answering(self, endpoint: Endpoint) -> Endpoint:
-        """Return the endpoint with the answer of a failed action in this dialect's words."""
-
-        async def answering(request: Request) -> Response:
-            try:
-                return await endpoint(request)
-            except ModelCallFailed as failed:
-                return self.refuse(failed.fault)
-
-        return answering
-
     def body(self, fault: Fault, status: int) -> object:
         """Return a fault as OpenAI's and vLLM's servers say it."""
-        name = fault.said(self.dialect).name
+        name = ERROR_TYPES.get(fault.kind, "InternalServerError")
         return {"error": {"message": fault.message, "type": name, "param": fault.path or None, "code": status}}
 
     # Judging prompts
@@ -570,28 +575,16 @@ class Models(Facade):
     async def _act(
         self, request: Request, function: FunctionSpec, input: Mapping[str, object], client_timeout_s: float
     ) -> tuple[Record, Mapping[str, Any]]:
-        """Run one action and return its record and result; raises ModelCallFailed, and InvalidInput for a cut text."""
-        call = self.call(request, function.name, input)
-        (invocation,) = await self.calls.run(request, [call], self.until_s(client_timeout_s))
-        fault = fault_of_end(invocation.record)
-        if fault is not None:
-            raise ModelCallFailed(fault)
-        told = result_of(invocation.record)
+        """Run one action and return its record and result; raises as `run`, and InvalidInput for a cut text."""
+        (record,) = await self.run(request, [self.call(request, function.name, input)], client_timeout_s)
+        told = result_of(record)
         assert isinstance(told, dict), f"{function.name} told no object"
         if told.get("truncated"):
             most = _spec(function).max_tokens
             raise refusal("prompt", f"is longer than the {most} tokens of {function.name}, and would be cut")
         if "tokens" not in told:  # of an external engine
             told["tokens"] = [0] * len(told.get("embeddings") or told.get("scores") or told.get("texts") or ())
-        return invocation.record, told
-
-
-class ModelCallFailed(Exception):
-    """A model's action ended badly; caught where the answer is made."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.message)
-        self.fault = fault
+        return record, told
 
 
 def _spec(function: FunctionSpec) -> ModelSpec:

@@ -15,17 +15,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.facades.facade import (
-    Dialect,
+    STATUSES,
+    CallFailed,
     Facade,
     Fault,
     FaultKind,
     ForeignRoute,
     answer,
-    fault_of_end,
     read_shape,
     result_of,
 )
-from gateway.invocations.invocations import InvocationRequest
 from gateway.invocations.record import Record
 from manager.errors import InvalidInput
 from manager.function import FunctionSpec, ModelAction
@@ -67,7 +66,12 @@ class Rewards(Facade):
     """The door of remote rewards and retrieval."""
 
     name: ClassVar[str] = "rewards"
-    dialect: ClassVar[Dialect] = Dialect.REWARDS
+    # Its clients try again everything but 2xx; TRL, 500, 502 and 503 only, and ends a training at a 429.
+    statuses: ClassVar[Mapping[FaultKind, int]] = STATUSES | {
+        FaultKind.UNSUPPORTED: 422,
+        FaultKind.BUSY: 504,
+        FaultKind.FAILED: 502,
+    }
     roots: ClassVar[frozenset[str]] = frozenset({"rm", "retrieve"})
 
     def routes(self) -> Sequence[ForeignRoute]:
@@ -95,10 +99,8 @@ class Rewards(Facade):
             input = _conversation(asked)
         else:
             input = {"prompt": asked.prompt, "response": asked.response, "label": asked.label}
-        records = await self._run(request, [self.call(request, function.name, input)], SLIME_S)
-        if isinstance(records, Response):
-            return records
-        value = result_of(records[0])
+        (record,) = await self.run(request, [self.call(request, function.name, input)], SLIME_S)
+        value = result_of(record)
         if _scores(function):
             value = _each(value)[0]
         if isinstance(value, dict):
@@ -108,7 +110,9 @@ class Rewards(Facade):
             worth = worths[0] if worths else None
         else:
             worth = value = _as_number(value)
-        return answer(value, records[0]) if _is_reward(worth) else self._no_reward(records[0], worth)
+        if not _is_reward(worth):
+            raise _no_reward(record, worth)
+        return answer(value, record)
 
     async def _openrlhf(self, request: Request, function: FunctionSpec, asked: OpenRlhfRewards) -> Response:
         if not len(asked.query) == len(asked.prompts) == len(asked.labels):
@@ -121,15 +125,13 @@ class Rewards(Facade):
             calls = [self.call(request, function.name, input) for input in _answers(asked)]
         if len(calls) > 1 and calls[0].key is not None:
             raise InvalidInput("an Idempotency-Key is of one call, and this request makes several")
-        records = await self._run(request, calls, OPENRLHF_S)
-        if isinstance(records, Response):
-            return records
+        records = await self.run(request, calls, OPENRLHF_S)
         values = [result_of(record) for record in records]
         rows = _each(values[0]) if _scores(function) else values
         worths = [_as_number(row.get(REWARD) if isinstance(row, dict) else row) for row in rows]
         for index, worth in enumerate(worths):
             if not _is_reward(worth):
-                return self._no_reward(records[min(index, len(records) - 1)], worth)
+                raise _no_reward(records[min(index, len(records) - 1)], worth)
         return answer({"rewards": worths} | _further(rows), records[0])
 
     async def retrieve(self, request: Request) -> Response:
@@ -142,34 +144,23 @@ class Rewards(Facade):
         if not 0 < len(queries) <= QUERIES_MAX:
             raise InvalidInput(f"queries must have 1 to {QUERIES_MAX} texts", detail={"path": "$.queries"})
         call = self.call(request, function.name, {"queries": queries, "topk": asked.topk})
-        records = await self._run(request, [call], SEARCH_S)
-        if isinstance(records, Response):
-            return records
-        found = result_of(records[0])
+        (record,) = await self.run(request, [call], SEARCH_S)
+        found = result_of(record)
         rows = found.get("result") if isinstance(found, dict) else found
         shown = _documents(rows, len(queries), asked.return_scores)
         if shown is None:
-            told = "must return a list of {document, score} for each query"
-            return self._broken(records[0], f"{function.name} {told}, under result or by itself")
-        return answer({"result": shown}, records[0])
+            message = "must return a list of {document, score} for each query"
+            raise _failed(record, f"{function.name} {message}, under result or by itself")
+        return answer({"result": shown}, record)
 
-    async def _run(
-        self, request: Request, calls: Sequence[InvocationRequest], client_timeout_s: float
-    ) -> list[Record] | Response:
-        """Return the calls' records, all of which succeeded, or what is told of the first that did not."""
-        invocations = await self.calls.run(request, calls, self.until_s(client_timeout_s))
-        records = [invocation.record for invocation in invocations]
-        faults = [fault for record in records if (fault := fault_of_end(record)) is not None]
-        return self.refuse(faults[0]) if faults else records
 
-    def _no_reward(self, record: Record, worth: object) -> Response:
-        shown = "null, or no finite number" if worth is None else f"{str(worth)[:64]!r}"
-        return self._broken(record, f"{record.function} gave no reward: {shown}")
+def _no_reward(record: Record, worth: object) -> CallFailed:
+    shown = "null, or no finite number" if worth is None else f"{str(worth)[:64]!r}"
+    return _failed(record, f"{record.function} gave no reward: {shown}")
 
-    def _broken(self, record: Record, message: str) -> Response:
-        return self.refuse(
-            Fault(kind=FaultKind.FAILED, code="no_reward", message=message, invocation_id=record.id),
-        )
+
+def _failed(record: Record, message: str) -> CallFailed:
+    return CallFailed(Fault(kind=FaultKind.FAILED, code="no_reward", message=message, invocation_id=record.id))
 
 
 def _repeatable(function: FunctionSpec) -> FunctionSpec:

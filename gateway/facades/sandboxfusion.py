@@ -20,7 +20,8 @@ from starlette.responses import HTMLResponse, Response
 
 from gateway.config.schema import SandboxFusionFacade
 from gateway.facades.facade import (
-    Dialect,
+    STATUSES,
+    CallFailed,
     Facade,
     Fault,
     FaultKind,
@@ -135,7 +136,10 @@ class SandboxFusion(Facade):
     """The door of SandboxFusion's clients."""
 
     name: ClassVar[str] = "sandboxfusion"
-    dialect: ClassVar[Dialect] = Dialect.SANDBOXFUSION
+    # verl tries a 504 again, and takes every other error for a failed test.
+    statuses: ClassVar[Mapping[FaultKind, int]] = STATUSES | dict.fromkeys(
+        (FaultKind.BUSY, FaultKind.LOST, FaultKind.FAILED, FaultKind.INTERNAL), 504
+    )
     prefix: ClassVar[str] = "sandboxfusion"
 
     def routes(self) -> Sequence[ForeignRoute]:
@@ -220,7 +224,7 @@ class SandboxFusion(Facade):
         if not _is_answer(last):
             fault = fault_of_end(last)
             assert fault is not None
-            return self.refuse(fault)
+            raise CallFailed(fault)
         if (short := _short_of_memory(program)) and last.reason is Reason.OUT_OF_MEMORY:
             return self._no_verdict(last, short)
         steps = [None if record is None else _ended(record, program.word) for record in (compiled, ran)]

@@ -22,7 +22,7 @@ import structlog
 from gateway import serialization
 from gateway.api import JSON, bounded_chunks
 from gateway.config.schema import DockerFacade, ServerConfig
-from gateway.facades.facade import Dialect, fault_of
+from gateway.facades.facade import STATUSES, FaultKind, fault_of
 from gateway.http.messages import PHRASES
 from gateway.tls import Connections
 from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput, StorageUnavailable, exhaustion
@@ -270,6 +270,8 @@ class EnginePipe:
 COMPONENT = "docker"
 #: Seconds for which an idle connection stays open, and for a request's headers to arrive.
 KEEP_ALIVE_S = 75.0
+#: Its clients try nothing again; the CLI pulls an image and creates once more after a 404.
+REFUSED = STATUSES | {FaultKind.INPUT: 400, FaultKind.LOST: 500}
 #: Seconds that open requests have to end when it closes.
 CLOSE_GRACE_S = 5.0
 BACKLOG = 1024
@@ -465,9 +467,8 @@ def _coded(error: Exception, exchange: EngineExchange) -> CodedError:
 
 async def _refuse(exchange: EngineExchange, error: CodedError) -> None:
     """Answer in the engine's own shape."""
-    fault = fault_of(error)
     headers = {} if error.invocation_id is None else {"X-Invocation-Id": error.invocation_id}
-    await exchange.answer(fault.said(Dialect.DOCKER).status, {"message": error.message}, headers)
+    await exchange.answer(REFUSED[fault_of(error).kind], {"message": error.message}, headers)
 
 
 async def _told(peer: EnginePeer, error: CodedError) -> bool:

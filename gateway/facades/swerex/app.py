@@ -26,9 +26,10 @@ from gateway import serialization
 from gateway.api import Api, placed_path
 from gateway.config.schema import SwerexFacade
 from gateway.facades.facade import (
-    Dialect,
+    STATUSES,
     Facade,
     Fault,
+    FaultKind,
     ForeignCalls,
     ForeignRoute,
     answer,
@@ -115,6 +116,8 @@ class WriteFile(Struct, forbid_unknown_fields=True):
     path: str
 
 
+#: The status whose body its client raises as an exception.
+RAISED = 511
 #: The module of its exceptions.
 ERRORS = "swerex.exceptions."
 #: Codecs whose time is the square of the text's length; the gateway serves nobody else meanwhile.
@@ -396,7 +399,10 @@ class Swerex(Facade):
     """The door of SWE-ReX's clients."""
 
     name: ClassVar[str] = "swerex"
-    dialect: ClassVar[Dialect] = Dialect.SWEREX
+    # Its client raises what a 511 holds, and drops the words of every other status.
+    statuses: ClassVar[Mapping[FaultKind, int]] = STATUSES | dict.fromkeys(
+        (kind for kind in FaultKind if STATUSES[kind] not in (401, 403, 404, 405, 422)), RAISED
+    )
     prefix: ClassVar[str] = "swerex"
     media_types: ClassVar[frozenset[str]] = frozenset({"application/json", OCTETS, MULTIPART})
 
@@ -430,7 +436,7 @@ class Swerex(Facade):
 
     def body(self, fault: Fault, status: int) -> object:
         """Return a fault as its server says it: an exception to raise, or FastAPI's words for what never reached it."""
-        if status != 511:
+        if status != RAISED:
             return {"detail": fault.message}
         return transfer(f"{ERRORS}SwerexException", f"{fault.code}: {fault.message}", {"code": fault.code})
 
@@ -606,7 +612,7 @@ class Swerex(Facade):
         try:
             response = await endpoint(request, place)
         except RaisedAtClient as error:
-            response = answer(transfer(error.path, str(error), error.extra), error.record, status=511)
+            response = answer(transfer(error.path, str(error), error.extra), error.record, status=RAISED)
         if id and len(response.body) <= REMEMBERED_BYTES:
             self._remembered[key] = (id, response)
             self._remembered.move_to_end(key)

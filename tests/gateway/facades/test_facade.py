@@ -14,7 +14,8 @@ import orjson
 import pytest
 
 from gateway.errors import FACES
-from gateway.facades.facade import KIND_BY_CODE, KIND_BY_REASON, TABLE, Dialect, FaultKind, deadline_s
+from gateway.facades.facade import KIND_BY_CODE, KIND_BY_REASON, STATUSES, FaultKind, deadline_s
+from gateway.facades.mcp import RPC_CODES
 from manager.action import State, UnitSet
 from manager.errors import Reason
 from manager.resources.pools import ConcurrencySpec
@@ -217,11 +218,10 @@ async def test_the_bodys_bound_holds_at_the_doors(tmp_path: Path) -> None:
     assert answer.status_code == 413
 
 
-def test_every_error_has_its_word_in_every_dialect() -> None:
+def test_every_error_has_its_status() -> None:
     assert KIND_BY_CODE.keys() == FACES.keys()
     assert KIND_BY_REASON.keys() == set(Reason)
-    assert TABLE.keys() == set(Dialect)
-    assert all(row.keys() == set(FaultKind) for row in TABLE.values())
+    assert STATUSES.keys() == RPC_CODES.keys() == set(FaultKind)
 
 
 async def test_an_answer_comes_a_second_before_the_client_gives_up() -> None:
