@@ -438,7 +438,7 @@ class Api:
             before=None if query.cursor is None else seq_of(query.cursor),
             limit=query.limit,
         )
-        page = await self.invocations.find(wanted)
+        page = await self.store.find(wanted)
         records = tuple([self.invocations.shown(record).as_wire(payload=False) for record in page.records])
         return InvocationPage(invocations=records, next_cursor=cursor_of(page.before))
 

@@ -508,7 +508,7 @@ class Registry:
         wall: Callable[[], float] = time.time,
     ) -> None:
         """``paths`` and ``env`` are what the server was started from, for `configure`, which tells ``kept``."""
-        self._config = config
+        self.config = config
         self.preparation = Preparation(prepare)
         self.preparation.expect(config.functions.values())
         #: What was changed since the start.
@@ -523,25 +523,21 @@ class Registry:
         self._applying = asyncio.Lock()
         self._log = structlog.get_logger("gateway.registry")
 
-    @property
-    def config(self) -> GatewayConfig:
-        return self._config
-
     def get(self, name: str) -> FunctionSpec:
         """The function as it is now; raises NotFound with the known names."""
-        function = self._config.functions.get(name)
+        function = self.config.functions.get(name)
         if function is None:
-            known = ", ".join(sorted(self._config.functions)) or "none"
-            near = get_close_matches(name, self._config.functions, n=1)
+            known = ", ".join(sorted(self.config.functions)) or "none"
+            near = get_close_matches(name, self.config.functions, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise NotFound(f"no function {name!r}{hint}; registered: {known}", component="registry")
         return function
 
     def task(self, name: str) -> TaskSpec:
         """The task's share and bounds; raises InvalidInput for one that is not declared, where such are refused."""
-        found = self._config.tasks.get(name)
-        if found is None and self._config.scheduler.undeclared_tasks == "refuse":
-            told = f"task {name!r} is not declared{suggestion(name, self._config.tasks)}"
+        found = self.config.tasks.get(name)
+        if found is None and self.config.scheduler.undeclared_tasks == "refuse":
+            told = f"task {name!r} is not declared{suggestion(name, self.config.tasks)}"
             raise InvalidInput(
                 f"{told} (scheduler.undeclared_tasks is refuse)", component="registry", detail={"path": "task"}
             )
@@ -549,7 +545,7 @@ class Registry:
 
     def all(self) -> tuple[FunctionSpec, ...]:
         """Every function, by name."""
-        return tuple(function for _, function in sorted(self._config.functions.items()))
+        return tuple(function for _, function in sorted(self.config.functions.items()))
 
     def readiness(self, name: str) -> Readiness:
         """Whether the function's actions may start."""
@@ -557,7 +553,7 @@ class Registry:
 
     def health(self) -> dict[str, tuple[str, str]]:
         """Return the readiness of every function, and what is wrong with it, by name."""
-        return {name: self.readiness(name)[:2] for name in sorted(self._config.functions)}
+        return {name: self.readiness(name)[:2] for name in sorted(self.config.functions)}
 
     def kinds(self) -> set[str]:
         """Return the kinds of resources that functions cost."""
@@ -565,7 +561,7 @@ class Registry:
 
     def check(self) -> None:
         """Raise the typed error of those functions of the first configuration that this machine can never serve."""
-        _raise_all(self._unsatisfiable(self._config, self._config.functions.values()))
+        _raise_all(self._unsatisfiable(self.config, self.config.functions.values()))
 
     def changes(self, name: str) -> tuple[RevisionChange, ...]:
         """What was changed of a function since the start, the last first."""
@@ -579,11 +575,11 @@ class Registry:
         """Add what earlier gateways were given; the files win for what they declare. What is wrong is told."""
         if self._applied is None:
             return
-        self._applied.take(b"", _names(self._config))
+        self._applied.take(b"", _names(self.config))
         if self._uploads is not None:
             await self._applied.restore_files(self._uploads)
         for document in self._applied.documents:
-            old = self._config
+            old = self.config
             try:
                 new = await asyncio.to_thread(self._read, document.body, old)
                 names = _names(new) & set(document.names)
@@ -592,7 +588,7 @@ class Registry:
             except CodedError as error:
                 self._log.error("what was applied is not taken up", names=document.names, why=error.message)
                 continue
-            self._config = dataclasses.replace(
+            self.config = dataclasses.replace(
                 old,
                 functions={**old.functions, **added},
                 tasks={**old.tasks, **_of("tasks", names, new.tasks)},
@@ -600,17 +596,17 @@ class Registry:
                 needs={**old.needs, **_of("resources", names, new.needs)},
                 origins={**old.origins, **_of("functions", names, new.origins)},
             )
-        self.revisions.switched(self._config.functions)
-        self.preparation.expect(self._config.functions.values())
+        self.revisions.switched(self.config.functions)
+        self.preparation.expect(self.config.functions.values())
 
     async def put(self, name: str, upload: FunctionUpload, dry_run: bool) -> ConfigDiff:
         """Add or change one function, with the files of a handler, as `configure` does.
 
         Raises Conflict for a function of the server's own files.
         """
-        if name in self._config.functions and self.source(name) == "files":
+        if name in self.config.functions and self.source(name) == "files":
             raise Conflict(
-                f"function {name!r} is declared in {self._config.origins.get(name)}: change it there, and apply",
+                f"function {name!r} is declared in {self.config.origins.get(name)}: change it there, and apply",
                 component="registry",
             )
         directory = self._served()[0]
@@ -632,15 +628,15 @@ class Registry:
         async with self._applying:
             self.get(name)
             if self.source(name) == "files":
-                place = self._config.origins.get(name)
+                place = self.config.origins.get(name)
                 raise Conflict(
                     f"function {name!r} is declared in {place}: remove it there, and apply", component="registry"
                 )
             if own := await asyncio.to_thread(self._own_place, name):
                 told = f"{own} declares function {name!r} too, and the next start would have it again: remove it"
                 raise Conflict(f"{told} there first, then here", component="registry")
-            left = {other: spec for other, spec in self._config.functions.items() if other != name}
-            diff = self._switch(dataclasses.replace(self._config, functions=left))
+            left = {other: spec for other, spec in self.config.functions.items() if other != name}
+            diff = self._switch(dataclasses.replace(self.config, functions=left))
             await self._keep(b"", diff)
             return replace(diff, applied=True)
 
@@ -655,11 +651,11 @@ class Registry:
 
     def start(self) -> None:
         """Begin to prepare the functions of the first configuration."""
-        self.preparation.begin(self._config.functions.values())
+        self.preparation.begin(self.config.functions.values())
 
     def plan(self, new: GatewayConfig) -> ConfigDiff:
         """What `apply` would change; changes nothing."""
-        old, functions = self._config.functions, new.functions
+        old, functions = self.config.functions, new.functions
         changed = {
             name: _changed_keys(old[name], functions[name])
             for name in sorted(old.keys() & functions.keys())
@@ -671,9 +667,9 @@ class Registry:
             values={name: _values(old[name], functions[name], keys) for name, keys in changed.items()},
             removed=tuple(sorted(old.keys() - functions.keys())),
             unchanged=tuple(sorted(old.keys() & functions.keys() - changed.keys())),
-            tasks=_changed_names(self._config.tasks, new.tasks),
-            resources=_changed_names(self._config.resources, new.resources),
-            needs_restart=tuple(_fixed_differences(self._config, new)),
+            tasks=_changed_names(self.config.tasks, new.tasks),
+            resources=_changed_names(self.config.resources, new.resources),
+            needs_restart=tuple(_fixed_differences(self.config, new)),
         )
 
     async def apply(self, new: GatewayConfig) -> ConfigDiff:
@@ -698,7 +694,7 @@ class Registry:
     def _switch(self, new: GatewayConfig) -> ConfigDiff:
         """Serve a configuration whose new functions are ready."""
         diff = self.plan(new)
-        self._config = new
+        self.config = new
         self.revisions.switched(new.functions)
         self.preparation.switched({*diff.added, *diff.changed}, new.functions)
         for switched in self.on_switch:
@@ -710,7 +706,7 @@ class Registry:
         if self._applied is not None:
             differing = [f"functions.{name}" for name in (*diff.added, *diff.changed, *diff.removed)]
             differing += [f"tasks.{name}" for name in diff.tasks] + [f"resources.{name}" for name in diff.resources]
-            living = _names(self._config)
+            living = _names(self.config)
             self._applied.take(document, living & set(differing), set(differing) - living)
             await self._applied.commit()
 
@@ -720,7 +716,7 @@ class Registry:
         What it does not name stays, unless ``prune`` removes it. Raises StorageUnavailable where it cannot be kept.
         """
         async with self._applying:
-            new = await asyncio.to_thread(self._read, document, None if prune else self._config)
+            new = await asyncio.to_thread(self._read, document, None if prune else self.config)
             if dry_run:
                 return self.plan(new)
             if self._applied is not None:
@@ -733,7 +729,7 @@ class Registry:
         if document.strip():
             sources, variables = self._received(document)
             roots = self._served()
-            return gateway_config.build(sources, variables, base=self._config, keep=keep, roots=roots)
+            return gateway_config.build(sources, variables, base=self.config, keep=keep, roots=roots)
         if not self._paths:
             raise InvalidConfig("the gateway was not started from files: send them", component="registry")
         sources, problems = gateway_config.read(self._paths)

@@ -8,12 +8,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from gateway import serialization
 from gateway.invocations.record import Record
 from gateway.store.store import Store
 from manager.action import State
+from manager.engine import Engine
 from manager.errors import Reason
 from manager.learning import BatchState, Lifetimes
 from tangram.types import StepInfo
@@ -110,12 +110,6 @@ REFUSALS = (Reason.QUOTA, Reason.INVALID_INPUT, Reason.INTERNAL)
 NOT_OF_SCHEDULER = "gateway"
 
 
-class TrajectoryLookup(Protocol):
-    """Tells whether a trajectory lives: `manager.engine.Engine`."""
-
-    def trajectory(self, name: str) -> dict[str, object] | None: ...
-
-
 class TaskSteps:
     """The steps that were told of. Use from one event loop.
 
@@ -134,7 +128,7 @@ class TaskSteps:
         self._invoked: Counter[str] = Counter()
         #: Trajectories that calls brought under a step, none of which has started.
         self._unbegun: set[str] = set()
-        self._living: TrajectoryLookup | None = None
+        self._living: Engine | None = None
         #: Whether ends are those of this gateway's time: until then they were some time while none was up.
         self._began = False
 
@@ -150,7 +144,7 @@ class TaskSteps:
             self._of_trajectory[row["trajectory"]] = step
         self._bound()
 
-    def take_up(self, living: TrajectoryLookup) -> None:
+    def take_up(self, living: Engine) -> None:
         """Go on with what an earlier gateway left: a trajectory that did not outlive it has ended.
 
         One whose invocations were recovered goes on, though they wait for their function or for a node.

@@ -71,7 +71,7 @@ class GatewayService(GatewayBase):
         call = self._checked(await read_request(stream), Mode.SYNC)
         async with self._attended(call) as started:
             await _tell_replay(stream, started, call)
-            await self._invocations.wait(started)
+            await started.has_ended(None)
         if started.refusal is not None:
             raise started.refusal
         refused = ended_badly(started.record)
@@ -121,12 +121,12 @@ class GatewayService(GatewayBase):
     async def Wait(self, stream: Stream[pb.WaitRequest, pb.Invocation]) -> None:  # noqa: N802
         request = await read_request(stream)
         found = await self._invocations.get(request.id)
-        await self._invocations.wait(found, self._wait_s(request.timeout_s))
+        await found.has_ended(self._wait_s(request.timeout_s))
         await stream.send_message(self._shown(found.record))
 
     async def Cancel(self, stream: Stream[pb.CancelRequest, pb.Invocation]) -> None:  # noqa: N802
         found = await self._invocations.cancel((await read_request(stream)).id)
-        await self._invocations.wait(found, CANCEL_WAIT_S)
+        await found.has_ended(CANCEL_WAIT_S)
         await stream.send_message(self._shown(found.record))
 
     async def TailLogs(self, stream: Stream[pb.TailLogsRequest, pb.LogRecord]) -> None:  # noqa: N802

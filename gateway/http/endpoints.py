@@ -149,7 +149,7 @@ class HttpOperations:
         if mode is Mode.STREAM:
             return self._stream(request, invocation, replayed)
         if mode is Mode.ASYNC:
-            await self._invocations.wait(invocation, wait_s or 0.0)
+            await invocation.has_ended(wait_s or 0.0)
             return self._shown(invocation, replayed=replayed)
         if await attend(request, self._api, invocation, wait_s):
             if invocation.refusal is not None:
@@ -191,7 +191,7 @@ class HttpOperations:
         invocation = await self._invocations.get(id)
         wait_s = self._api.wait_s(query.wait)
         if wait_s is not None:
-            await self._invocations.wait(invocation, wait_s)
+            await invocation.has_ended(wait_s)
         return self._shown(invocation, 200)
 
     @operation(
@@ -246,7 +246,7 @@ class HttpOperations:
     async def cancel_invocation(self, id: InvocationId) -> Response:
         """Cancel an invocation; 409 when it has ended already."""
         invocation = await self._invocations.cancel(id)
-        done = await self._invocations.wait(invocation, CANCEL_WAIT_S)
+        done = await invocation.has_ended(CANCEL_WAIT_S)
         return self._shown(invocation, 200 if done else 202)
 
     @operation(

@@ -223,7 +223,7 @@ async def attend(request: Request, api: Api, invocation: LiveInvocation, wait_s:
 
     timer = loop.call_later(UNWATCHED_S, lambda: watchers.append(loop.create_task(watch())))
     try:
-        return await api.invocations.wait(invocation, wait_s)
+        return await invocation.has_ended(wait_s)
     finally:
         timer.cancel()
         for watcher in watchers:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from jsonschema import Draft202012Validator
@@ -20,8 +20,8 @@ from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.invocations.logs import InvocationLog, Logs
 from gateway.invocations.record import Mode, Record, new_id, seq_of
-from gateway.registry import Readiness
-from gateway.store.store import Filter, Page, Store, require
+from gateway.registry import Registry
+from gateway.store.store import Filter, Store, require
 from manager.action import Action, Lease, Outcome, Settlement, State
 from manager.engine import Engine, Submission
 from manager.errors import (
@@ -110,18 +110,6 @@ class InvocationRequest:
         if self.timeout_s is not None and self.timeout_s > function.timeout_s:
             options["timeout_capped_s"] = function.timeout_s
         return options
-
-
-class FunctionLookup(Protocol):
-    """Where registered functions are looked up: `gateway.registry.Registry`."""
-
-    def get(self, name: str) -> FunctionSpec:
-        """The function as it is now; raises NotFound."""
-        ...
-
-    def readiness(self, name: str) -> Readiness:
-        """Whether the function's actions may start."""
-        ...
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -311,7 +299,7 @@ class HeldBack:
     """Queued invocations that the scheduler does not know of yet; ``expire`` ends one at its queue_timeout."""
 
     def __init__(
-        self, functions: FunctionLookup, expire: Callable[[LiveInvocation, str], None], now: Callable[[], float]
+        self, functions: Registry, expire: Callable[[LiveInvocation, str], None], now: Callable[[], float]
     ) -> None:
         self._functions = functions
         self._expire = expire
@@ -561,7 +549,7 @@ class Invocations:
         self,
         *,
         server: ServerConfig,
-        functions: FunctionLookup,
+        functions: Registry,
         history: History,
         store: Store,
         logs: Logs,
@@ -581,7 +569,8 @@ class Invocations:
         self._now = now
         self._wall = wall
         self._chance = chance
-        self._engine: Engine | None = None
+        #: Set by `bind`.
+        self.engine: Engine
         self._living: dict[int, LiveInvocation] = {}
         self._by_action: dict[str, LiveInvocation] = {}
         self._keys = Keys(store, server.idempotency_ttl_s, wall)
@@ -592,17 +581,12 @@ class Invocations:
         self.on_accept: list[Callable[[Record], None]] = []
         self.on_start: list[Callable[[Record], None]] = []
         self.on_end: list[Callable[[Record], None]] = []
-        #: Called when one goes on without its caller, and when no later gateway can want its end (takeover).
+        #: Called when one goes on without its caller, and when no later gateway can want the end of such a one.
         self.on_detach: list[Callable[[LiveInvocation], None]] = []
         self.on_settled: list[Callable[[LiveInvocation], None]] = []
 
     def bind(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def engine(self) -> Engine:
-        assert self._engine is not None, "bind an engine first"
-        return self._engine
+        self.engine = engine
 
     @property
     def living(self) -> tuple[LiveInvocation, ...]:
@@ -845,13 +829,20 @@ class Invocations:
         """Try again, or take the end of the last try."""
         assert invocation.function is not None
         record, now_s = invocation.record, self._wall()
-        left_s = record.age_left_s(now_s, self._server.max_age_s)
-        patience_s = record.patience_s(now_s, invocation.function.queue_timeout_s)
-        alone, outcome = record.trajectory is None, self._losses.see(invocation, settlement.outcome)
+        outcome = self._losses.see(invocation, settlement.outcome)
         if outcome is not settlement.outcome:
             settlement = replace(settlement, outcome=outcome)
-        tried = (invocation.function, record.attempt, outcome, self._chance(), left_s)
-        wait_s = next_try_s(*tried, alone=alone, patience_s=patience_s)
+        wait_s = None
+        if outcome.reason is not None:
+            wait_s = next_try_s(
+                invocation.function,
+                record.attempt,
+                outcome,
+                self._chance(),
+                record.age_left_s(now_s, self._server.max_age_s),
+                alone=record.trajectory is None,
+                patience_s=record.patience_s(now_s, invocation.function.queue_timeout_s),
+            )
         if wait_s is not None and (record.detached or not self._admission.draining):
             self._try_again(invocation, settlement, wait_s)
             return
@@ -931,14 +922,14 @@ class Invocations:
         self._keys.leave(invocation)
         self._logs.close(invocation.record.seq)
         if not invocation.record.detached:
-            self._tell(None, invocation)
+            self._losses.tell(invocation)
             return
         # Who waits for durable work is told its end only when a restart could not tell another.
         self._store.committed().add_done_callback(lambda done: self._tell(done, invocation))
 
-    def _tell(self, done: asyncio.Future[None] | None, invocation: LiveInvocation) -> None:
+    def _tell(self, done: asyncio.Future[None], invocation: LiveInvocation) -> None:
         # The store tells of a failing disk itself, and keeps the record for another try.
-        if done is None or (not done.cancelled() and done.exception() is None):
+        if not done.cancelled() and done.exception() is None:
             for on_settled in self.on_settled:
                 on_settled(invocation)
         self._losses.tell(invocation)
@@ -959,20 +950,12 @@ class Invocations:
             return living
         return ended(require(await self._store.get(seq), invocation_id))
 
-    async def find(self, chosen: Filter) -> Page:
-        """Records by filter, newest first."""
-        return await self._store.find(chosen)
-
     def shown(self, record: Record) -> Record:
         """The record as it is told: with its times as they stand, if it has not ended."""
         living = self._living.get(record.seq)
         if living is not None and living.record.state is record.state:
             record = living.record
         return record.as_of(self._wall())
-
-    async def wait(self, invocation: LiveInvocation, timeout_s: float | None = None) -> bool:
-        """Wait for the end, at most ``timeout_s``; whether it has ended."""
-        return await invocation.has_ended(timeout_s)
 
     async def cancel(self, invocation_id: str, message: str = "cancelled by request") -> LiveInvocation:
         """Ask for the end of an invocation; raises Conflict when it has ended already."""
@@ -1017,7 +1000,7 @@ PAGE = 500
 
 
 class DeadLetters:
-    """List by `Invocations.find` with ``dead``; here they are sent again or let go of."""
+    """List by `Store.find` with ``dead``; here they are sent again or let go of."""
 
     def __init__(self, invocations: Invocations, store: Store) -> None:
         self._invocations = invocations

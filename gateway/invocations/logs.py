@@ -134,18 +134,14 @@ class InvocationLog:
         return text[known_bytes:].decode("utf-8", "replace")
 
     def _append(self, stream: str, data: str) -> None:
-        if self._missing:
-            notice = self._row(DROPPED, f"{self._missing} records were dropped: the disk was too slow")
-            if self._keep(notice):
-                self._missing = 0
-        if not self._keep(self._row(stream, data)):
+        if self._missing and self._keep(DROPPED, f"{self._missing} records were dropped: the disk was too slow"):
+            self._missing = 0
+        if not self._keep(stream, data):
             self._missing += 1
 
-    def _row(self, stream: str, data: str) -> LogRow:
+    def _keep(self, stream: str, data: str) -> bool:
         text = serialization.unicode(data)
-        return LogRow(seq=self._seq, position=self.end, time_s=self._wall(), stream=stream, data=text)
-
-    def _keep(self, row: LogRow) -> bool:
+        row = LogRow(seq=self._seq, position=self.end, time_s=self._wall(), stream=stream, data=text)
         if not self._store.save_log(row, soon=bool(self._followers)):
             return False
         self.end += 1

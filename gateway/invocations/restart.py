@@ -15,9 +15,10 @@ import msgspec
 import structlog
 
 from gateway import serialization
-from gateway.invocations.invocations import GONE, RETRY_MIN_S, Admission, FunctionLookup, Invocations, LiveInvocation
+from gateway.invocations.invocations import GONE, RETRY_MIN_S, Admission, Invocations, LiveInvocation
 from gateway.invocations.logs import Logs
 from gateway.invocations.record import Mode, Record, action_id_of
+from gateway.registry import Registry
 from gateway.store.store import OpenTrajectory, Store
 from manager.action import Lease, Outcome, State
 from manager.engine import Engine
@@ -128,7 +129,7 @@ class Restart:
         self,
         *,
         invocations: Invocations,
-        functions: FunctionLookup,
+        functions: Registry,
         store: Store,
         logs: Logs,
         admission: Admission,

@@ -593,7 +593,8 @@ class Store:
     def save(self, record: Record) -> None:
         """Note that the record changed; it is written as it stands when the next transaction begins."""
         self._batch.records[record.seq] = record
-        self._arm()
+        if self._timer is None:
+            self._arm()
 
     def save_key(self, key: str, digest: bytes, seq: int, expires_s: float) -> None:
         """Note an idempotency key with the digest of its body."""
