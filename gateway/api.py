@@ -400,7 +400,7 @@ class Api:
     def check_batch(self, count: int) -> None:
         """Raise TooLarge for more calls than a batch may hold."""
         if count > self.server.batch_max:
-            raise TooLarge(f"{count} calls are more than server.batch_max, {self.server.batch_max}", component="batch")
+            raise TooLarge(f"{count} calls are more than a batch may have, {self.server.batch_max}", component="batch")
 
     async def invoke_batch(self, calls: Sequence[ReadCall], wait: str, timeout_s: float) -> list[Verdict]:
         """Accept those that can be read, and wait for the ends of none, any or all; verdicts in the calls' order."""
@@ -1179,7 +1179,7 @@ async def bounded_chunks(
             async with asyncio.timeout_at(deadline_s):
                 chunk = await receive()
         except TimeoutError:
-            told = f"the body took longer than {timeout_s:g} s to arrive (server.body_timeout)"
+            told = f"the body took longer than {timeout_s:g} s to arrive"
             raise TooSlow(told, component=component) from None
         if chunk is None:
             return

@@ -120,7 +120,7 @@ async def _open(
     state_dir = closers.enter_context(StateDirectory(server.state_dir, entered=by_name))
     room = Room.measured(server)
     tokens = None if server.auth == "none" else open_tokens(server.state_dir, server.token)
-    silent_s = GIVE_UP_STALLS * server.logs.stall_s
+    silent_s = GIVE_UP_STALLS * server.stall_s
     http = closers.enter_context(listen(server.host, server.port, silent_s))
     grpc = closers.enter_context(listen(server.host, server.grpc_port, silent_s))
     if tokens is not None:
@@ -189,7 +189,7 @@ class App:
         #: Open connections by door.
         grpc = Connections(limit=self._room.connections_max)
         self.connections = {"http": self._door.connections, "grpc": grpc, **self.facades.connections}
-        self.logs = Logs(self.store, server.logs, wall=self.wall)
+        self.logs = Logs(self.store, server, wall=self.wall)
         self.metrics, self.stats = Metrics(), Stats(self._clock.now, self.wall)
         self.traces = None
         if server.traces.endpoint:

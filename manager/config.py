@@ -98,7 +98,8 @@ class SchedulerSpec:
     #: docs/SCHEDULING.md R1; for comparison only.
     strict: Annotated[bool, Setting("FCFS over all resources at once, as in the paper's text; slower")] = False
     max_queued: Annotated[int, Setting("most actions that wait in all", ge=1)] = 65536
-    trajectories_max: Annotated[int, Setting("most living trajectories; beyond it 503", ge=1)] = 65536
+    #: Most living trajectories, as many as actions may wait.
+    trajectories_max: int = 65536
     memory_reserve: Annotated[
         float,
         Setting(
@@ -110,9 +111,8 @@ class SchedulerSpec:
     ] = 0.1
     #: Most waiting actions that a policy is shown: the bound of what one decision costs.
     queue_window: int = 2048
-    replicate: Annotated[bool, Setting("copy models in use into free memory of idle devices; the copies go first")] = (
-        True
-    )
+    #: Whether models in use are copied into free memory of idle devices; off for comparison only.
+    replicate: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -294,7 +294,6 @@ class McpFacade(FacadeSection):
         tuple[Annotated[str, Setting(min_length=1)], ...],
         Setting("the functions that are tools, in this order; no other can be called"),
     ]
-    sessions: Annotated[int, Setting("most sessions that live at once; beyond it none is opened", ge=1)] = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,9 +330,6 @@ class DockerFacade:
             min_length=1,
         ),
     ]
-    containers_max: Annotated[
-        int, Setting("most containers, those that have ended and were not removed too", ge=1, le=65536)
-    ] = 4096
     client_timeout_s: Annotated[
         float | None,
         Setting(
@@ -374,15 +370,6 @@ class RetentionSection:
     records_bytes: Annotated[int, Setting("size of the record database", key="records_size")] = 8 * 2**30
     logs_age_s: Annotated[float, Setting("age of the logs of ended invocations")] = 7 * 86400.0
     logs_bytes: Annotated[int, Setting("size of all logs together", key="logs_size")] = 4 * 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogsSection:
-    """Bounds of live logs; the bound of one invocation's log is the function's ``log_limit``."""
-
-    followers_max: Annotated[int, Setting("most followers at once", ge=1)] = 4096
-    stall_s: Annotated[float, Setting("a follower that reads slower is dropped, and told so")] = 30.0
-    heartbeat_s: Annotated[float, Setting("time between heartbeats to followers")] = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,7 +433,6 @@ class ServerConfig:
     ] = "process"
     body_limit_bytes: Annotated[int, Setting("largest request body")] = 16 * 2**20
     file_limit_bytes: Annotated[int, Setting("largest file up or down")] = 256 * 2**20
-    body_timeout_s: Annotated[float, Setting("longest time for a request's body to arrive")] = 300.0
     connections_max: Annotated[
         int, Setting("most open connections of each door; beyond it 503, or UNAVAILABLE on gRPC", ge=1)
     ] = 8192
@@ -461,13 +447,9 @@ class ServerConfig:
         int,
         Setting("bytes of inputs that arrive, or whose invocations have not ended; beyond it 503", key="inputs_max"),
     ] = 2**30
-    batch_max: Annotated[int, Setting("most invocations in one batch", ge=1)] = 10_000
-    wait_max_s: Annotated[float, Setting("longest ?wait= that a caller may ask for")] = 600.0
     drain_grace_s: Annotated[float, Setting("time for running work at SIGTERM")] = 30.0
-    idempotency_ttl_s: Annotated[float, Setting("life of a key")] = 86400.0
     max_age_s: Annotated[float, Setting("asynchronous work older than this is not run any more")] = 86400.0
     retention: Annotated[RetentionSection, Setting("how long records and logs are kept")] = RetentionSection()
-    logs: Annotated[LogsSection, Setting("bounds of live logs")] = LogsSection()
     callbacks: Annotated[CallbacksSection, Setting("where results may be posted to")] = CallbacksSection()
     traces: Annotated[TracesSection, Setting("where spans of invocations are sent")] = field(
         default_factory=TracesSection
@@ -475,6 +457,19 @@ class ServerConfig:
     sessions: Annotated[SessionSettings, Setting("bounds of interactive sessions")] = field(
         default_factory=SessionSettings
     )
+    #: Longest time for a request's body to arrive: a body of 256 MiB over 10 Mbit/s takes as long.
+    body_timeout_s: float = 300.0
+    #: Most invocations in one batch, which is one commit and one scheduling pass.
+    batch_max: int = 10_000
+    #: Longest ``?wait=`` that a caller may ask for: proxies cut longer silences.
+    wait_max_s: float = 600.0
+    #: Life of an Idempotency-Key: clients try a call again for minutes.
+    idempotency_ttl_s: float = 86400.0
+    #: Most followers of logs at once, seconds between two heartbeats to one, and seconds after which one that reads
+    #: slower is dropped, and told so.
+    followers_max: int = 4096
+    heartbeat_s: float = 10.0
+    stall_s: float = 30.0
     facades: Annotated[FacadesSection, Setting("doors in other protocols, none by default")] = field(
         default_factory=FacadesSection
     )
@@ -529,7 +524,8 @@ class ClusterConfig:
         Literal["inline", "process", "none"],
         Setting("this machine serves in the gateway (inline), by a daemon of its own (process), or not at all (none)"),
     ] = "inline"
-    ticket_ttl_s: Annotated[float, Setting("life of a ticket that admits a node once", gt=0)] = 120.0
+    #: Life of a ticket that admits a node once.
+    ticket_ttl_s: float = 120.0
     greeting_s: Annotated[float, Setting("time for a connection to show who it is", gt=0)] = 10.0
     greetings_max: Annotated[
         int,

@@ -76,6 +76,8 @@ from runtimes.kinds import input_schema, kind_of
 
 #: Seconds after which the Python client gives up; others say so by ``notifications/cancelled``.
 CLIENT_S = 300.0
+#: Sessions that live at once: each may hold the memory of a sandbox.
+SESSIONS_MAX = 1024
 #: Seconds after which a client comes again where every session lives.
 FULL_S = 5.0
 INITIALIZE = "initialize"
@@ -137,11 +139,10 @@ class McpSession:
 
 
 class McpSessions:
-    """The sessions, the one unused longest first; ``most`` at once."""
+    """The sessions, the one unused longest first; `SESSIONS_MAX` at once."""
 
-    def __init__(self, api: Api, most: int) -> None:
+    def __init__(self, api: Api) -> None:
         self._api = api
-        self._most = most
         self._known: OrderedDict[str, McpSession] = OrderedDict()
 
     def __len__(self) -> int:
@@ -187,15 +188,15 @@ class McpSessions:
 
     def _make_room(self) -> None:
         """Forget what is over, then the session unused longest that has nothing to lose."""
-        if len(self._known) < self._most:
+        if len(self._known) < SESSIONS_MAX:
             return
         for session in [each for each in self._known.values() if self._is_over(each)]:
             del self._known[session.name]
         idle = (each for each in self._known.values() if not each.begun and not each.running)
-        if len(self._known) >= self._most and (oldest := next(idle, None)) is not None:
+        if len(self._known) >= SESSIONS_MAX and (oldest := next(idle, None)) is not None:
             del self._known[oldest.name]
-        if len(self._known) >= self._most:
-            told = f"{self._most} sessions live (server.facades.mcp.sessions): end one, or come again"
+        if len(self._known) >= SESSIONS_MAX:
+            told = f"{SESSIONS_MAX} sessions live, as many as may be: end one, or come again"
             raise CapacityExceeded(told, component="mcp", retry_after_s=FULL_S)
 
 
@@ -252,7 +253,7 @@ class Mcp(Facade):
         super().__init__(api, calls, section)
         assert isinstance(section, McpFacade)
         self._names = section.functions
-        self.sessions = McpSessions(api, section.sessions)
+        self.sessions = McpSessions(api)
         self._server: Server[Any] = Server(
             "tangram",
             version=version("tangram-gateway"),

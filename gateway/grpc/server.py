@@ -193,7 +193,7 @@ class CallBounds:
         self._follows_log = name in LOGS
         self._holds = name != UPLOAD
         self._message_max = api.server.body_limit_bytes if self._holds else PIECE_MAX_BYTES
-        self._stall_s = None if self._is_lasting else api.logs.spec.stall_s
+        self._stall_s = None if self._is_lasting else api.server.stall_s
         self._reads = 0
 
     async def recv_data(self, size: int) -> bytes:
@@ -226,9 +226,7 @@ class CallBounds:
             async with asyncio.timeout(timeout_s):
                 return await self._received(size)
         except TimeoutError:
-            raise TooSlow(
-                f"the message took longer than {timeout_s:g} s (server.body_timeout)", component="grpc"
-            ) from None
+            raise TooSlow(f"the message took longer than {timeout_s:g} s", component="grpc") from None
 
     async def _received(self, size: int) -> bytes:
         """Return so many bytes, or none after the last message; raises InvalidInput if a message broke off."""
@@ -243,7 +241,7 @@ class CallBounds:
             async with asyncio.timeout(self._stall_s):
                 await self._send(data, end_stream)
         except TimeoutError:
-            told = f"what was sent was not read within {self._stall_s:g} s (server.logs.stall)"
+            told = f"what was sent was not read within {self._stall_s:g} s"
             if self._follows_log:
                 self._api.logs.followers_dropped += 1
                 told += ": a log can be resumed after its last offset"

@@ -262,7 +262,7 @@ class SessionCall:
     def __init__(self, api: Api, stream: Stream[pb.SessionRequest, pb.SessionEvent]) -> None:
         self._api = api
         self._stream = stream
-        self._heartbeat_s = api.logs.spec.heartbeat_s
+        self._heartbeat_s = api.server.heartbeat_s
         self._input = WaitingInput()
         self._sending = asyncio.Lock()
         #: Whether the last message was sent, or a failure is to be told.

@@ -231,7 +231,7 @@ class GuardedApp(ABC):
     async def answer(self, scope: Scope, receive: Receive, send: Send, *, checked: bool = True) -> None:
         """Answer one request, who may send it ``checked`` first."""
         scope["app"] = self  # makes Starlette raise for a wrong method instead of answering in plain text
-        bounded = BoundedSend(send, self.api.logs.spec.stall_s)
+        bounded = BoundedSend(send, self.api.server.stall_s)
         try:
             if checked:
                 scope[ROLE] = self.guard.let_in(scope)

@@ -385,7 +385,7 @@ class HttpOperations:
         """
         invocation = await self._invocations.get(id)
         session = self._api.session_of(invocation)
-        return SessionStream(invocation, session, query.offset, self._api.logs.spec.heartbeat_s)
+        return SessionStream(invocation, session, query.offset, self._api.server.heartbeat_s)
 
     # --- the state
 

@@ -119,9 +119,9 @@ class LogStream(Response):
         """Send, and tell whether the caller took it in time; TimeoutError when it seems not to read at all."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        async with asyncio.timeout(GIVE_UP_STALLS * self._logs.spec.stall_s):
+        async with asyncio.timeout(GIVE_UP_STALLS * self._logs.settings.stall_s):
             await send({"type": "http.response.body", "body": data, "more_body": True})
-        return loop.time() - began_s <= self._logs.spec.stall_s
+        return loop.time() - began_s <= self._logs.settings.stall_s
 
     def _line(self, record: LogRecord) -> bytes:
         data = serialization.encode(record)
@@ -135,8 +135,8 @@ class LogStream(Response):
         return b": heartbeat\n\n" if self._events else self._line(LogHeartbeat(stream="heartbeat"))
 
     def _dropped(self) -> LogLag:
-        seconds = self._logs.spec.stall_s
-        told = f"this follower took longer than {seconds:g} s to read (server.logs.stall); resume at next_offset"
+        seconds = self._logs.settings.stall_s
+        told = f"this follower took longer than {seconds:g} s to read; resume at next_offset"
         return LogLag(stream="dropped", next_offset=self._position, data=told)
 
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 import structlog
 
 from gateway import serialization
-from gateway.config.schema import LogsSection
+from gateway.config.schema import ServerConfig
 from gateway.metrics import Metrics
 from gateway.store.store import LogRow, Store, Written
 from manager.errors import CapacityExceeded
@@ -47,12 +47,12 @@ TRUNCATED, DROPPED, EXPIRED = "truncated", "dropped", "expired"
 class InvocationLog:
     """The log of one living invocation: a `manager.executor.LogSink` that may be written from any thread."""
 
-    def __init__(self, seq: int, store: Store, limit_bytes: int, spec: LogsSection, wall: Callable[[], float]) -> None:
+    def __init__(self, seq: int, store: Store, limit_bytes: int, heartbeat_s: float, wall: Callable[[], float]) -> None:
         self._seq = seq
         self._store = store
         self._room_bytes = limit_bytes
         self._limit_bytes = limit_bytes
-        self._spec = spec
+        self._heartbeat_s = heartbeat_s
         self._wall = wall
         self._tail: deque[LogRow] = deque()
         self._tail_chars = 0
@@ -176,7 +176,7 @@ class InvocationLog:
         try:
             if self.written > position or self.closed or (self.finished and self.end <= position):
                 return True
-            async with asyncio.timeout(self._spec.heartbeat_s):
+            async with asyncio.timeout(self._heartbeat_s):
                 await event.wait()
             return True
         except TimeoutError:
@@ -188,9 +188,9 @@ class InvocationLog:
 class Logs:
     """The logs of all invocations, living or ended."""
 
-    def __init__(self, store: Store, spec: LogsSection, *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: Store, settings: ServerConfig, *, wall: Callable[[], float] = time.time) -> None:
         self._store = store
-        self.spec = spec
+        self.settings = settings
         self._wall = wall
         self._living: dict[int, InvocationLog] = {}
         store.on_logs = self._reached_disk
@@ -205,7 +205,7 @@ class Logs:
 
     def open(self, seq: int, limit_bytes: int) -> InvocationLog:
         """The sink of a new invocation."""
-        log = InvocationLog(seq, self._store, limit_bytes, self.spec, self._wall)
+        log = InvocationLog(seq, self._store, limit_bytes, self.settings.heartbeat_s, self._wall)
         self._living[seq] = log
         return log
 
@@ -250,9 +250,9 @@ class Logs:
 
         Raises CapacityExceeded when too many follow already.
         """
-        if self.followers >= self.spec.followers_max:
+        if self.followers >= self.settings.followers_max:
             raise CapacityExceeded(
-                f"{self.followers} logs are followed already (server.logs.followers_max)",
+                f"{self.followers} logs are followed already, as many as may be",
                 component="logs",
                 retry_after_s=1.0,
             )

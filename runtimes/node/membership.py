@@ -71,7 +71,8 @@ class MembershipSettings:
     refused_s: float = 600.0
     refused_max_s: float = 7200.0
     drain_grace_s: Annotated[float, Setting("life of trajectories on a draining node", gt=0)] = 600.0
-    nodes_max: Annotated[int, Setting("most nodes", ge=1)] = 1024
+    #: Most nodes: what was measured to join and to beat.
+    nodes_max: int = 1024
 
 
 @dataclass(frozen=True, slots=True)

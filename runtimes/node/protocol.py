@@ -727,7 +727,8 @@ class LinkSettings:
     frame_max_bytes: int = 64 * 2**20
     #: Most that the other side may leave unread: two frames.
     unsent_max_bytes: int = 128 * 2**20
-    transfers_max: Annotated[int, Setting("most transfers of files at once", ge=1)] = 64
+    #: Most transfers of files at once: each holds its window of bytes on either side.
+    transfers_max: int = 64
 
 
 class LinkClosed(CodedError):

@@ -88,7 +88,7 @@ class ImageBound:
         """Put a fresh image in place of a directory; what is in that is copied. Raises OSError, CapacityExceeded."""
         with self._lock:
             if len(self._attached) >= self._images_max:
-                message = f"{self._images_max} disk images are in use (sandbox.disk_bound.images_max)"
+                message = f"{self._images_max} disk images are in use, as many as may be"
                 raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0)
             self._attached[place] = -1
         try:
@@ -262,7 +262,8 @@ class DiskSettings:
             "can be made"
         ),
     ] = "auto"
-    images_max: Annotated[int, Setting("file system images, and so loop devices, in use at once", ge=1)] = 1024
+    #: File system images, and so loop devices, in use at once: more sandboxes than a machine has memory for.
+    images_max: int = 1024
 
 
 class DiskBound(Protocol):

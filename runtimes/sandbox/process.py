@@ -298,7 +298,8 @@ class IdSettings:
     first: Annotated[
         int, Setting("first id, a multiple of 65536; nobody else on the machine may use them", ge=BLOCK, le=2**31)
     ] = 0x7100_0000
-    blocks: Annotated[int, Setting("blocks of 65536 ids: process sandboxes at once", ge=1, le=2**14)] = 1024
+    #: Blocks of 65536 ids, and so process sandboxes at once.
+    blocks: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +341,7 @@ class IdBlocks:
             if not leaving or time.monotonic() > deadline_s:
                 raise CapacityExceeded(
                     f"all {self._settings.blocks} blocks of user ids for process sandboxes are taken: "
-                    "end some sandboxes, or raise sandbox.ids.blocks",
+                    "end some sandboxes",
                     component=COMPONENT,
                 )
             time.sleep(LEAVE_EVERY_S)

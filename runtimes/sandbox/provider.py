@@ -56,10 +56,8 @@ class DockerSettings:
             "unix:///path; by default DOCKER_HOST or the usual socket", pattern=r"^(unix://.+)?$", words="unix:///path"
         ),
     ] = ""
-    copy_limit_bytes: Annotated[
-        int,
-        Setting("most bytes of a handler's directory, which is copied where it cannot be mounted"),
-    ] = 256 * 2**20
+    #: Most bytes of a handler's directory, which is copied where it cannot be mounted.
+    copy_limit_bytes: int = 256 * 2**20
     egress_network: Annotated[
         str,
         Setting(
@@ -70,7 +68,8 @@ class DockerSettings:
     internal_networks: Annotated[int, Setting("most tasks that have an internal network at a time", ge=1)] = 16
     #: Most images that are pulled at a time; more wait: two fill the disk and the network of a machine.
     pulls: int = 2
-    pull_timeout_s: Annotated[float, Setting("longest pull of one image", gt=0)] = 3600.0
+    #: Seconds for the longest pull of one image: the largest have tens of GB.
+    pull_timeout_s: float = 3600.0
     images_max_bytes: Annotated[
         int,
         Setting(
@@ -111,9 +110,8 @@ class ProviderSettings:
     plain_as_root: Annotated[bool, Setting("lets a gateway that is root run plain processes on the machine itself")] = (
         False
     )
-    start_wait_s: Annotated[
-        float, Setting("at the start, an engine or bubblewrap that does not work is tried again for so long", ge=0)
-    ] = 30.0
+    #: Seconds for which an engine or bubblewrap that does not work is tried again at the start.
+    start_wait_s: float = 30.0
     #: What ``${secret:NAME}`` of a registry stands for.
     secrets: Secrets | None = field(default=None, compare=False)
     #: Whether less isolation may be served than the state directory has served before.

@@ -15,7 +15,7 @@ import pytest
 from gateway.app import App
 from gateway.app import gateway as opened_gateway
 from gateway.config.load import GatewayConfig
-from gateway.config.schema import SECTIONS, NodeConfig
+from gateway.config.schema import SECTIONS, NodeConfig, ServerConfig
 from gateway.runtime_factory import Runtimes, model_settings
 from manager.action import UnitSet
 from manager.clock import Clock
@@ -97,6 +97,8 @@ class GatewayBench:
     directory: Path
     functions: Mapping[str, FunctionSpec] = field(default_factory=dict)
     server: Mapping[str, object] = field(default_factory=dict)
+    #: Fields of `ServerConfig` that no configuration sets.
+    bounds: Mapping[str, float] = field(default_factory=dict)
     scheduler: Mapping[str, object] = field(default_factory=dict)
     tasks: Mapping[str, TaskSpec] = field(default_factory=dict)
     resources: Mapping[str, ResourceSpec] = field(default_factory=dict)
@@ -110,9 +112,11 @@ class GatewayBench:
             "drain_grace": "200ms",
             "auth": "none",
         }
+        made = SECTIONS["server"].validate_python(server | dict(self.server), by_alias=True)
+        assert isinstance(made, ServerConfig)
         return GatewayConfig(
             functions=FUNCTIONS | dict(self.functions),
-            server=SECTIONS["server"].validate_python(server | dict(self.server), by_alias=True),
+            server=replace(made, **self.bounds),  # type: ignore[arg-type]
             node=NodeConfig(),
             tasks={"default": TaskSpec()} | dict(self.tasks),
             resources=self.resources,

@@ -404,6 +404,8 @@ logger = structlog.get_logger("gateway.facades")
 #: In the store: how many places were ever taken, and each place's container; an empty text where there is none.
 PLACES, PLACE = "docker_containers", "docker_container:{}"
 NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}")
+#: Most containers, those that have ended and were not removed too: each is a document of the store.
+CONTAINERS_MAX = 4096
 #: Commands of all containers that have ended and can still be asked for.
 EXECS_MAX = 4096
 
@@ -456,11 +458,10 @@ class Container:
 
 
 class Containers:
-    """All of them, by id and name; within the bound of the configuration."""
+    """All of them, by id and name; `CONTAINERS_MAX` at most."""
 
-    def __init__(self, store: Store, settings: DockerFacade) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._max = settings.containers_max
         self._by_id: dict[str, Container] = {}
         self._names: dict[str, Container] = {}
         self._places = 0
@@ -487,8 +488,8 @@ class Containers:
 
     def check(self, name: str) -> str:
         """Return a name for a new container (made up if empty); raises InvalidInput, Conflict, CapacityExceeded."""
-        if len(self._by_id) >= self._max:
-            told = f"there are {self._max} containers (server.facades.docker.containers_max): remove some"
+        if len(self._by_id) >= CONTAINERS_MAX:
+            told = f"there are {CONTAINERS_MAX} containers, as many as may be: remove some"
             raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0)
         return self.free(name.removeprefix("/") or f"tangram_{secrets.token_hex(6)}")
 
@@ -1075,7 +1076,7 @@ class ContainerLife:
     """Makes, begins, ends and removes containers."""
 
     def __init__(self, api: Api, calls: ForeignCalls, settings: DockerFacade) -> None:
-        self.containers = Containers(api.store, settings)
+        self.containers = Containers(api.store)
         self.slots = asyncio.Semaphore(api.sessions.settings.living_max)
         self._api = api
         self._calls = calls

@@ -293,7 +293,7 @@ class DockerDoor:
         """Bind it; raises Conflict where something answers at the path already, InvalidConfig."""
         self.path = Path(settings.socket)
         self.connections = Connections(limit=min(CONNECTIONS_MAX, connections_max))
-        self.body_timeout_s, self.stall_s = server.body_timeout_s, server.logs.stall_s
+        self.body_timeout_s, self.stall_s = server.body_timeout_s, server.stall_s
         self._serve: Serve | None = None
         #: Awaited when it closes, after the last request.
         self.on_close: Callable[[], Awaitable[None]] | None = None

@@ -39,7 +39,8 @@ class RaySettings:
     reserve_cpus: Annotated[float | None, Setting("CPUs of each machine reserved with Ray; null: all", ge=0)] = None
     reserve_gpus: Annotated[float | None, Setting("GPUs, likewise", ge=0)] = 0.0
     python: Annotated[str, Setting("interpreter with the cluster's own Ray; empty: the gateway's")] = ""
-    machines_max: Annotated[int, Setting("most machines that are taken", ge=1)] = 1024
+    #: Most machines that are taken, as many as there may be nodes.
+    machines_max: int = 1024
     command: Annotated[tuple[str, ...], Setting("how a machine runs our command")] = ("tangram",)
     join: Annotated[tuple[str, ...], Setting("further words of `tangram node join`, such as --cores 0-15")] = ()
     name: Annotated[str, Setting("of a machine's node: {address} and {id} stand for what Ray calls it")] = (

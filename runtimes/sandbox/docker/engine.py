@@ -329,7 +329,7 @@ def pack_tree(source: Path, target: str, archive: BinaryIO, limit_bytes: int) ->
         left_bytes -= info.size
         if left_bytes < 0:
             message = f"{source} holds more than {limit_bytes} bytes, too many to be copied into a container"
-            raise InvalidConfig(f"{message} (sandbox.docker.copy_limit)", component=COMPONENT)
+            raise InvalidConfig(message, component=COMPONENT)
         info.mode &= 0o555
         return info if info.isreg() or info.isdir() or info.issym() or info.islnk() else None
 

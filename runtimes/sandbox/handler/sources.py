@@ -325,7 +325,8 @@ class RequirementSettings:
     ] = True
     #: Layers that are built at once; more wait: each is a sandbox that downloads and unpacks.
     builds: int = 2
-    timeout_s: Annotated[float, Setting("longest build of one layer", gt=0)] = 600.0
+    #: Seconds for the longest build of one layer.
+    timeout_s: float = 600.0
     memory_bytes: Annotated[int, Setting("bytes that a build may hold", ge=1)] = 2**30
     layer_max_bytes: Annotated[int, Setting("most bytes of one layer", key="layer_max", ge=1)] = 2 * 2**30
     max_bytes: Annotated[

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
 
+from gateway.facades import mcp
 from tests.gateway.conftest import DEADLINE_S, RunningGateway, function, step_of, until
 from tests.gateway.facades.world import doors
 
@@ -26,8 +27,9 @@ META = {
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[RunningGateway]:
-    async with doors(tmp_path, {"mcp": {"functions": TOOLS, "sessions": 2}}, step_of, TYPED) as running:
+async def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningGateway]:
+    monkeypatch.setattr(mcp, "SESSIONS_MAX", 2)
+    async with doors(tmp_path, {"mcp": {"functions": TOOLS}}, step_of, TYPED) as running:
         yield running
 
 

@@ -136,7 +136,7 @@ async def test_who_does_not_greet_is_cut(gateway: RunningGateway, monkeypatch: p
 
 
 async def test_a_message_that_does_not_come_is_answered_in_time(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"body_timeout": "50ms"})) as gateway:
+    async with serving(GatewayBench(tmp_path, bounds={"body_timeout_s": 0.05})) as gateway:
         async with peer(gateway) as slow:
             answer = await slow.answer(slow.send(head(), echo()[:-1], end=False))
         assert (answer.status, answer.headers["tangram-code"]) == (DEADLINE, "too_slow")
@@ -243,7 +243,7 @@ async def test_a_detached_call_goes_on_without_its_caller(gateway: RunningGatewa
 @pytest.mark.slow
 async def test_who_asks_and_does_not_read_is_told_so_and_waited_for_no_longer(tmp_path: Path) -> None:
     loud = {"loud": function("loud", log_limit_bytes=2**24)}
-    bench = GatewayBench(tmp_path, functions=loud, server={"logs": {"stall": "200ms"}})
+    bench = GatewayBench(tmp_path, functions=loud, bounds={"stall_s": 0.2})
     async with serving(bench) as gateway:
         for dropped, method in enumerate(("Invoke", "InvokeStream", "TailLogs"), start=1):
             # More than the 64 KiB that a peer takes before it says that it has read any of it.

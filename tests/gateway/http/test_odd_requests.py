@@ -257,7 +257,7 @@ async def test_who_asks_over_http2_and_does_not_read_is_waited_for_no_longer(
 ) -> None:
     monkeypatch.setattr(app, "GIVE_UP_STALLS", 1)
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)  # its connection is idle then, and closed as any other
-    async with serving(GatewayBench(tmp_path, server={"logs": {"stall": "200ms"}})) as gateway:
+    async with serving(GatewayBench(tmp_path, bounds={"stall_s": 0.2})) as gateway:
         said = (await gateway.invoke({"x": "y" * 400_000})).json()["id"]
         async with http2(gateway) as lazy:
             head = [(b":method", b"GET"), *HEAD[1:2], (b":path", f"/v1/invocations/{said}".encode()), *HEAD[3:]]
@@ -436,7 +436,7 @@ async def test_a_connection_that_outlasts_the_grace_is_cut_without_a_word_in_the
 
 
 async def test_a_body_that_does_not_come_is_answered_in_time(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"body_timeout": "50ms"})) as gateway:
+    async with serving(GatewayBench(tmp_path, bounds={"body_timeout_s": 0.05})) as gateway:
         async with connected(gateway, request_text('{"n"', length=100)) as (reader, _):
             answer = await rest(reader)
         assert answer.startswith("HTTP/1.1 408") and '"too_slow"' in answer
@@ -485,8 +485,8 @@ LOUD = {"loud": function("loud", log_limit_bytes=2**30)}
 
 @pytest.mark.slow
 async def test_a_follower_that_does_not_read_is_dropped_with_a_record_that_says_so(tmp_path: Path) -> None:
-    logs = {"stall": "1s"}
-    async with serving(GatewayBench(tmp_path, functions=LOUD, server={"logs": logs, "body_limit": "32Mi"})) as gateway:
+    bounds = {"stall_s": 1.0}
+    async with serving(GatewayBench(tmp_path, functions=LOUD, server={"body_limit": "32Mi"}, bounds=bounds)) as gateway:
         id = await long_log(gateway)
         async with connected(gateway, FOLLOW.format(id=id, offset=0), reads_slowly=True) as (reader, _):
             await until(lambda: gateway.app.logs.followers == 1)
@@ -514,8 +514,8 @@ async def rest_of_chunks(reader: asyncio.StreamReader) -> str:
 @pytest.mark.slow
 async def test_a_follower_that_never_reads_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "GIVE_UP_STALLS", 1)
-    logs = {"stall": "300ms"}
-    async with serving(GatewayBench(tmp_path, functions=LOUD, server={"logs": logs, "body_limit": "32Mi"})) as gateway:
+    bounds = {"stall_s": 0.3}
+    async with serving(GatewayBench(tmp_path, functions=LOUD, server={"body_limit": "32Mi"}, bounds=bounds)) as gateway:
         id = await long_log(gateway)
         async with connected(gateway, FOLLOW.format(id=id, offset=0), reads_slowly=True):
             await until(lambda: gateway.app.logs.followers == 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gateway.config.schema import LogsSection
+from gateway.config.schema import ServerConfig
 from gateway.invocations.logs import DROPPED, TRUNCATED, Logs
 from gateway.store.store import LogRow, Store, StoreSpec
 from manager.errors import CapacityExceeded
@@ -32,7 +32,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 @pytest.fixture
 def logs(store: Store, monkeypatch: pytest.MonkeyPatch) -> Logs:
     monkeypatch.setattr("gateway.invocations.logs.TAIL_BYTES", 20)
-    return Logs(store, LogsSection(heartbeat_s=0.01, followers_max=2))
+    return Logs(store, ServerConfig(heartbeat_s=0.01, followers_max=2))
 
 
 async def whole(logs: Logs, seq: int) -> list[LogRow]:
@@ -81,7 +81,7 @@ async def test_nobody_is_told_of_a_line_before_it_stands_on_disk(
         return written(*batch)
 
     monkeypatch.setattr(store, "_write", slow)
-    logs = Logs(store, LogsSection(heartbeat_s=DEADLINE_S))
+    logs = Logs(store, ServerConfig(heartbeat_s=DEADLINE_S))
     log = logs.open(1, limit_bytes=1000)
     followed = asyncio.ensure_future(anext(logs.follow(1, 0)))
     log.write("stdout", "first")
@@ -148,19 +148,19 @@ async def test_too_many_followers_are_refused(logs: Logs) -> None:
 async def test_a_log_goes_on_where_an_earlier_gateway_stopped(logs: Logs, store: Store) -> None:
     logs.open(1, limit_bytes=1000).write("stdout", "before")
     await store.commit()
-    (await Logs(store, LogsSection()).resume(1, 1000, math.inf)).write("stdout", "after")
+    (await Logs(store, ServerConfig()).resume(1, 1000, math.inf)).write("stdout", "after")
     assert [(row.position, row.data) for row in await store.logs(1, 0, 10)] == [(0, "before"), (1, "after")]
 
 
 async def test_what_is_said_once_more_after_a_restart_is_not_written_twice(store: Store) -> None:
-    log = Logs(store, LogsSection(), wall=itertools.count().__next__).open(1, limit_bytes=1000)
+    log = Logs(store, ServerConfig(), wall=itertools.count().__next__).open(1, limit_bytes=1000)
     for stream, text in (("stdout", "an earlier try"), ("system", "next try")):
         log.write(stream, text)
     began_s = 2.0
     for stream, text in (("stdout", "one, z"), ("stderr", "error"), ("stdout", "wölf\0, ")):
         log.write(stream, text)
     await store.commit()
-    again = await Logs(store, LogsSection()).resume(1, 1000, began_s)
+    again = await Logs(store, ServerConfig()).resume(1, 1000, began_s)
     for stream, text in (("stdout", "one, "), ("stderr", "errors"), ("stdout", "zwölf\0, drei"), ("stdout", "!")):
         again.write(stream, text)
     written = [(row.stream, row.data) for row in await store.logs(1, 0, 20)]
@@ -171,7 +171,7 @@ async def test_what_is_said_once_more_after_a_restart_is_not_written_twice(store
 async def test_the_bound_of_a_log_outlasts_a_restart(logs: Logs, store: Store) -> None:
     logs.open(1, limit_bytes=300).write("stdout", "x" * 150)
     await store.commit()
-    log = await Logs(store, LogsSection()).resume(1, 300, math.inf)
+    log = await Logs(store, ServerConfig()).resume(1, 300, math.inf)
     log.write("stdout", "y" * 150)
     log.finish()
     await store.commit()

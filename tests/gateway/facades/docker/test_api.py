@@ -16,7 +16,7 @@ from typing import Any
 import docker
 import pytest
 
-from gateway.config.schema import DockerFacade
+from gateway.facades.docker import containers
 from gateway.facades.docker.api import STATUS_FILE
 from gateway.facades.docker.http import TAKEN_TURNS, EngineExchange, EnginePeer, bound
 from manager.errors import Conflict, InvalidConfig
@@ -301,10 +301,11 @@ async def test_commands_that_come_at_once_wait_their_turn_and_none_fails(engine:
     assert [each.output for each in ran] == [f"{n}\n".encode() for _ in boxes for n in range(4)]
 
 
-async def test_no_more_containers_than_the_bound_are_kept(tmp_path: Path) -> None:
-    async with engine_world(tmp_path, containers_max=1) as engine:
+async def test_no_more_containers_than_the_bound_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "CONTAINERS_MAX", 1)
+    async with engine_world(tmp_path) as engine:
         await engine.keep_alive("one")
-        with pytest.raises(docker.errors.APIError, match="containers_max"):
+        with pytest.raises(docker.errors.APIError, match="there are 1 containers"):
             await engine.keep_alive("two")
 
 
@@ -323,7 +324,6 @@ async def test_only_our_own_user_opens_the_socket_and_a_living_one_is_not_taken(
         bound(tmp_path / "file")
     with pytest.raises(InvalidConfig, match="bytes"):
         bound(tmp_path / ("x" * 120))
-    assert DockerFacade(socket="/s", function="box").containers_max == 4096
 
 
 async def test_the_gateway_does_not_take_itself_for_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
