@@ -33,7 +33,14 @@ from gateway.invocations.invocations import Admission, DeadLetters, HeldInputs, 
 from gateway.invocations.logs import Logs
 from gateway.invocations.restart import QuotaRecord, Reattachment, Restart, TrajectoryRecovery
 from gateway.limits import Room
-from gateway.metrics import Metrics, pool_units
+from gateway.metrics import (
+    Metrics,
+    invocation_families,
+    learned_families,
+    node_families,
+    replica_families,
+    unit_families,
+)
 from gateway.registry import UPLOADS, AppliedConfigs, HandlerUploads, KeptFunctions, Registry
 from gateway.runtime_factory import ModelServices, Runtimes, handler_copies, make_runtimes
 from gateway.stats import Stats
@@ -443,7 +450,8 @@ class App:
         )
         dropped = "Log records dropped because the disk was too slow"
         watch("tangram_log_records_dropped", dropped, lambda: self.store.log_records_dropped, counter=True)
-        self.metrics.watch_invocations(self.stats, lambda: (each.record for each in self.invocations.living))
+        register, invocations = self.metrics.register, self.invocations
+        register(lambda: invocation_families(self.stats, (each.record for each in invocations.living)))
         self.logs.measured_by(self.metrics)
         for door, counted in self.connections.items():
             counted.measured_by(self.metrics, door)
@@ -452,10 +460,10 @@ class App:
         self.watch.measured_by(self.metrics)
         if self.traces is not None:
             self.traces.measured_by(self.metrics)
-        self.metrics.watch_units(lambda: pool_units(self.engine.resources()))
-        self.metrics.watch_nodes(self.machines.counts)
-        self.metrics.watch_replicas(self.engine.replicas)
-        self.metrics.watch_learned(lambda: [each.name for each in self.registry.all()], self.history)
+        register(lambda: unit_families(self.engine.resources()))
+        register(lambda: node_families(self.machines.counts()))
+        register(lambda: replica_families(self.engine.replicas()))
+        register(lambda: learned_families((each.name for each in self.registry.all()), self.history))
 
     # Chores
 

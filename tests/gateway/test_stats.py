@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
 from gateway.invocations.record import Mode, Record, new_id
-from gateway.metrics import Metrics
+from gateway.metrics import Metrics, invocation_families
 from gateway.stats import (
     BARS_MAX,
     BUCKETS_S,
@@ -243,7 +243,7 @@ def test_seconds_fall_into_the_buckets_of_a_prometheus_histogram(seconds: list[f
 
 def test_functions_beyond_the_bound_share_one_tally() -> None:
     stats, metrics = Stats(lambda: 1.0, lambda: 1e9), Metrics()
-    metrics.watch_invocations(stats, tuple)
+    metrics.register(lambda: invocation_families(stats, ()))
     for number in range(FUNCTIONS_MAX + 2):
         stats.of(f"f{number}").accepted += 1
     accepted = next(each for each in metrics.registry.collect() if each.name == "tangram_invocations_accepted")
