@@ -914,7 +914,7 @@ class Api:
 
         Every image of the engine that has a name, and those that are pulled or could not be.
         """
-        keeper = self._image_keeper()
+        keeper = self.image_keeper()
         return _image_list(await keeper.states(), keeper)
 
     @operation("PUT /v1/images", "images", "Those that were asked for", admin=True)
@@ -923,7 +923,7 @@ class Api:
 
         Pulls begin, and are waited for if that is asked; what became of each stands in the answer.
         """
-        wait_s, keeper, wanted = self.wait_s(query.wait), self._image_keeper(), body.images
+        wait_s, keeper, wanted = self.wait_s(query.wait), self.image_keeper(), body.images
         for image in wanted:
             require_image_name(image)
         present = {state.image for state in await keeper.states() if state.state == "present"}
@@ -935,7 +935,8 @@ class Api:
         names = {name for image in wanted for name in (image, f"{image}:latest")}
         return _image_list([state for state in await keeper.states() if state.image in names], keeper)
 
-    def _image_keeper(self) -> ImageKeeper:
+    def image_keeper(self) -> ImageKeeper:
+        """Return who keeps the images of sandboxes; raises Unsupported where they have none."""
         if self.provider.images is None:
             kind = self.provider.info.kind
             raise Unsupported(f"this gateway's sandboxes are of kind {kind} and have no images; serve it with Docker")

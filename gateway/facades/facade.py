@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -21,7 +21,14 @@ from gateway import serialization
 from gateway.api import JSON, Api
 from gateway.config.schema import FacadeSection
 from gateway.errors import retry_after
-from gateway.http.messages import disconnected, read_body, read_call, read_headers, record_headers
+from gateway.http.messages import (
+    disconnected,
+    read_body,
+    read_call,
+    read_headers,
+    record_headers,
+    while_connected,
+)
 from gateway.invocations.invocations import Admission, HeldInputs, InvocationRequest, Invocations, LiveInvocation
 from gateway.invocations.record import Mode, Record
 from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidInput, QuotaExceeded, Reason
@@ -247,18 +254,7 @@ class ForeignCalls:
         Raises CapacityExceeded, the calls withdrawn, at ``until_s`` on the loop's clock (calls with a key go on);
         CodedError for a call that is refused; ClientDisconnect.
         """
-        loop = asyncio.get_running_loop()
-        work = loop.create_task(self._run(calls, until_s))
-        watcher = loop.create_task(disconnected(request.receive))
-        try:
-            await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            raise ClientDisconnect()
-        finally:
-            for task in (work, watcher):
-                task.cancel()
-            await asyncio.gather(work, watcher, return_exceptions=True)
+        return await while_connected(self._run(calls, until_s), disconnected(request.receive))
 
     async def accept(self, call: InvocationRequest, until_s: float) -> LiveInvocation:
         """Return an asynchronous call, accepted; raises CapacityExceeded at ``until_s``, CodedError."""

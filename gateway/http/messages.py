@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import cache
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
@@ -22,6 +22,7 @@ from manager.errors import CodedError, InvalidInput, TooLarge
 from tangram.types import REPLAY, BatchItem, CallHeaders, Problem
 
 T = TypeVar("T", bound=Struct)
+R = TypeVar("R")
 
 
 def read_query(request: Request, kind: type[T]) -> T:
@@ -228,6 +229,21 @@ async def attend(request: Request, api: Api, invocation: LiveInvocation, wait_s:
         timer.cancel()
         for watcher in watchers:
             watcher.cancel()
+
+
+async def while_connected(work: Coroutine[Any, Any, R], gone: Coroutine[Any, Any, None]) -> R:
+    """Return what the work returns; raises ClientDisconnect, the work cancelled, if ``gone`` returns before."""
+    loop = asyncio.get_running_loop()
+    working, leaving = loop.create_task(work), loop.create_task(gone)
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect()
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def disconnected(receive: Receive) -> None:

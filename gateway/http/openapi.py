@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from types import UnionType
 from typing import Any, get_args
 
@@ -81,7 +81,7 @@ def document(
         "openapi": "3.1.0",
         "info": {
             "title": "Tangram gateway",
-            "version": _version(),
+            "version": version("tangram-gateway"),
             "description": "Invocations of registered functions, scheduled as actions onto elastic resources.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -181,10 +181,3 @@ def _parameter(name: str, place: str, schema: Mapping[str, Any]) -> dict[str, ob
 
 def _arms(shape: Shape) -> tuple[Shape, ...]:
     return get_args(shape) if isinstance(shape, UnionType) else (shape,)
-
-
-def _version() -> str:
-    try:
-        return version("tangram-gateway")
-    except PackageNotFoundError:
-        return "0"

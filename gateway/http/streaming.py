@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway import serialization
 from gateway.api import BYTES, session_end
-from gateway.http.messages import disconnected
+from gateway.http.messages import disconnected, while_connected
 from gateway.invocations.invocations import LiveInvocation
 from gateway.invocations.logs import Logs, line_of
 from gateway.store.store import LogRow
@@ -33,22 +34,6 @@ EVENTS = "text/event-stream"
 GIVE_UP_STALLS = 4
 #: Seconds for which a viewer of the page may take nothing before its connection is closed.
 SILENT_S = 30.0
-
-
-async def while_connected(sending: Coroutine[None, None, None], receive: Receive) -> bool:
-    """Send until all is sent or the caller goes; whether he went before. Raises what ended the sending."""
-    loop = asyncio.get_running_loop()
-    sender, watcher = loop.create_task(sending), loop.create_task(disconnected(receive))
-    try:
-        await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        left = not sender.done()
-    finally:
-        watcher.cancel()
-        sender.cancel()
-        await asyncio.gather(sender, watcher, return_exceptions=True)
-    if not left:
-        sender.result()
-    return left
 
 
 def accepts_events(accept: str | None) -> bool:
@@ -87,14 +72,12 @@ class LogStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            left = await while_connected(self._send_all(send), receive)
-        except TimeoutError:
-            self._logs.followers_dropped += 1
-            left = True
+            await while_connected(self._send_all(send), disconnected(receive))
+        except (TimeoutError, ClientDisconnect) as error:
+            self._logs.followers_dropped += isinstance(error, TimeoutError)
+            self._gone()
         finally:
             await self._pages.aclose()
-        if left:
-            self._gone()
 
     async def _send_all(self, send: Send) -> None:
         media_type = EVENTS if self._events else NDJSON
@@ -149,7 +132,7 @@ class WatchStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(self._send_all(send), receive)
+            await while_connected(self._send_all(send), disconnected(receive))
         except TimeoutError:
             pass
         finally:
@@ -185,7 +168,7 @@ class SessionStream(Response):
         self.headers["x-invocation-id"] = invocation.record.id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(self._send_all(send), receive)
+        await while_connected(self._send_all(send), disconnected(receive))
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -40,7 +40,6 @@ from gateway.facades.docker.containers import (
     attach,
     attend,
     console_size,
-    either,
     exec_wish,
     flag,
     image_names,
@@ -48,8 +47,9 @@ from gateway.facades.docker.containers import (
     send_logs,
     version_of,
 )
-from gateway.facades.docker.http import API_VERSION, API_VERSION_MIN, ChunkSender, EngineExchange
+from gateway.facades.docker.http import API_VERSION, API_VERSION_MIN, EngineExchange
 from gateway.facades.facade import MARGIN_S, ForeignCalls, fault_of_end
+from gateway.http.messages import while_connected
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, TooLarge, Unsupported
 from manager.function import Background
@@ -256,7 +256,7 @@ def version_shape() -> dict[str, object]:
     return {
         "Platform": {"Name": "Tangram"},
         "Components": [],
-        "Version": _version(),
+        "Version": version("tangram-gateway"),
         "ApiVersion": shown_version(API_VERSION),
         "MinAPIVersion": shown_version(API_VERSION_MIN),
         "GitCommit": "",
@@ -285,7 +285,7 @@ def info_shape(containers: Mapping[str, int], provider: ProviderInfo, images: in
         "Images": images,
         "Driver": "tangram",
         "DriverStatus": [["Sandboxes", provider.kind], ["Isolation", provider.isolation]],
-        "ServerVersion": _version(),
+        "ServerVersion": version("tangram-gateway"),
         "OperatingSystem": "Tangram gateway",
         "OSType": "linux",
         "OSVersion": "",
@@ -304,102 +304,11 @@ def info_shape(containers: Mapping[str, int], provider: ProviderInfo, images: in
     }
 
 
-def _version() -> str:
-    try:
-        return version("tangram-gateway")
-    except PackageNotFoundError:
-        return "0"
-
-
 COMPONENT = "docker"
 #: Seconds between two words on how far a pull is.
 PROGRESS_S = 0.5
 #: How often that may be said: a pull is bounded by `sandbox.docker`, this only bounds the loop.
 PROGRESS_MAX = 200_000
-
-
-class ContainerImages:
-    """The endpoints."""
-
-    def __init__(self, api: Api) -> None:
-        self._api = api
-
-    async def states(self) -> list[ImageState]:
-        """Return the images that are here; those of the functions where sandboxes have no others."""
-        if self._api.provider.images is not None:
-            return [each for each in await self._api.provider.images.states() if each.state == "present"]
-        specs = [each.sandbox for each in self._api.functions.all() if each.sandbox is not None]
-        return [ImageState(image=name, state="present") for name in sorted({spec.image for spec in specs}) if name]
-
-    async def list(self, exchange: EngineExchange) -> None:
-        """Answer with all of them."""
-        wanted = references(exchange.query.get("filters", ""))
-        shown = [
-            _listed(each)
-            for each in await self.states()
-            if not wanted or any(fnmatchcase(name, pattern) for name in image_names(each.image) for pattern in wanted)
-        ]
-        await exchange.answer(200, shown)
-
-    async def inspect(self, exchange: EngineExchange, name: str) -> None:
-        """Answer with one; raises NotFound."""
-        await exchange.answer(200, _shape(await self.find(name)))
-
-    async def find(self, name: str) -> ImageState:
-        """Return an image by one of its names, its id or the beginning of it; raises NotFound."""
-        names, states = set(image_names(name)), await self.states()
-        found = next((each for each in states if names & set(image_names(each.image))), None)
-        if found is None and len(name) >= 12:
-            ids = (name, f"sha256:{name}")
-            found = next((each for each in states if image_id(each.image).startswith(ids)), None)
-        if found is None:
-            raise NotFound(f"No such image: {name[:256]}", component=COMPONENT)
-        return found
-
-    async def pull(self, exchange: EngineExchange) -> None:
-        """Pull one, and say how far that is."""
-        asked = exchange.query.get("fromImage", "")
-        if not asked or exchange.query.get("fromSrc"):
-            told = "fromImage: only images of registries can be had, by name"
-            raise InvalidInput(told, component=COMPONENT, detail={"path": "fromImage"})
-        tag = exchange.query.get("tag", "")
-        named = asked
-        if tag:
-            named = f"{asked}@{tag}" if ":" in tag else f"{asked}:{tag}"
-        elif ":" not in asked.rpartition("/")[2] and "@" not in asked:
-            named = f"{asked}:latest"
-        require_image_name(named)
-        keeper = self._api.provider.images
-        if keeper is None:
-            kind = self._api.provider.info.kind
-            told = f"this gateway's sandboxes are of kind {kind} and have no images; serve it with Docker"
-            raise Unsupported(told, component=COMPONENT)
-        states = [each for each in await keeper.states() if each.state == "present"]
-        here = {name for each in states for name in image_names(each.image)}
-        async with exchange.streamed("application/json") as body:
-            if not here.isdisjoint(image_names(named)):
-                await _say(body, {"status": f"Status: Image is up to date for {named}"})
-            else:
-                await self._pull(keeper, named, tag or "latest", body)
-
-    async def _pull(self, keeper: ImageKeeper, name: str, tag: str, body: ChunkSender) -> None:
-        keeper.begin(name)
-        state: ImageState | None = None
-        await _say(body, {"status": f"Pulling from {name}", "id": tag})
-        for _ in range(PROGRESS_MAX):
-            await keeper.settled([name], PROGRESS_S)
-            state = next((each for each in await keeper.states() if each.image in image_names(name)), None)
-            if state is None or state.state != "pulling":
-                break
-            if state.total_bytes:
-                detail = {"current": state.done_bytes, "total": state.total_bytes}
-                await _say(body, {"status": "Downloading", "progressDetail": detail, "id": tag})
-            await asyncio.sleep(0)
-        if state is not None and state.state == "present":
-            await _say(body, {"status": f"Status: Downloaded newer image for {name}"})
-            return
-        why = "it was not pulled in time" if state is None or state.state == "pulling" else state.problem
-        await _say(body, {"errorDetail": {"message": why}, "error": why})
 
 
 def references(text: str) -> list[str]:
@@ -425,8 +334,8 @@ def filters(text: str) -> dict[str, list[str]]:
     return found
 
 
-async def _say(body: ChunkSender, told: object) -> None:
-    await body.send(orjson.dumps(told) + b"\r\n")
+async def _say(exchange: EngineExchange, progress: object) -> None:
+    await exchange.send(orjson.dumps(progress) + b"\r\n")
 
 
 def _listed(image: ImageState) -> dict[str, object]:
@@ -482,7 +391,7 @@ KILL = re.compile(r"(?:-s )?-?(?:SIG)?([A-Z0-9]+) ")
 
 
 class ContainerExecs:
-    """The endpoints."""
+    """Commands in containers."""
 
     def __init__(self, api: Api, calls: ForeignCalls, life: ContainerLife) -> None:
         self._api = api
@@ -599,10 +508,7 @@ class ContainerExecs:
         if PID.fullmatch(words[-1]) is None or int(words[-1]) < PIDS_FROM:
             return None
         found = KILL.fullmatch(" ".join(words[1:-1]) + " ")
-        name = "TERM" if len(words) == 2 else found[1] if found is not None else ""
-        name = {str(number): each for each, number in SIGNALS.items()}.get(name, name)
-        if name not in SIGNALS:
-            raise InvalidInput(f"{words}: no signal that is known: {', '.join(SIGNALS)}", component=COMPONENT)
+        name = signal_name("TERM" if len(words) == 2 else found[1] if found is not None else " ".join(words))
         execs = self._life.containers.home(command).execs.values()
         victim = next((each for each in execs if each.pid == int(words[-1]) and each.running), None)
         return (command, name) if victim is None else (victim, name)
@@ -640,66 +546,6 @@ told = {"name": os.path.basename(path) or "/", "size": found.st_size, "mode": fo
 print(json.dumps({**told, "link": link}))
 """
 ABSENT, STAT_S, STAT_BYTES = 65, 30.0, 16384
-
-
-class ContainerFiles:
-    """The endpoints."""
-
-    def __init__(self, api: Api, life: ContainerLife) -> None:
-        self._api = api
-        self._life = life
-
-    async def stat(self, exchange: EngineExchange, container: Container, called: str, timeout_s: float) -> None:
-        """Answer what a path is."""
-        path = _asked(exchange)
-        sandbox = await self._life.sandbox(container, timeout_s)
-        try:
-            told = await _lstat(sandbox, _placed(path))
-        except CodedError as error:
-            raise _told(error, called, path) from None
-        await exchange.answer(200, None, {STAT: stat_header(replaced(told, name=_shown(path)))})
-
-    async def get(self, exchange: EngineExchange, container: Container, called: str, timeout_s: float) -> None:
-        """Answer with what a path is as a tar; its names begin with the path's own, or with ``.`` for ``path/.``."""
-        path = _asked(exchange)
-        sandbox = await self._life.sandbox(container, timeout_s)
-        place, limit_bytes, name = _placed(path), self._api.server.file_limit_bytes, _shown(path)
-        packed = open_archive(sandbox, place, limit_bytes=limit_bytes, base=name != ".", follow=False)
-        try:
-            async with packed as chunks:
-                head, entry = await _first(chunks)
-                told = entry_stat(entry, name)
-                link = posixpath.normpath(posixpath.join(posixpath.dirname(place), told.link)) if told.link else ""
-                headers = {STAT: stat_header(replaced(told, size=told.size or len(told.link), link=link))}
-                async with exchange.streamed(TAR, headers) as body:
-                    await body.send(head)
-                    async for chunk in chunks:
-                        await body.send(chunk)
-        except CodedError as error:
-            raise _told(error, called, path) from None
-
-    async def put(self, exchange: EngineExchange, container: Container, called: str, timeout_s: float) -> None:
-        """Unpack a tar into a directory that is there; its entries belong to the sandbox's user."""
-        path = _asked(exchange)
-        sandbox = await self._life.sandbox(container, timeout_s)
-        place, limit_bytes = _placed(path), self._api.server.file_limit_bytes
-        await self._require_directory(sandbox, called, path)
-        try:
-            with file_conflicts():
-                chunks = exchange.chunks(limit_bytes)
-                await put_archive(sandbox, place, chunks, limit_bytes=limit_bytes)
-        except CodedError as error:
-            raise _told(error, called, path) from None
-        await exchange.answer(200)
-
-    async def _require_directory(self, sandbox: Sandbox, called: str, path: str) -> None:
-        """Raise NotFound or InvalidInput, as the engine does, unless it is one."""
-        try:
-            await sandbox.list_files(_placed(path))
-        except CodedError as error:
-            if error.detail is not None and error.detail.get(FILE_ERROR) == "not_a_directory":
-                raise InvalidInput("extraction point is not a directory", component=COMPONENT) from None
-            raise _told(error, called, path) from None
 
 
 def _asked(exchange: EngineExchange) -> str:
@@ -813,6 +659,8 @@ class EngineRoute:
     path: str
     endpoint: Endpoint
     query: tuple[str, ...] = ()
+    #: Whether its endpoint reads the body; that of others is read and left.
+    reads_body: bool = False
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -830,8 +678,6 @@ class DockerEngineApi:
         self._api = api
         self._settings = settings
         self._life = ContainerLife(api, calls, settings)
-        self._images = ContainerImages(api)
-        self._files = ContainerFiles(api, self._life)
         self._execs = ContainerExecs(api, calls, self._life)
         self._table = self.routes()
         self._routes = [(route, route.pattern) for route in self._table]
@@ -845,8 +691,10 @@ class DockerEngineApi:
             EngineRoute("HEAD", "/_ping", self.ping),
             EngineRoute("GET", "/version", self.version),
             EngineRoute("GET", "/info", self.info),
-            EngineRoute("POST", "/containers/create", self.create, ("name", "platform")),
-            EngineRoute("GET", "/containers/json", self.list, ("all", "limit", "filters", "size", "trunc_cmd")),
+            EngineRoute("POST", "/containers/create", self.create, ("name", "platform"), reads_body=True),
+            EngineRoute(
+                "GET", "/containers/json", self.list_containers, ("all", "limit", "filters", "size", "trunc_cmd")
+            ),
             EngineRoute("GET", f"{container}/json", self.inspect, ("size",)),
             EngineRoute("POST", f"{container}/start", self.start, ("detachKeys",)),
             EngineRoute("POST", f"{container}/stop", self.stop, ("t",)),
@@ -863,13 +711,13 @@ class DockerEngineApi:
             EngineRoute("POST", f"{container}/resize", self.resize, ("h", "w")),
             EngineRoute("GET", f"{container}/logs", self.logs, ("stdout", "stderr", "follow", "tail")),
             EngineRoute("DELETE", container, self.remove, ("force", "v")),
-            EngineRoute("POST", f"{container}/exec", self.exec_create),
-            EngineRoute("POST", f"{command}/start", self.exec_start),
+            EngineRoute("POST", f"{container}/exec", self.exec_create, reads_body=True),
+            EngineRoute("POST", f"{command}/start", self.exec_start, reads_body=True),
             EngineRoute("POST", f"{command}/resize", self.exec_resize, ("h", "w")),
             EngineRoute("GET", f"{command}/json", self.exec_inspect),
             EngineRoute("HEAD", archive, self.stat, ("path",)),
             EngineRoute("GET", archive, self.archive, ("path",)),
-            EngineRoute("PUT", archive, self.unpack, ("path", "noOverwriteDirNonDir", "copyUIDGID")),
+            EngineRoute("PUT", archive, self.unpack, ("path", "noOverwriteDirNonDir", "copyUIDGID"), reads_body=True),
             EngineRoute("GET", "/images/json", self.images, ("all", "filters", "digests", "shared-size", "manifests")),
             EngineRoute("GET", "/images/{*name}/json", self.image, ("manifests",)),
             EngineRoute("POST", "/images/create", self.pull, ("fromImage", "tag", "platform", "fromSrc")),
@@ -880,7 +728,7 @@ class DockerEngineApi:
         await self._life.close()
 
     async def serve(self, exchange: EngineExchange) -> None:
-        """Answer one request; raises CodedError, ClientGone."""
+        """Answer one request; raises CodedError, ClientDisconnect."""
         asked = version_of(exchange.path)
         path = exchange.path
         if asked != (0, 0):
@@ -893,6 +741,9 @@ class DockerEngineApi:
         for route, pattern in self._routes:
             if route.method == exchange.method and (match := pattern.fullmatch(path)) is not None:
                 _check_query(exchange, route)
+                if not route.reads_body:
+                    async for _ in exchange.chunks(self._api.server.body_limit_bytes):
+                        pass
                 await self._life.ready()
                 await route.endpoint(exchange, match)
                 return
@@ -924,7 +775,7 @@ class DockerEngineApi:
 
     async def info(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         counts = Counter(str(each.record.status) for each in self._life.containers.all())
-        images, cores = len(await self._images.states()), self._api.machines.here.cores
+        images, cores = len(await self._image_states()), self._api.machines.here.cores
         await exchange.answer(200, info_shape(counts, self._api.provider.info, images, cores))
 
     # --- containers
@@ -938,7 +789,7 @@ class DockerEngineApi:
         container, warnings = await self._life.create(body, exchange.query.get("name", ""))
         await exchange.answer(201, {"Id": container.record.id, "Warnings": list(warnings)})
 
-    async def list(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def list_containers(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Answer with those that run, or with all."""
         wanted = filters(exchange.query.get("filters", ""))
         asked: list[tuple[str, str, tuple[str, ...]]] = [(name, name, FILTERS) for name in wanted]
@@ -958,30 +809,25 @@ class DockerEngineApi:
 
     async def start(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Begin it: its sandbox is made, and no core is held."""
-        await _drained(exchange, self._api.server.body_limit_bytes)
         news = await self._life.start(self._container(match), self._client_s(exchange) - MARGIN_S)
         await exchange.answer(204 if news else 304)
 
     async def stop(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await _drained(exchange, self._api.server.body_limit_bytes)
         stopped = await self._life.stop(self._container(match), _grace_s(exchange))
         await exchange.answer(204 if stopped else 304)
 
     async def restart(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """End it if it runs, and begin it again: its files stay."""
-        await _drained(exchange, self._api.server.body_limit_bytes)
         container, timeout_s = self._container(match), self._client_s(exchange) - MARGIN_S
         await self._life.restart(container, _grace_s(exchange), timeout_s)
         await exchange.answer(204)
 
     async def rename(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Give it another name; its id, and its trajectory's, stay."""
-        await _drained(exchange, self._api.server.body_limit_bytes)
         self._life.containers.rename(self._container(match), exchange.query.get("name", ""))
         await exchange.answer(204)
 
     async def kill(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await _drained(exchange, self._api.server.body_limit_bytes)
         name = signal_name(exchange.query.get("signal") or "KILL")
         try:
             await self._life.kill(self._container(match), name)
@@ -992,7 +838,6 @@ class DockerEngineApi:
 
     async def wait(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Answer when it has ended, with its exit status; that it waits is said at once."""
-        await _drained(exchange, self._api.server.body_limit_bytes)
         condition = exchange.query.get("condition") or "not-running"
         if condition not in WAITED:
             raise InvalidInput(f"condition: {condition[:64]!r} is none of {', '.join(WAITED)}", component=COMPONENT)
@@ -1006,14 +851,13 @@ class DockerEngineApi:
                     return
                 await container.change()
 
-        async with exchange.streamed("application/json") as body:
-            await body.send(b" ")
-            await either(due(), exchange.peer.gone())
-            await body.send(serialization.dumps({"StatusCode": container.record.exit_code, "Error": None}))
+        async with exchange.streamed("application/json"):
+            await exchange.send(b" ")
+            await while_connected(due(), exchange.peer.gone())
+            await exchange.send(serialization.dumps({"StatusCode": container.record.exit_code, "Error": None}))
 
     async def attach(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Answer with the output of its main command."""
-        await _drained(exchange, self._api.server.body_limit_bytes)
         container = self._container(match)
         ends = container.ends
 
@@ -1025,7 +869,6 @@ class DockerEngineApi:
         await attach(exchange, self._life.main_of(container) if follows else container.main, ended)
 
     async def resize(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await _drained(exchange, self._api.server.body_limit_bytes)
         main = self._container(match).main
         if main is not None:
             await main.resize(*_size(exchange))
@@ -1054,33 +897,140 @@ class DockerEngineApi:
         await self._execs.start(exchange, self._life.containers.find_exec(match["id"]), body, patience_s)
 
     async def exec_resize(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await _drained(exchange, self._api.server.body_limit_bytes)
         await self._life.containers.find_exec(match["id"]).resize(*_size(exchange))
         await exchange.answer(200)
 
     async def exec_inspect(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         await self._execs.inspect(exchange, self._life.containers.find_exec(match["id"]))
 
-    # --- files and images
+    # --- files
 
     async def stat(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await self._files.stat(exchange, self._container(match), match["id"], self._client_s(exchange))
+        """Answer what a path is."""
+        path = _asked(exchange)
+        sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
+        try:
+            told = await _lstat(sandbox, _placed(path))
+        except CodedError as error:
+            raise _told(error, match["id"], path) from None
+        await exchange.answer(200, None, {STAT: stat_header(replaced(told, name=_shown(path)))})
 
     async def archive(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await self._files.get(exchange, self._container(match), match["id"], self._client_s(exchange))
+        """Answer with what a path is as a tar; its names begin with the path's own, or with ``.`` for ``path/.``."""
+        path = _asked(exchange)
+        sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
+        place, limit_bytes, name = _placed(path), self._api.server.file_limit_bytes, _shown(path)
+        packed = open_archive(sandbox, place, limit_bytes=limit_bytes, base=name != ".", follow=False)
+        try:
+            async with packed as chunks:
+                head, entry = await _first(chunks)
+                told = entry_stat(entry, name)
+                link = posixpath.normpath(posixpath.join(posixpath.dirname(place), told.link)) if told.link else ""
+                headers = {STAT: stat_header(replaced(told, size=told.size or len(told.link), link=link))}
+                async with exchange.streamed(TAR, headers):
+                    await exchange.send(head)
+                    async for chunk in chunks:
+                        await exchange.send(chunk)
+        except CodedError as error:
+            raise _told(error, match["id"], path) from None
 
     async def unpack(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await self._files.put(exchange, self._container(match), match["id"], self._client_s(exchange))
+        """Unpack a tar into a directory that is there; its entries belong to the sandbox's user."""
+        path = _asked(exchange)
+        sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
+        place, limit_bytes = _placed(path), self._api.server.file_limit_bytes
+        await self._require_directory(sandbox, match["id"], path)
+        try:
+            with file_conflicts():
+                chunks = exchange.chunks(limit_bytes)
+                await put_archive(sandbox, place, chunks, limit_bytes=limit_bytes)
+        except CodedError as error:
+            raise _told(error, match["id"], path) from None
+        await exchange.answer(200)
+
+    async def _require_directory(self, sandbox: Sandbox, called: str, path: str) -> None:
+        """Raise NotFound or InvalidInput, as the engine does, unless it is one."""
+        try:
+            await sandbox.list_files(_placed(path))
+        except CodedError as error:
+            if error.detail is not None and error.detail.get(FILE_ERROR) == "not_a_directory":
+                raise InvalidInput("extraction point is not a directory", component=COMPONENT) from None
+            raise _told(error, called, path) from None
+
+    # --- images
+
+    async def _image_states(self) -> list[ImageState]:
+        """Return the images that are here; those of the functions where sandboxes have no others."""
+        if self._api.provider.images is not None:
+            return [each for each in await self._api.provider.images.states() if each.state == "present"]
+        specs = [each.sandbox for each in self._api.functions.all() if each.sandbox is not None]
+        return [ImageState(image=name, state="present") for name in sorted({spec.image for spec in specs}) if name]
 
     async def images(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await self._images.list(exchange)
+        """Answer with all of them."""
+        wanted = references(exchange.query.get("filters", ""))
+        shown = [
+            _listed(each)
+            for each in await self._image_states()
+            if not wanted or any(fnmatchcase(name, pattern) for name in image_names(each.image) for pattern in wanted)
+        ]
+        await exchange.answer(200, shown)
 
     async def image(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await self._images.inspect(exchange, match["name"])
+        """Answer with one; raises NotFound."""
+        await exchange.answer(200, _shape(await self._find_image(match["name"])))
+
+    async def _find_image(self, name: str) -> ImageState:
+        """Return an image by one of its names, its id or the beginning of it; raises NotFound."""
+        names, states = set(image_names(name)), await self._image_states()
+        found = next((each for each in states if names & set(image_names(each.image))), None)
+        if found is None and len(name) >= 12:
+            ids = (name, f"sha256:{name}")
+            found = next((each for each in states if image_id(each.image).startswith(ids)), None)
+        if found is None:
+            raise NotFound(f"No such image: {name[:256]}", component=COMPONENT)
+        return found
 
     async def pull(self, exchange: EngineExchange, match: re.Match[str]) -> None:
-        await _drained(exchange, self._api.server.body_limit_bytes)
-        await self._images.pull(exchange)
+        """Pull one, and say how far that is."""
+        asked = exchange.query.get("fromImage", "")
+        if not asked or exchange.query.get("fromSrc"):
+            told = "fromImage: only images of registries can be had, by name"
+            raise InvalidInput(told, component=COMPONENT, detail={"path": "fromImage"})
+        tag = exchange.query.get("tag", "")
+        named = asked
+        if tag:
+            named = f"{asked}@{tag}" if ":" in tag else f"{asked}:{tag}"
+        elif ":" not in asked.rpartition("/")[2] and "@" not in asked:
+            named = f"{asked}:latest"
+        require_image_name(named)
+        keeper = self._api.image_keeper()
+        states = [each for each in await keeper.states() if each.state == "present"]
+        here = {name for each in states for name in image_names(each.image)}
+        async with exchange.streamed("application/json"):
+            if not here.isdisjoint(image_names(named)):
+                await _say(exchange, {"status": f"Status: Image is up to date for {named}"})
+            else:
+                await self._pull(exchange, keeper, named, tag or "latest")
+
+    async def _pull(self, exchange: EngineExchange, keeper: ImageKeeper, name: str, tag: str) -> None:
+        keeper.begin(name)
+        state: ImageState | None = None
+        await _say(exchange, {"status": f"Pulling from {name}", "id": tag})
+        for _ in range(PROGRESS_MAX):
+            await keeper.settled([name], PROGRESS_S)
+            state = next((each for each in await keeper.states() if each.image in image_names(name)), None)
+            if state is None or state.state != "pulling":
+                break
+            if state.total_bytes:
+                detail = {"current": state.done_bytes, "total": state.total_bytes}
+                await _say(exchange, {"status": "Downloading", "progressDetail": detail, "id": tag})
+            await asyncio.sleep(0)
+        if state is not None and state.state == "present":
+            await _say(exchange, {"status": f"Status: Downloaded newer image for {name}"})
+            return
+        why = "it was not pulled in time" if state is None or state.state == "pulling" else state.problem
+        await _say(exchange, {"errorDetail": {"message": why}, "error": why})
 
     # --- what they are made of
 
@@ -1159,9 +1109,3 @@ def _grace_s(exchange: EngineExchange) -> float:
     """Return for how long a stop waits between its word and its force: negative numbers mean for ever."""
     asked_s = _number(exchange, "t", STOP_S)
     return STOP_MAX_S if asked_s < 0 else min(asked_s, STOP_MAX_S)
-
-
-async def _drained(exchange: EngineExchange, limit_bytes: int) -> None:
-    """Read a body of which nothing is wanted."""
-    async for _ in exchange.chunks(limit_bytes):
-        pass

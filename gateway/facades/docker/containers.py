@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import re
 import secrets
 import struct
@@ -17,12 +18,14 @@ from typing import Any, Literal
 import msgspec
 import structlog
 from msgspec import Struct
+from starlette.requests import ClientDisconnect
 
 from gateway import serialization
 from gateway.api import Api, with_choice
 from gateway.config.schema import DockerFacade
-from gateway.facades.docker.http import ClientGone, EngineExchange, EnginePipe
+from gateway.facades.docker.http import EngineExchange, EnginePeer
 from gateway.facades.facade import ForeignCalls
+from gateway.http.messages import while_connected
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Record
 from gateway.store.store import Store
@@ -337,7 +340,7 @@ class MainCommand(AttendedCommand):
     async def follow(self, send: Send, framed: bool, streams: frozenset[str], *, late: bool, tail: int | None) -> None:
         """Send its output from the oldest that is kept (``late``: from now) to its end, or only what there is now.
 
-        Raises ClientGone.
+        Raises ClientDisconnect.
         """
         reader = object()
         position = self._output.end if late else self._tail(tail)
@@ -359,7 +362,7 @@ class MainCommand(AttendedCommand):
             self._wake()
 
     async def show(self, send: Send, framed: bool, streams: frozenset[str], tail: int | None) -> None:
-        """Send what is kept of its output now; raises ClientGone."""
+        """Send what is kept of its output now; raises ClientDisconnect."""
         position, end = self._tail(tail), self._output.end
         while position < end and (pieces := self._output.pieces(position, PAGE_BYTES)):
             for piece in pieces:
@@ -595,12 +598,6 @@ class Containers:
         self._names[container.record.name] = container
 
 
-def identity(name: str) -> tuple[str, str]:
-    """Return the trajectory of a new container, and the id that follows from it: 64 hexadecimal digits."""
-    trajectory = f"{name}-{secrets.token_hex(6)}"
-    return trajectory, hashlib.sha256(trajectory.encode()).hexdigest()
-
-
 RAW, MULTIPLEXED = "application/vnd.docker.raw-stream", "application/vnd.docker.multiplexed-stream"
 #: Why a command is ended whose client went away.
 WENT = "its client went away"
@@ -614,14 +611,14 @@ async def attend(exchange: EngineExchange, command: ContainerExec, patience_s: f
     """
     loop = asyncio.get_running_loop()
     gone, upgraded = loop.create_task(exchange.peer.gone()), asyncio.Event()
-    pipes: list[EnginePipe] = []
+    pipes: list[EnginePeer] = []
     hearing = loop.create_task(_hear(command, upgraded, pipes))
     try:
         opened = loop.create_task(command.opened.wait())
         await asyncio.wait({opened, gone}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         opened.cancel()
         if gone.done():
-            raise ClientGone
+            raise ClientDisconnect()
         if command.error is not None:
             raise command.error
         pipe = await exchange.upgraded(media_type(exchange, tty=command.wish.tty))
@@ -631,12 +628,12 @@ async def attend(exchange: EngineExchange, command: ContainerExec, patience_s: f
         try:
             await asyncio.wait({hearing, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not hearing.done():
-                raise ClientGone
+                raise ClientDisconnect()
             hearing.result()
         finally:
             typing.cancel()
             await asyncio.gather(typing, return_exceptions=True)
-    except ClientGone:
+    except ClientDisconnect:
         await command.cancel(WENT)
         raise
     finally:
@@ -645,8 +642,8 @@ async def attend(exchange: EngineExchange, command: ContainerExec, patience_s: f
         await asyncio.gather(hearing, gone, return_exceptions=True)
 
 
-async def _hear(command: ContainerExec, upgraded: asyncio.Event, pipes: list[EnginePipe]) -> None:
-    """Send what a command says; it waits for a client that is slow. Raises ClientGone."""
+async def _hear(command: ContainerExec, upgraded: asyncio.Event, pipes: list[EnginePeer]) -> None:
+    """Send what a command says; it waits for a client that is slow. Raises ClientDisconnect."""
     wish = command.wish
     streams = {name for name, wanted in (("stdout", wish.stdout), ("stderr", wish.stderr)) if wanted}
     await command.begun.wait()
@@ -656,15 +653,15 @@ async def _hear(command: ContainerExec, upgraded: asyncio.Event, pipes: list[Eng
             said = [piece for piece in page if piece.stream in streams]
             data = b"".join([piece.data if wish.tty else frame(piece.stream, piece.data) for piece in said])
             if data:
-                await pipes[0].send(data)
+                await pipes[0].write(data)
     await command.ended.wait()
     await upgraded.wait()
     told = command.told or ("" if command.error is None else f"tangram: {command.error.message}\n")
     if told:
-        await pipes[0].send(told.encode() if wish.tty else frame("stderr", told.encode()))
+        await pipes[0].write(told.encode() if wish.tty else frame("stderr", told.encode()))
 
 
-async def type_to(command: AttendedCommand, pipe: EnginePipe) -> None:
+async def type_to(command: AttendedCommand, pipe: EnginePeer) -> None:
     """Pass on what a client types, and the end of it; a command without input finds its end at once."""
     await command.opened.wait()
     session = command.session
@@ -697,17 +694,17 @@ async def attach(
     pipe = await exchange.upgraded(media_type(exchange, tty=tty))
     if main is None:  # it says nothing, and ends with its container
         if stream:
-            await either(ended(), exchange.peer.gone())
+            await while_connected(ended(), exchange.peer.gone())
         return
     if not stream:
         if logs:
-            await main.show(pipe.send, not tty, streams, None)
+            await main.show(pipe.write, not tty, streams, None)
         return
     loop = asyncio.get_running_loop()
     typing = loop.create_task(type_to(main, pipe)) if flag(query.get("stdin")) else None
     try:
-        follow = main.follow(pipe.send, not tty, streams, late=not logs, tail=None)
-        await either(follow, exchange.peer.gone())
+        follow = main.follow(pipe.write, not tty, streams, late=not logs, tail=None)
+        await while_connected(follow, exchange.peer.gone())
     finally:
         if typing is not None:
             typing.cancel()
@@ -721,14 +718,14 @@ async def send_logs(exchange: EngineExchange, main: MainCommand | None, tail: in
     if not streams:
         raise InvalidInput("Bad parameters: you must choose at least one stream", component="docker")
     tty = main is not None and main.wish.tty
-    async with exchange.streamed(media_type(exchange, tty=tty)) as body:
+    async with exchange.streamed(media_type(exchange, tty=tty)):
         if main is None:
             return
         if flag(query.get("follow")):
-            follow = main.follow(body.send, not tty, streams, late=False, tail=tail)
-            await either(follow, exchange.peer.gone())
+            follow = main.follow(exchange.send, not tty, streams, late=False, tail=tail)
+            await while_connected(follow, exchange.peer.gone())
         else:
-            await main.show(body.send, not tty, streams, tail)
+            await main.show(exchange.send, not tty, streams, tail)
 
 
 def flag(text: str | None) -> bool:
@@ -752,21 +749,6 @@ def version_of(path: str) -> tuple[int, int]:
     ):
         return 0, 0
     return int(numbers[0]), int(numbers[1])
-
-
-async def either(work: Coroutine[None, None, None], gone: Coroutine[None, None, None]) -> None:
-    """Do the work unless its client goes, which raises ClientGone; raises what the work raises."""
-    loop = asyncio.get_running_loop()
-    working, going = loop.create_task(work), loop.create_task(gone)
-    try:
-        await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        working.result()
-    finally:
-        for task in (working, going):
-            task.cancel()
-        await asyncio.gather(working, going, return_exceptions=True)
 
 
 # What a client asks of a container or a command, read field by field: what is not done here is refused by its name.
@@ -801,56 +783,50 @@ ENV_NAME = re.compile(r"[^=\0]+")
 SIDE_MAX = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerWish:
-    """What a container is to be."""
+def container_record(
+    body: Mapping[str, object], function: FunctionSpec, name: str, now_s: float
+) -> tuple[ContainerRecord, tuple[str, ...]]:
+    """Return the container that a body of ``/containers/create`` asks for, and warnings of what it does not get.
 
-    image: str
-    argv: tuple[str, ...]
-    cwd: str
-    labels: dict[str, str]
-    sandbox: SandboxChoice | None
-    #: Whether its main command only keeps it alive, and for how many seconds (0: for ever).
-    idles: bool
-    idles_s: float
-    tty: bool
-    reads_stdin: bool
-    auto_remove: bool
-    #: What it asked for and does not get, for its client to tell.
-    warnings: tuple[str, ...] = ()
-
-
-def container_wish(body: Mapping[str, object], function: FunctionSpec) -> ContainerWish:
-    """Return what a body of ``/containers/create`` asks for; raises InvalidInput, Unsupported with the field."""
+    Raises InvalidInput, Unsupported with the field.
+    """
     host = _object(body, "HostConfig")
     _refuse_rest(body, "", _KNOWN | IDLE)
     _refuse_rest(host, "HostConfig.", _KNOWN_HOST | CORES | IDLE_HOST)
-    for name, allowed in HARMLESS.items():
-        if host.get(name) is not None and host[name] not in allowed:
-            raise _unsupported(f"HostConfig.{name}", host[name])
+    for field, allowed in HARMLESS.items():
+        if host.get(field) is not None and host[field] not in allowed:
+            raise _unsupported(f"HostConfig.{field}", host[field])
     entrypoint = _words(body, "Entrypoint")
     argv = (*(() if entrypoint == ("",) else entrypoint), *_words(body, "Cmd"))  # '' is how docker turns one off
-    tty, reads = _get(body, "Tty", bool, False), _get(body, "AttachStdin", bool, False)
+    reads = _get(body, "AttachStdin", bool, False)
     attached = reads or _get(body, "AttachStdout", bool, False) or _get(body, "AttachStderr", bool, False)
     idles_s = _idle_s(argv, attached=reads)
     if not argv and attached and not _get(body, "OpenStdin", bool, False):
         told = "No command specified: name one, as the image's own CMD and ENTRYPOINT are not known here"
         raise InvalidInput(told, component=COMPONENT, detail={"path": "Cmd"})
     labels: dict[str, str] = _get(body, "Labels", dict[str, str], {})
-    cwd = _get(body, "WorkingDir", str, "")
-    return ContainerWish(
+    trajectory = f"{name}-{secrets.token_hex(6)}"
+    record = ContainerRecord(
+        id=hashlib.sha256(trajectory.encode()).hexdigest(),
+        name=name,
+        trajectory=trajectory,
+        function=function.name,
+        task=serialization.name(labels.get(TASK_LABEL, "default"), f"Labels.{TASK_LABEL}"),
         image=_get(body, "Image", str, ""),
-        argv=argv or (("/bin/sh",) if reads else ()),
-        cwd=cwd,
-        labels=labels,
+        config={key: value for key, value in body.items() if key != "HostConfig"},
+        host_config=host,
         sandbox=_choice(body, host, function, labels),
+        argv=argv or (("/bin/sh",) if reads else ()),
+        cwd=_get(body, "WorkingDir", str, ""),
+        labels=labels,
         idles=idles_s is not None,
         idles_s=idles_s or 0.0,
-        tty=tty,
+        tty=_get(body, "Tty", bool, False),
         reads_stdin=reads,
         auto_remove=_get(host, "AutoRemove", bool, False),
-        warnings=_capability_warnings(host),
+        created_s=now_s,
     )
+    return record, _capability_warnings(host)
 
 
 def exec_wish(body: Mapping[str, object], cwd: str, living: SandboxSpec | None) -> CommandWish:
@@ -1061,17 +1037,6 @@ PATIENCE_S = 3600.0
 ENDING_SIGNALS = frozenset({"KILL", "TERM", "INT", "QUIT", "HUP"})
 
 
-@dataclass(slots=True)
-class _Pids:
-    """Numbers for processes that clients are told."""
-
-    last: int
-
-    def next(self) -> int:
-        self.last += 1
-        return self.last
-
-
 class ContainerLife:
     """Makes, begins, ends and removes containers."""
 
@@ -1081,7 +1046,7 @@ class ContainerLife:
         self._api = api
         self._calls = calls
         self._settings = settings
-        self._pids = _Pids(2**22)
+        self._pids = itertools.count(PIDS_FROM)
         self._chores: set[asyncio.Task[None]] = set()
         self._loading = asyncio.get_running_loop().create_task(self._load())
         self._watching = asyncio.get_running_loop().create_task(self._watch())
@@ -1114,21 +1079,12 @@ class ContainerLife:
         labels = body.get("Labels")
         labels = labels if isinstance(labels, dict) else {}
         function = self.function(str(labels.get(FUNCTION_LABEL) or self._settings.function))
-        wish = container_wish(body, function)
-        task = serialization.name(wish.labels.get(TASK_LABEL, "default"), f"Labels.{TASK_LABEL}")
-        if wish.sandbox is not None:
-            with_choice(function, wish.sandbox)
-        await self._require_image(wish)
-        trajectory, id = identity(name)
-        host = body.get("HostConfig")
-        record = ContainerRecord(
-            id=id, name=self.containers.check(name), trajectory=trajectory, function=function.name, task=task,
-            image=wish.image, config={key: value for key, value in body.items() if key != "HostConfig"},
-            host_config=host if isinstance(host, dict) else {}, sandbox=wish.sandbox, argv=wish.argv,
-            cwd=wish.cwd, labels=wish.labels, idles=wish.idles, idles_s=wish.idles_s, tty=wish.tty,
-            reads_stdin=wish.reads_stdin, auto_remove=wish.auto_remove, created_s=self._api.wall(),
-        )  # fmt: skip
-        return await self.containers.add(record), wish.warnings
+        record, warnings = container_record(body, function, name, self._api.wall())
+        if record.sandbox is not None:
+            with_choice(function, record.sandbox)
+        await self._require_image(record)
+        self.containers.check(name)
+        return await self.containers.add(record), warnings
 
     def function(self, name: str) -> FunctionSpec:
         """Return an exec function; raises NotFound, InvalidInput."""
@@ -1137,9 +1093,9 @@ class ContainerLife:
             raise InvalidInput(f"{name!r} is no exec function", component=COMPONENT)
         return function
 
-    async def _require_image(self, wish: ContainerWish) -> None:
+    async def _require_image(self, record: ContainerRecord) -> None:
         """Raise NotFound for an image that must be pulled first, Unsupported where sandboxes have none."""
-        image = None if wish.sandbox is None else wish.sandbox.image
+        image = None if record.sandbox is None else record.sandbox.image
         if image is None:
             return
         if self._api.provider.images is None:
@@ -1148,7 +1104,7 @@ class ContainerLife:
             raise Unsupported(told, component=COMPONENT)
         present = {each.image for each in await self._api.provider.images.states() if each.state == "present"}
         if present.isdisjoint(image_names(image)):
-            raise NotFound(f"No such image: {wish.image}", component=COMPONENT)
+            raise NotFound(f"No such image: {record.image}", component=COMPONENT)
 
     # --- beginning
 
@@ -1258,7 +1214,7 @@ class ContainerLife:
                 "after another: let it be kept alive by 'sleep infinity', and begin servers by exec -d"
             )
             raise Conflict(told, component=COMPONENT)
-        command = ContainerExec(self._api, self._calls, container.record, wish, self._pids.next())
+        command = ContainerExec(self._api, self._calls, container.record, wish, next(self._pids))
         self.containers.add_exec(command)
         return command
 

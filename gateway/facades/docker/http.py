@@ -13,11 +13,11 @@ import termios
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import parse_qsl, unquote
 
 import h11
 import structlog
+from starlette.requests import ClientDisconnect
 
 from gateway import serialization
 from gateway.api import JSON, bounded_chunks
@@ -49,47 +49,38 @@ _ENGINE = {
 }
 
 
-class ClientGone(Exception):
-    """The client closed its connection, or reads no more."""
-
-
-class ExchangeBounds(Protocol):
-    """How much and how long: `gateway.facades.docker.http.DockerDoor`."""
-
-    @property
-    def body_timeout_s(self) -> float: ...
-
-    @property
-    def stall_s(self) -> float: ...
-
-
 class EnginePeer:
-    """One connection: bytes both ways, each write within its bound."""
+    """One connection: HTTP until it is upgraded, then bytes both ways; each write within its bound."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bounds: ExchangeBounds) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bounds: ServerConfig) -> None:
         self.http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEADERS_BYTES)
         self.bounds = bounds
         self._reader = reader
         self._writer = writer
+        #: What was read with the request that upgraded it.
+        self.unread = b""
 
     async def read(self) -> bytes:
         """Return what comes next; empty at the end of its input."""
+        if self.unread:
+            data, self.unread = self.unread, b""
+            return data
         try:
             return await self._reader.read(READ_BYTES)
         except OSError:
             return b""
 
     async def write(self, data: bytes) -> None:
-        """Send; raises ClientGone if it is gone or takes nothing for a while."""
+        """Send; raises ClientDisconnect if it is gone or takes nothing for a while."""
         if self._writer.is_closing():  # which a write to it would take for a mistake of ours
-            raise ClientGone
+            raise ClientDisconnect()
         try:
             self._writer.write(data)
             if self._writer.transport.get_write_buffer_size():
                 async with asyncio.timeout(self.bounds.stall_s):
                     await self._writer.drain()
         except (OSError, TimeoutError):
-            raise ClientGone from None
+            raise ClientDisconnect() from None
 
     async def event(self) -> h11.Event | type[h11.PAUSED]:
         """Return the next event of the HTTP conversation; raises h11.RemoteProtocolError."""
@@ -103,7 +94,7 @@ class EnginePeer:
             self.http.receive_data(await self.read())
 
     async def send(self, *events: h11.Event) -> None:
-        """Send events with one write, which wakes the client once; raises ClientGone."""
+        """Send events with one write, which wakes the client once; raises ClientDisconnect."""
         data = b"".join([self.http.send(event) or b"" for event in events])
         if data:
             await self.write(data)
@@ -119,7 +110,7 @@ class EnginePeer:
                 if not int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder):
                     return
             except OSError:
-                raise ClientGone from None
+                raise ClientDisconnect() from None
             await asyncio.sleep(0 if look < TAKEN_TURNS else TAKEN_EVERY_S)
 
     async def next_cycle(self) -> bool:
@@ -175,14 +166,14 @@ class EngineExchange:
         self.started = False
 
     def chunks(self, limit_bytes: int) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives; raises TooLarge, TooSlow, ClientGone."""
+        """Yield the body as it arrives; raises TooLarge, TooSlow, ClientDisconnect."""
 
         async def receive() -> bytes | None:
             event = await self.peer.event()
             if isinstance(event, h11.EndOfMessage):
                 return None
             if not isinstance(event, h11.Data):
-                raise ClientGone
+                raise ClientDisconnect()
             return bytes(event.data)
 
         return bounded_chunks(receive, limit_bytes, "server.body_limit", self.peer.bounds.body_timeout_s, "docker")
@@ -208,13 +199,17 @@ class EngineExchange:
         await self._send_whole(200, {**headers, **kind}, text.encode())
 
     @asynccontextmanager
-    async def streamed(self, media_type: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[ChunkSender]:
-        """Answer 200 with what is sent within the block, as it is sent."""
+    async def streamed(self, media_type: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[None]:
+        """Answer 200 with what is sent within the block by `send`, as it is sent."""
         await self.peer.send(self._head(200, {**(headers or {}), "Content-Type": media_type}))
-        yield ChunkSender(self.peer)
+        yield
         await self.peer.send(h11.EndOfMessage())
 
-    async def upgraded(self, media_type: str) -> EnginePipe:
+    async def send(self, data: bytes) -> None:
+        """Send a piece of what is streamed; raises ClientDisconnect."""
+        await self.peer.send(h11.Data(data=data))
+
+    async def upgraded(self, media_type: str) -> EnginePeer:
         """Answer, and return the stream that the connection is from now on; it ends with the connection."""
         self.started = True
         words = [word.strip().lower() for word in self.headers.get("connection", "").split(",")]
@@ -225,7 +220,8 @@ class EngineExchange:
             said = "".join(f"{name}: {value}\r\n" for name, value in {"Content-Type": media_type, **_ENGINE}.items())
             await self.peer.write(f"HTTP/1.1 200 OK\r\n{said}\r\n".encode())
         await self.peer.taken()
-        return EnginePipe(self.peer, self.peer.http.trailing_data[0])
+        self.peer.unread = self.peer.http.trailing_data[0]
+        return self.peer
 
     async def _send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         said = (h11.Data(data=body),) if body and self.method != "HEAD" else ()
@@ -235,36 +231,6 @@ class EngineExchange:
         self.started = True
         shown = list((_ENGINE | dict(headers)).items())
         return h11.Response(status_code=status, headers=shown, reason=PHRASES.get(status, b"Unknown"))
-
-
-class ChunkSender:
-    """The body of an answer that is sent piece by piece."""
-
-    def __init__(self, peer: EnginePeer) -> None:
-        self._peer = peer
-
-    async def send(self, data: bytes) -> None:
-        """Send a piece; raises ClientGone."""
-        await self._peer.send(h11.Data(data=data))
-
-
-class EnginePipe:
-    """A connection after its upgrade: bytes as they are."""
-
-    def __init__(self, peer: EnginePeer, read_already: bytes) -> None:
-        self._peer = peer
-        self._unread = read_already
-
-    async def read(self) -> bytes:
-        """Return what comes next; empty at the end of its input."""
-        if self._unread:
-            data, self._unread = self._unread, b""
-            return data
-        return await self._peer.read()
-
-    async def send(self, data: bytes) -> None:
-        """Send; raises ClientGone."""
-        await self._peer.write(data)
 
 
 COMPONENT = "docker"
@@ -293,7 +259,7 @@ class DockerDoor:
         """Bind it; raises Conflict where something answers at the path already, InvalidConfig."""
         self.path = Path(settings.socket)
         self.connections = Connections(limit=min(CONNECTIONS_MAX, connections_max))
-        self.body_timeout_s, self.stall_s = server.body_timeout_s, server.stall_s
+        self._bounds = server
         self._serve: Serve | None = None
         #: Awaited when it closes, after the last request.
         self.on_close: Callable[[], Awaitable[None]] | None = None
@@ -333,11 +299,11 @@ class DockerDoor:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        peer, refusal = EnginePeer(reader, writer, self), self.connections.enter("docker")
+        peer, refusal = EnginePeer(reader, writer, self._bounds), self.connections.enter("docker")
         try:
             while await self._answered(peer, refusal):
                 pass
-        except ClientGone:
+        except ClientDisconnect:
             pass
         except asyncio.CancelledError:
             writer.transport.abort()  # the grace is over; to end as cancelled would be logged as an error of ours
@@ -363,11 +329,11 @@ class DockerDoor:
             try:
                 await self._served(exchange, refusal)
             except Exception as error:
-                if isinstance(error, ClientGone) or exchange.started:
+                if isinstance(error, ClientDisconnect) or exchange.started:
                     raise
                 await _refuse(exchange, _coded(error, exchange))
         except h11.ProtocolError as error:
-            raise ClientGone from error
+            raise ClientDisconnect() from error
         except InvalidInput as error:
             return await _told(peer, error)
         try:
@@ -476,7 +442,6 @@ async def _told(peer: EnginePeer, error: CodedError) -> bool:
     if peer.http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
         body = serialization.dumps({"message": error.message})
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
-        await peer.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
-        await peer.send(h11.Data(data=body))
-        await peer.send(h11.EndOfMessage())
+        head = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        await peer.send(head, h11.Data(data=body), h11.EndOfMessage())
     return False

@@ -16,6 +16,7 @@ from typing import Any
 import docker
 import pytest
 
+from gateway.config.schema import ServerConfig
 from gateway.facades.docker import containers
 from gateway.facades.docker.api import STATUS_FILE
 from gateway.facades.docker.http import TAKEN_TURNS, EngineExchange, EnginePeer, bound
@@ -334,14 +335,6 @@ async def test_the_gateway_does_not_take_itself_for_its_engine(tmp_path: Path, m
 
 
 @dataclass(frozen=True, slots=True)
-class FewSeconds:
-    """Bounds of a peer."""
-
-    body_timeout_s: float = 30.0
-    stall_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
 class PeerPair:
     """The door's end of a connection, and its client's."""
 
@@ -361,7 +354,7 @@ async def pair() -> AsyncIterator[PeerPair]:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     theirs.settimeout(30)
     reader, writer = await asyncio.open_connection(sock=ours)
-    yield PeerPair(EnginePeer(reader, writer, FewSeconds()), theirs)
+    yield PeerPair(EnginePeer(reader, writer, ServerConfig()), theirs)
     writer.close()
     theirs.close()
 

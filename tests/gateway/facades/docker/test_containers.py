@@ -149,11 +149,11 @@ class Documents:
 async def test_every_sleep_can_be_kept_and_what_cannot_be_read_keeps_nobody_out(life: ContainerLife) -> None:
     slept, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "9" * 400]}, "long")
     store: Any = Documents()
-    first = Containers(store, SETTINGS)
+    first = Containers(store)
     await first.add(slept.record)
     store.kept["docker_containers"] = "2"
     store.kept["docker_container:1"] = '{"id": 7}'
-    again = Containers(store, SETTINGS)
+    again = Containers(store)
     await again.load()
     assert [each.record.name for each in again.all()] == ["long"]
     await life.remove(slept, force=True)
@@ -162,7 +162,7 @@ async def test_every_sleep_can_be_kept_and_what_cannot_be_read_keeps_nobody_out(
 async def test_a_name_that_could_not_be_kept_is_free_again(life: ContainerLife) -> None:
     box, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1"]}, "box")
     store: Any = Documents(failures=1)
-    containers = Containers(store, SETTINGS)
+    containers = Containers(store)
     with pytest.raises(StorageUnavailable):
         await containers.add(box.record)
     assert containers.check("box") == "box"
