@@ -104,7 +104,7 @@ KIND_BY_REASON: Mapping[Reason, FaultKind] = {
 
 
 #: The HTTP status of each; a facade replaces those that its clients take for something else.
-STATUSES: Mapping[FaultKind, int] = {
+STATUSES: dict[FaultKind, int] = {
     FaultKind.INPUT: 422,
     FaultKind.UNAUTHORIZED: 401,
     FaultKind.FORBIDDEN: 403,
