@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ from manager.config import ManagerSpec
 from manager.errors import CodedError
 from manager.learning import PRIOR_SERIAL_FRACTION
 from manager.simulation.baselines import BASELINES
-from manager.simulation.simulate import FINDABLE, SimulationResult, Size, preset, run
+from manager.simulation.simulate import FINDABLE, Size, preset, run
 from manager.simulation.simulator import Physics, Scenario, read_fault
 from manager.simulation.workloads import (
     PRESETS,
@@ -121,8 +120,6 @@ def _accepted_s(record: InvocationResult) -> float:
     return record.accepted_at.timestamp()
 
 
-#: Formats of a picture, by suffix.
-PICTURES = (".png", ".svg", ".pdf")
 #: What `--policy` is when it is not given: ours beside the paper's.
 DEFAULT_POLICIES = ("adaptive", "price", "paper")
 
@@ -183,7 +180,6 @@ DEFAULT_POLICIES = ("adaptive", "price", "paper")
 @click.option("--find", type=click.Choice(FINDABLE), help="the fewest of these that reach --target-act")
 @click.option("--target-act", metavar="SECONDS", help="mean ACT of a trajectory, such as 2s")
 @json_option
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="a picture of the runs")
 @click.option("--export-trace", type=click.Path(dir_okay=False, path_type=Path), help="write the workload as a trace")
 def simulate(
     workload: str,
@@ -203,13 +199,10 @@ def simulate(
     find: str | None,
     target_act: str | None,
     as_json: bool,
-    plot: Path | None,
     export_trace: Path | None,
 ) -> None:
     """Play a workload on the very same scheduler under a virtual clock: what if I had other sizes or policies?"""
     size = Size(nodes=nodes, cores=cores, gpus=gpus, replicate=replicate)
-    if plot is not None:
-        _check_picture(plot)
     try:
         chosen = load_workload(workload, batch, seed)
         base = _configured(configs, size, chosen) if configs else None
@@ -235,8 +228,6 @@ def simulate(
     if export_trace is not None:
         export_trace.write_text("".join(f"{line}\n" for line in write_trace(chosen.trajectories)), encoding="utf-8")
     click.echo(result.to_json() if as_json else result.table())
-    if plot is not None:
-        _plot(result, chosen, size, base, plot)
 
 
 @click.group()
@@ -293,23 +284,6 @@ def _configured(paths: tuple[Path, ...], size: Size, workload: Workload) -> Mana
     if any(source(name) is ParameterSource.COMMANDLINE for name in ("nodes", "cores", "gpus")):
         return loaded.manager_spec(size.spec(workload, "fixed").nodes)
     return loaded.manager_spec((describe(loaded),))
-
-
-def _check_picture(path: Path) -> None:
-    """Refuse before anything is played what could not be written after it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError("--plot needs matplotlib: pip install 'tangram-gateway[plot]'")
-    if path.suffix.lower() not in PICTURES:
-        raise click.BadParameter(f"{path.name!r} must end in {', '.join(PICTURES)}", param_hint="--plot")
-    if not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no directory {path.absolute().parent}", param_hint="--plot")
-
-
-def _plot(result: SimulationResult, workload: Workload, size: Size, base: ManagerSpec | None, path: Path) -> None:
-    """matplotlib is slow to import: only here."""
-    from gateway.cli.plot import plot_result
-
-    plot_result(result, workload, size, base, path)
 
 
 def _seconds(text: str) -> float:

@@ -368,10 +368,6 @@ def _silence(node: NodeSpec, start_s: float, until_s: float) -> list[FaultEvent]
     return [begins, suspected, FaultEvent(instant_s=until_s, event=NodeOpened(node=node.name), node=node.name)]
 
 
-#: Seconds of one cell of the utilisation over time.
-CELL_S = 1.0
-
-
 class LeaseAudit:
     """Leases by action. Cores and devices are told apart one by one; other units are summed."""
 
@@ -382,7 +378,6 @@ class LeaseAudit:
         self._since_s = 0.0
         #: Unit-seconds by kind.
         self.used: defaultdict[str, float] = defaultdict(float)
-        self._cells: defaultdict[str, dict[int, float]] = defaultdict(dict)
         self.granted = 0
 
     def grant(self, lease: Lease, now_s: float) -> None:
@@ -428,11 +423,6 @@ class LeaseAudit:
     def empty(self) -> bool:
         return not self._leases and not self._owner
 
-    def series(self, kind: str) -> list[float]:
-        """Mean units in use in each `CELL_S`."""
-        cells = self._cells[kind]
-        return [cells.get(cell, 0.0) / CELL_S for cell in range(max(cells, default=-1) + 1)]
-
     def _shares(self, lease: Lease) -> bool:
         """Whether it runs on the units of its batch's leader."""
         return bool(lease.batch) and lease.batch[0] != lease.action_id
@@ -445,9 +435,6 @@ class LeaseAudit:
         for kind, units in self._units.items():
             if units:
                 self.used[kind] += units * (now_s - start_s)
-                cells = self._cells[kind]
-                for cell, span_s in _cells(start_s, now_s):
-                    cells[cell] = cells.get(cell, 0.0) + units * span_s
 
 
 def _places(kind: str, node: str, grant: Grant) -> Iterator[tuple[str, int]]:
@@ -458,16 +445,6 @@ def _places(kind: str, node: str, grant: Grant) -> Iterator[tuple[str, int]]:
             yield where, device
     for core in grant.cores:
         yield where, core
-
-
-def _cells(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:
-    while start_s < end_s:
-        cell = int(start_s / CELL_S)
-        until_s = min(end_s, (cell + 1) * CELL_S)
-        if until_s <= start_s:  # a rounding at the edge of a cell
-            until_s = min(end_s, (cell + 2) * CELL_S)
-        yield cell, until_s - start_s
-        start_s = until_s
 
 
 @dataclass(frozen=True, slots=True)

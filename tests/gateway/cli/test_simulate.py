@@ -59,36 +59,6 @@ def test_a_configuration_without_sizes_brings_its_machine(tmp_path: Path) -> Non
     assert done.exit_code == 0, done.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workload", ["ai-coding", "deepsearch", "mopd"])
-def test_the_picture_is_drawn_of_every_kind_of_work(tmp_path: Path, workload: str) -> None:
-    picture = tmp_path / "out.png"
-    given = ["--workload", workload, "--policy", "price", "--policy", "k8s", "--plot", str(picture)]
-    done = CliRunner().invoke(simulate, [*SMALL, "--batch", "6", *given])
-    assert done.exit_code == 0, done.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_the_picture_is_drawn_of_a_small_model_with_a_quota_in_a_configuration(tmp_path: Path) -> None:
-    config, trace_file, picture = tmp_path / "tangram.yaml", tmp_path / "trace.jsonl", tmp_path / "out.svg"
-    config.write_text("resources: {search: {kind: quota, limit: 5, period: 1s}}")
-    judge = {"think_s": 0, "function": "judge", "cost": {"gpu": 1}, "t_ori_s": 1, "service": "judge"}
-    search = {"think_s": 0, "function": "search", "cost": {"search": 1}, "t_ori_s": 0.5}
-    trajectory = {"id": "a", "task": "t", "arrival_s": 0, "memory_bytes": 0, "steps": [judge, search]}
-    trace_file.write_text(json.dumps(trajectory) + "\n")
-    given = ["--workload", str(trace_file), "--config", str(config), "--gpus", "2", "--cores", "4", "--nodes", "1"]
-    done = CliRunner().invoke(simulate, [*given, "--policy", "price", "--plot", str(picture)])
-    assert done.exit_code == 0, done.output
-    assert "<svg" in picture.read_text()
-
-
-def test_a_picture_that_could_not_be_written_is_refused_before_anything_is_played(tmp_path: Path) -> None:
-    for path, told in ((tmp_path / "out.bmpx", "must end in .png"), (tmp_path / "no" / "out.png", "no directory")):
-        done = CliRunner().invoke(simulate, [*SMALL, "--plot", str(path)])
-        assert done.exit_code == 2 and told in done.output
-
-
 def test_mistakes_are_told_and_not_traced(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text("{")
