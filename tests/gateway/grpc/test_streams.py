@@ -407,7 +407,7 @@ async def test_output_that_nobody_reads_holds_the_command_back(tmp_path: Path, m
 
     monkeypatch.setattr(SessionExchange, "steer", steered)
     total = 8 * 2**20
-    bench = GatewayBench(tmp_path, server={"logs": {"stall": "50ms"}})
+    bench = GatewayBench(tmp_path, bounds={"stall_s": 0.05})
     small = Configuration(http2_connection_window_size=2**16, http2_stream_window_size=2**16)
     async with serving(bench) as gateway:
         with closing(Channel("127.0.0.1", gateway.app.grpc_port, config=small)) as opened:
@@ -447,8 +447,8 @@ async def test_the_example_of_the_page_goes_on_over_a_cut(gateway: RunningGatewa
 
 
 async def test_both_may_be_silent_between_messages_and_not_within_one(tmp_path: Path) -> None:
-    server = {"body_timeout": "50ms", "logs": {"heartbeat": "50ms", "stall": "50ms"}}
-    async with serving(GatewayBench(tmp_path, server=server)) as gateway, channel(gateway) as opened:
+    bounds = {"body_timeout_s": 0.05, "heartbeat_s": 0.05, "stall_s": 0.05}
+    async with serving(GatewayBench(tmp_path, bounds=bounds)) as gateway, channel(gateway) as opened:
         async with call(GatewayStub(opened), opening("cat")) as caller:
             for _ in range(4):
                 assert await caller.hear()
