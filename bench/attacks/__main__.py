@@ -17,6 +17,7 @@ from pathlib import Path
 from bench.attacks.play import EVERY, FRESH, SAME, graded, is_earned, play, playable, small
 from bench.attacks.recorded import CASES, RECORDED, failures_of
 from bench.attacks.rewards import LISTED, NOTHING, PROJECT, TEST
+from bench.attacks.trees import play as lay_out
 from bench.inputs import OWN_PATH, real_input
 from bench.report import BenchReport, median, parser
 from manager.errors import CodedError
@@ -36,6 +37,7 @@ class Tally:
     forged: list[str] = field(default_factory=list)
     vetoed: list[str] = field(default_factory=list)
     untold: list[str] = field(default_factory=list)
+    harm: list[str] = field(default_factory=list)
 
 
 def main() -> int:
@@ -67,6 +69,11 @@ async def measure(kind: str, directory: Path, report: BenchReport, *, quick: boo
         report.figure("fresh_grade_over_warm_p50", round(await fresh_over_warm(environments, 5 if quick else 20), 3))
     finally:
         await environments.close()
+    with tempfile.TemporaryDirectory() as place:
+        harm = await asyncio.to_thread(lay_out, Path(place), 60 if quick else 200, time.time_ns() % 10**9)
+    tally.cases += len(harm)
+    tally.contained += sum(not done for done in harm.values())
+    tally.harm = [f"{name} {each}" for name, done in harm.items() for each in done]
     leftovers = await provider.reap(())
     await provider.close()
     written = await asyncio.to_thread(lambda: {path.name for path in directory.iterdir()} - {"witness", "state"})
@@ -78,9 +85,17 @@ async def measure(kind: str, directory: Path, report: BenchReport, *, quick: boo
     report.check("vetoed_rewards", len(tally.vetoed), limit=0, better="lower")
     report.check("rewards_without_a_note", len(tally.untold), limit=0, better="lower")
     host_writes = len(written) + (witness.read_text(encoding="ascii") != "of the host")
+    host_reads = [each for each in tally.harm if "leaves a link out" in each]
+    host_writes += len(tally.harm) - len(host_reads)
     report.check("host_writes", host_writes, limit=0, better="lower")
+    report.check("host_reads", len(host_reads), limit=0, better="lower")
     report.check("leftovers", leftovers, limit=0, better="lower")
-    for name, those in (("forged", tally.forged), ("vetoed", tally.vetoed), ("untold", tally.untold)):
+    for name, those in (
+        ("forged", tally.forged),
+        ("vetoed", tally.vetoed),
+        ("untold", tally.untold),
+        ("harm", tally.harm),
+    ):
         if those:
             report.note(f"{name}: {', '.join(those)}")
 

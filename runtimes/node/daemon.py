@@ -10,7 +10,6 @@ import re
 import secrets
 import shutil
 import ssl
-import tarfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
@@ -116,7 +115,6 @@ from runtimes.node.protocol import (
     read_function,
     unpack_object,
 )
-from runtimes.sandbox.archiver import Refused
 from runtimes.sandbox.disk import REMEDY, shortage_of
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec import terminal_of
@@ -125,6 +123,7 @@ from runtimes.sandbox.handler.sources import SOURCES_LIMIT_BYTES
 from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.session import InteractiveSession, SessionPiece, SessionTable, TerminalSize
 from runtimes.sandbox.snapshots import SnapshotStore
+from tangram.archive import Refused
 from tangram.types import SnapshotId
 
 logger = structlog.get_logger("node")
@@ -837,7 +836,7 @@ class HandlerStore:
                     in_use = {path.parent.name for path in self._in_use()} | set(self._held)
                     await _to_its_end(asyncio.to_thread(self._keep, part, place, in_use))
                     self._whole.add(digest)
-            except (Refused, tarfile.TarError) as error:
+            except Refused as error:
                 raise InvalidInput(f"what was sent is no handler: {error}", component=ARCHIVE_COMPONENT) from None
             except OSError as error:
                 told = f"the node cannot keep a handler's files: {error}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tarfile
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Protocol
 
 from manager.errors import ActionFailed, InvalidInput
 from manager.function import AUTO
-from runtimes.sandbox.archiver import REFUSED, Extraction
 from runtimes.sandbox.command import Command, FileSource, FileStat, FileStream
 from runtimes.sandbox.runner.client import RunnerRefusal, SandboxProcess, decode
 from runtimes.sandbox.runner.runner import ProtocolError
 from runtimes.sandbox.sandbox import Sandbox
+from tangram import archive
+from tangram.archive import DIRECTORY, REFUSED, Extraction, Reader, opened_directory
 
-SOURCE = Path(__file__).with_name("archiver.py").read_text(encoding="utf-8")
+SOURCE = Path(archive.__file__).read_text(encoding="utf-8")
 #: Seconds that one archive may take.
 ARCHIVE_S = 600.0
 #: Bytes that are kept of what is said of a failure.
@@ -177,19 +177,17 @@ class LocalFiles:
 def unpack_tree(packed: Path, site: Path, limit_bytes: int) -> int:
     """Unpack a tar into a new directory, readable for every user and without links, and remove the tar.
 
-    Return the bytes of its files. Raises `runtimes.sandbox.archiver.Refused`, TarError and OSError.
+    Return the bytes of its files. Raises `tangram.archive.Refused` and OSError.
     """
-    extraction = Extraction(str(site), limit_bytes)
-    with tarfile.open(packed, mode="r:") as tar:
-        extraction.all(tar)
+    site.mkdir(parents=True)
+    with packed.open("rb") as file, opened_directory(site) as root:
+        with Extraction(root, limit_bytes=limit_bytes, links=False, mode=_readable) as tree:
+            tree.all(Reader(file))
+        os.fchmod(root, 0o755)
     packed.unlink()
-    for folder, folders, files in os.walk(site):
-        for name in (*folders, *files):
-            path = Path(folder, name)
-            if path.is_symlink():
-                path.unlink()  # no wheel holds one
-            else:
-                path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
-    site.chmod(0o755)
     site.parent.chmod(0o755)
-    return limit_bytes - extraction.left
+    return limit_bytes - tree.left_bytes
+
+
+def _readable(mode: int, kind: str) -> int:
+    return 0o755 if kind == DIRECTORY or mode & 0o100 else 0o644

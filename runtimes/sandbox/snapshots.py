@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import errno
 import os
 import secrets
 import shutil
 import stat
+import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,21 @@ import structlog
 
 from manager.errors import CapacityExceeded, CodedError, Conflict, NotFound, TooLarge, Unsupported, exhaustion
 from manager.function import SandboxSpec, Setting
+from tangram.archive import (
+    DEPTH_MAX,
+    EXTENDED_MAX_BYTES,
+    IDS,
+    NAMES_MAX_BYTES,
+    PATH_MAX_BYTES,
+    PERMISSIONS,
+    PIECE_BYTES,
+    USERS_OWN,
+    XATTR,
+    Extraction,
+    Reader,
+    Refused,
+    extents,
+)
 
 #: In a provider's state directory: a directory for each snapshot.
 SNAPSHOTS = "snapshots"
@@ -344,12 +359,8 @@ class SnapshotStore:
 # followed, for what is in it may have been put there to lead elsewhere. Sockets and devices are left out, and so is
 # what is mounted in it: that is not the tree's.
 
-#: Directories inside each other, and bytes of a path, in a tree that can be kept.
-DEPTH_MAX, PATH_MAX_BYTES = 256, 4000
-#: Ids of one sandbox that has its own (`runtimes.sandbox.process.BLOCK`), and what others become.
-IDS, NOBODY = 2**16, 65534
-PIECE_BYTES = 2**20
-XATTR = "TANGRAM.xattr."
+#: What ids become that are not of the sandbox.
+NOBODY = 65534
 NESTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 CONTENT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -375,6 +386,8 @@ class _Packer:
         self._limit_bytes, self._written_bytes, self._too_large = left_bytes, 0, too_large
         #: The first name of each file that has several.
         self._names: dict[tuple[int, int], str] = {}
+        #: Bytes of those, and of the paths of directories, which who lays it out keeps.
+        self._names_bytes = 0
         #: The file system of the tree.
         self._device = -1
 
@@ -407,7 +420,10 @@ class _Packer:
                 os.close(below)
             return
         header = self._header(path, info)
-        first = self._names.setdefault((info.st_dev, info.st_ino), path) if info.st_nlink > 1 else path
+        first = path
+        if info.st_nlink > 1:
+            first = self._names.setdefault((info.st_dev, info.st_ino), path)
+            self._count_name(path)
         if first != path:
             header.type, header.linkname = tarfile.LNKTYPE, first
         elif stat.S_ISLNK(info.st_mode):
@@ -425,7 +441,8 @@ class _Packer:
     def _directory(self, fd: int, path: str, info: os.stat_result) -> None:
         header = self._header(path, info)
         header.type = tarfile.DIRTYPE
-        header.pax_headers = _attributes(fd)
+        header.pax_headers = _attributes(fd, path)
+        self._count_name(path)
         self._say(header)
 
     def _regular(self, directory: int, name: str, header: tarfile.TarInfo) -> None:
@@ -434,16 +451,21 @@ class _Packer:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
                 return
-            header.size, header.pax_headers = info.st_size, _attributes(fd)
+            header.size, header.pax_headers = info.st_size, _attributes(fd, header.name)
             self._say(header)
             begin = self._file.tell()
             after = begin + -(-info.st_size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
             self._require_place(header.name, after)
-            for start, end in _extents(fd, 0, info.st_size):
+            for start, end in extents(fd, 0, info.st_size):
                 self._copy(fd, start, end, begin)
             self._file.seek(after)
         finally:
             os.close(fd)
+
+    def _count_name(self, path: str) -> None:
+        self._names_bytes += len(os.fsencode(path))
+        if self._names_bytes > NAMES_MAX_BYTES:
+            raise _unkept(path, f"is one of more directories and second names than {NAMES_MAX_BYTES} bytes can name")
 
     def _require_place(self, path: str, after: int) -> None:
         """Raise Conflict for a file whose holes reach beyond what a file of this disk can be."""
@@ -483,68 +505,23 @@ def unpack(source: Path, root: int, *, base: int, owners: bool) -> None:
 
     It has nothing but directories, in which something may be mounted.
 
-    ``base`` as for `pack`; without ``owners`` everything is this process's own. Raises OSError.
+    ``base`` as for `pack`; without ``owners`` everything is this process's own. A mode lends the rights of its owner
+    only where that is nobody of the machine. Raises OSError, and Conflict for what no packed tree is.
     """
+    lends = owners and base > 0
+
+    def mode(mode: int, kind: str) -> int:
+        return mode if lends else mode & (PERMISSIONS | stat.S_ISVTX)
+
+    owner = base if owners else -1
     # Holes are looked for with a descriptor of its own, as that moves its position.
-    with source.open("rb") as data, tarfile.open(source, mode="r:", errors="surrogateescape") as tar:
-        directories: list[tarfile.TarInfo] = []
-        for info in tar:
-            if info.isdir():
-                with suppress(FileExistsError):
-                    os.mkdir(info.name, 0o700, dir_fd=root)
-                directories.append(info)
-            elif info.islnk():
-                os.link(info.linkname, info.name, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
-            else:
-                _lay_out(data.fileno(), info, root, base if owners else -1)
-        for info in reversed(directories):  # last, as what is made in one changes its time, and may not be allowed
-            fd = os.open(info.name, NESTED, dir_fd=root)
-            try:
-                _finish(fd, info, base if owners else -1)
-            finally:
-                os.close(fd)
-
-
-def _lay_out(data: int, info: tarfile.TarInfo, root: int, base: int) -> None:
-    """Make one that is no directory; ``base`` is -1 where it is to be this process's own."""
-    if info.isreg():
-        fd = os.open(info.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=root)
+    with source.open("rb") as file, source.open("rb") as holes:
+        tree = Extraction(root, entries_max=sys.maxsize, faithful=True, owner=owner, mode=mode)
         try:
-            for start, end in _extents(data, info.offset_data, info.offset_data + info.size):
-                _fill(data, start, end, fd, start - info.offset_data)
-            os.ftruncate(fd, info.size)
-            _finish(fd, info, base)
-        finally:
-            os.close(fd)
-        return
-    if info.issym():
-        os.symlink(info.linkname, info.name, dir_fd=root)
-    else:
-        os.mkfifo(info.name, 0o600, dir_fd=root)
-    if base >= 0:
-        os.chown(info.name, base + info.uid, base + info.gid, dir_fd=root, follow_symlinks=False)
-    if not info.issym():
-        os.chmod(info.name, info.mode, dir_fd=root)
-    times = (round(info.mtime * 1e9),) * 2
-    os.utime(info.name, ns=(times[0], times[1]), dir_fd=root, follow_symlinks=False)
-
-
-def _fill(source: int, start: int, end: int, target: int, at: int) -> None:
-    while start < end and (data := os.pread(source, min(PIECE_BYTES, end - start), start)):
-        at += os.pwrite(target, data, at)
-        start += len(data)
-
-
-def _finish(fd: int, info: tarfile.TarInfo, base: int) -> None:
-    """Give a file or directory its owner, mode, attributes and time; the owner first, as that takes setuid away."""
-    if base >= 0:
-        os.fchown(fd, base + info.uid, base + info.gid)
-    for key, value in info.pax_headers.items():
-        if key.startswith(XATTR):
-            os.setxattr(fd, key.removeprefix(XATTR), base64.b64decode(value))
-    os.fchmod(fd, info.mode)
-    nanoseconds = round(info.mtime * 1e9)
-    os.utime(fd, ns=(nanoseconds, nanoseconds))
+            with tree:
+                tree.all(Reader(file, holes.fileno()))
+        except Refused as error:
+            raise Conflict(f"the snapshot is damaged: {error}", component=COMPONENT) from None
 
 
 def _opened(name: str, flags: int, directory: int, path: str) -> int:
@@ -561,27 +538,16 @@ def _unkept(path: str, why: str) -> Conflict:
     )
 
 
-def _attributes(fd: int) -> dict[str, str]:
-    """Return the extended attributes that a user can set, as fields of a header."""
+def _attributes(fd: int, path: str) -> dict[str, str]:
+    """Return the extended attributes that a user can set, as fields of a header; raises Conflict for too many."""
     result: dict[str, str] = {}
+    size_bytes = 0
     with suppress(OSError):  # of a file system without them
         for name in os.listxattr(fd):
-            if name.startswith("user.") and "=" not in name:
-                result[f"{XATTR}{name}"] = base64.b64encode(os.getxattr(fd, name)).decode("ascii")
+            if name.startswith(USERS_OWN) and name.isprintable() and "=" not in name:
+                value = base64.b64encode(os.getxattr(fd, name)).decode("ascii")
+                result[f"{XATTR}{name.removeprefix(USERS_OWN)}"] = value
+                size_bytes += len(value) + 2 * len(name)
+                if size_bytes > EXTENDED_MAX_BYTES // 2:
+                    raise _unkept(path, f"has extended attributes of more than {EXTENDED_MAX_BYTES // 4} bytes")
     return result
-
-
-def _extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a file between two places that are no holes."""
-    while start < end:
-        try:
-            start = os.lseek(fd, start, os.SEEK_DATA)
-            stop = min(end, os.lseek(fd, start, os.SEEK_HOLE))
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole is left
-                return
-            stop = end  # the file system does not tell
-        if start >= end:
-            return
-        yield start, stop
-        start = stop

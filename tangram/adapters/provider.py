@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tangram.archive import LINK, Extraction, Reader, Refused, opened_directory, private_mode, take_back
 from tangram.client import InvocationResult
 from tangram.errors import TangramError
 
@@ -202,10 +203,18 @@ def unpacked(data: bytes, target: str | Path) -> None:
     """
     root = Path(target)
     root.mkdir(parents=True, exist_ok=True)
+    reader, links = Reader(io.BytesIO(data)), []
     try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            archive.extractall(root, filter="data")
-    except tarfile.TarError as error:
+        with opened_directory(root) as fd, Extraction(fd, into=True, mode=private_mode) as tree:
+            try:
+                for entry in reader:
+                    tree.one(entry, reader.content())
+                    links += [entry.name] if entry.kind == LINK else []
+            finally:
+                out = take_back(str(root), links)
+        if out:
+            raise Refused("invalid_input", "outside", f"links lead out of it: {sorted(out)[:10]}")
+    except Refused as error:
         raise InfrastructureFailed(f"the tree of the sandbox cannot be laid out: {error}", "unsafe_tree") from error
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import shutil
-import tarfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,13 +22,13 @@ import structlog
 
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Unsupported, exhaustion
 from manager.function import Network, SandboxSpec
-from runtimes.sandbox.archiver import Refused
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import PURPOSE
 from runtimes.sandbox.files import open_archive, unpack_tree
 from runtimes.sandbox.handler.sources import COMPONENT, RequirementSettings
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.secrets import REDACTED, SECRET, Secrets
+from tangram.archive import Refused
 
 #: Where a build finds pip and the wheels, and what it leaves; in a layer: its files, and how large they are.
 _PIP, _LINKS, _TARGET = "/installer/pip", "/links", "layer"
@@ -207,7 +206,7 @@ class LayerStore:
                     async for chunk in chunks:
                         file.write(chunk)
             return await asyncio.to_thread(unpack_tree, packed, created / _SITE, limit)
-        except (Refused, tarfile.TarError) as error:
+        except Refused as error:
             raise InvalidConfig(f"its requirements are no layer: {error}", component=COMPONENT) from None
         except OSError as error:
             raise exhaustion(error, COMPONENT) or error from None

@@ -13,8 +13,9 @@ import click
 import pytest
 
 from tangram import FileEntry
+from tangram.archive import FILE, Entry
 from tangram.cli import cp as module
-from tangram.cli.cp import Remote, SandboxPlace, Unpacking, batches, pack, remote, walk, write_below
+from tangram.cli.cp import Remote, SandboxPlace, Unpacking, batches, pack, remote, walk, write_alone
 from tangram.client.sync import Trajectory
 from tangram.errors import ConflictError, UnsupportedError
 from tests.tangram.cli.conftest import Served, Tangram
@@ -267,8 +268,8 @@ def test_links_that_lead_out_by_way_of_one_another_are_left_out(tmp_path: Path) 
         )
     )
     back = tmp_path / "back"
-    assert [each.path for each in unpacking.left_out] == ["tree/y", "tree/root"]
-    assert sorted(str(each.relative_to(back)) for each in back.rglob("*")) == ["d", "d/x", "near", "y", "y/file"]
+    assert [each.path for each in unpacking.left_out] == ["tree/y/file", "tree/y", "tree/root"]
+    assert sorted(str(each.relative_to(back)) for each in back.rglob("*")) == ["d", "d/x", "near"]
     assert list(tmp_path.iterdir()) == [back]
 
 
@@ -303,9 +304,12 @@ def test_a_link_that_lies_in_the_target_is_not_followed(tmp_path: Path) -> None:
     root.mkdir()
     (root / "file").symlink_to(outside / "file")
     (root / "deep").symlink_to(outside / "deep")
-    for path in ("file", "deep/file"):
-        with pytest.raises(click.ClickException, match="is a link"):
-            write_below(root, root / path, b"written", 0o644)
+    unpacking = Unpacking(root, "tree")
+    unpacking.all(archive(entry_of("file", size=2), entry_of("deep/file", size=2), entry_of("a/b", size=2)))
     assert ((outside / "file").read_text(), list((outside / "deep").iterdir())) == ("kept", [])
-    write_below(root, root / "a" / "b", b"written", 0o644)
-    assert (root / "a" / "b").read_bytes() == b"written"
+    assert ((root / "file").read_text(), (root / "a" / "b").read_text()) == ("xx", "xx")
+    assert [(each.path, "is a link here" in each.why) for each in unpacking.left_out] == [("tree/deep/file", True)]
+    with pytest.raises(click.ClickException, match="is a link"):
+        Unpacking(root / "deep", "tree").all(archive(entry_of("file", size=2)))
+    write_alone(root / "alone", Entry("f", FILE, 0o4755, 2), [(0, b"xx")])
+    assert stat.S_IMODE((root / "alone").stat().st_mode) == 0o755
