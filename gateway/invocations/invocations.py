@@ -650,7 +650,7 @@ class Invocations:
             revision=function.revision,
             task=request.task,
             trajectory=request.trajectory,
-            parent=self._parent(request.parent),
+            parent=self._parent(request),
             mode=request.mode,
             accepted_s=self._wall(),
             input=request.body,
@@ -679,10 +679,18 @@ class Invocations:
         for on_accept in self.on_accept:
             on_accept(record)
 
-    def _parent(self, parent: str | None) -> str | None:
-        if parent is not None and seq_of(parent) not in self._living:
-            raise InvalidInput(f"parent {parent!r} is no living invocation", detail={"path": "parent"})
-        return parent
+    def _parent(self, request: InvocationRequest) -> str | None:
+        """Return the parent, on whose units it runs; raises InvalidInput for one of another trajectory and task."""
+        if request.parent is None:
+            return None
+        living = self._living.get(seq_of(request.parent))
+        record = None if living is None else living.record
+        if record is None or (
+            record.task != request.task and (record.trajectory is None or record.trajectory != request.trajectory)
+        ):
+            message = f"parent {request.parent!r} is no living invocation of this trajectory or task"
+            raise InvalidInput(message, detail={"path": "parent"})
+        return request.parent
 
     async def _make_durable(self, fresh: Sequence[LiveInvocation]) -> None:
         """Commit, or end all of them: part of a refused batch may be on disk already, where it must not wait."""

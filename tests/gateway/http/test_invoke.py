@@ -422,6 +422,17 @@ async def test_a_child_runs_although_its_parent_holds_all_that_its_task_may_have
     assert account["queued"] == account["running"] == 0
 
 
+async def test_nobody_runs_on_the_units_of_another_task(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        victim = {"X-Task": "swe", "X-Trajectory-Id": "t1"}
+        parent = (await gateway.invoke({"held": True}, mode="async", headers=victim)).json()["id"]
+        await gateway.executing(parent)
+        for own in ({}, {"X-Task": "other"}, {"X-Task": "other", "X-Trajectory-Id": "t2"}):
+            refused = await gateway.invoke({"n": 1}, headers=own | {"X-Parent-Id": parent})
+            assert (refused.status_code, refused.json()["code"]) == (422, "invalid_input"), refused.text
+        gateway.runtime.finish(parent)
+
+
 async def test_a_child_works_in_its_parents_slot_and_a_grandchild_too(tmp_path: Path) -> None:
     bench = GatewayBench(
         tmp_path,
