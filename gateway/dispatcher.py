@@ -17,6 +17,7 @@ from manager.errors import CodedError, Conflict, NotFound, Reason
 from manager.executor import Call, CallHooks, Executor
 from manager.function import FunctionSpec
 from runtimes.kinds import kind_of
+from runtimes.node.protocol import failed
 
 COMPONENT = "trajectories"
 T = TypeVar("T")
@@ -84,7 +85,10 @@ class GatewayDispatcher:
         traceparent, function = call.traceparent, call.function
         if self._pass_trace is not None:
             traceparent = self._pass_trace(call.context["invocation_id"], action.id, traceparent)
-        inside, used = kind_of(function).works_in_sandbox, self._quotas.begin(lease)
+        inside = kind_of(function).works_in_sandbox
+        if inside and not call.resumed and (loss := self._trajectories.take_loss(action.trajectory)) is not None:
+            return failed(loss)
+        used = self._quotas.begin(lease)
         hooks = _Hooks(
             self._invocations,
             self._store,
@@ -113,7 +117,9 @@ class GatewayDispatcher:
         return await self._machines.replicate(function, service, node, chunk)
 
     async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
-        """Make the trajectory's environment, once it is on record; raises CodedError."""
+        """Make the trajectory's environment, once it is on record; raises CodedError, also if the last one is lost."""
+        if (loss := self._trajectories.take_loss(trajectory)) is not None:
+            raise loss
         if self._trajectories.opened(trajectory, task, function):
             await self._store.durable()
         await self._machines.open_trajectory(trajectory, task, function)

@@ -28,21 +28,29 @@ from gateway.cluster.store import (
 )
 from gateway.config.load import GatewayConfig
 from gateway.config.schema import ClusterConfig
-from gateway.invocations.invocations import LiveInvocation
 from gateway.invocations.record import Record
-from gateway.invocations.restart import AttemptHolder, Reattachment, TrajectoryRecovery, claims_of_try
+from gateway.invocations.restart import Reattachment, TrajectoryRecovery
 from gateway.registry import UPLOADS, Prepare
 from gateway.runtime_factory import ModelServices
 from gateway.store.store import Store
-from manager.action import Chunk, State
+from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.clock import Clock
 from manager.config import NodeSpec, ServiceSpec
 from manager.engine import Engine
-from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidConfig, NotFound, Unauthorized, Unsupported
+from manager.errors import (
+    CapacityExceeded,
+    CodedError,
+    Conflict,
+    InvalidConfig,
+    NotFound,
+    Reason,
+    Unauthorized,
+    Unsupported,
+)
 from manager.events import NodeClosed, NodeJoined, NodeLost, NodeOpened
-from manager.executor import Executor
+from manager.executor import Call, Executor
 from manager.function import FunctionSpec
-from runtimes.executor import FleetExecutor
+from runtimes.kinds import kind_of
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
 from runtimes.node.daemon import Trouble
 from runtimes.node.membership import (
@@ -69,6 +77,7 @@ from runtimes.node.protocol import (
 )
 from runtimes.node.ray.process import KeeperProcess
 from runtimes.node.remote import RemoteNode, unfitness
+from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.files import SandboxFiles
 from runtimes.sandbox.handler.sources import HandlerCopies
 from tangram.types import LivingSandbox, NodeCondition, NodeStatus, NodeStatusList, NodeTicket
@@ -290,69 +299,6 @@ def _lies_on(chunk: Chunk, devices: int) -> bool:
     return size > 0 and not size & (size - 1) and start >= 0 and start % size == 0 and chunk.end <= devices
 
 
-class NodeReattachment:
-    """What goes on at one node without a gateway: handlers too, as a daemon that is no part of it executes them.
-
-    Not models: which devices they compute on is not on record.
-    """
-
-    def __init__(self, node: RemoteNode) -> None:
-        self._node = node
-
-    def may_hold(self, invocation: LiveInvocation) -> bool:
-        """Return whether work of its kind outlives the gateway that began it."""
-        return invocation.inside or (invocation.function is not None and invocation.function.handler is not None)
-
-    async def leave(self, invocation: LiveInvocation) -> bool:
-        """Leave it to the next gateway, as it runs; return False if that cannot be."""
-        return self.may_hold(invocation) and await self._node.leave(claims_of_try(invocation.record))
-
-    def detached(self, invocation: LiveInvocation) -> None:
-        """Let it outlive its caller and this gateway."""
-        if self.may_hold(invocation):
-            self._node.detach(claims_of_try(invocation.record))
-
-    def settled(self, invocation: LiveInvocation) -> None:
-        """Let the node forget its end, which it keeps until then, whoever waited for it."""
-        self._node.acknowledge(claims_of_try(invocation.record))
-
-
-class FleetReattachment(Reattachment):
-    """The same for this machine and every node: an invocation belongs to where its record says that it runs."""
-
-    def __init__(
-        self,
-        environments: AttemptHolder,
-        node: Callable[[str], RemoteNode | None],
-        nodes: Callable[[], Iterable[RemoteNode]],
-    ) -> None:
-        super().__init__(environments)
-        self._here = Reattachment(environments)
-        self._node = node
-        self._nodes = nodes
-
-    def _where(self, invocation: LiveInvocation) -> Reattachment | NodeReattachment:
-        name = invocation.record.node
-        node = None if name is None else self._node(name)
-        return self._here if node is None else NodeReattachment(node)
-
-    def may_hold(self, invocation: LiveInvocation) -> bool:
-        return self._where(invocation).may_hold(invocation)
-
-    async def leave(self, invocation: LiveInvocation) -> bool:
-        return await self._where(invocation).leave(invocation)
-
-    def detached(self, invocation: LiveInvocation) -> None:
-        self._where(invocation).detached(invocation)
-
-    def settled(self, invocation: LiveInvocation) -> None:
-        record = invocation.record
-        self._where(invocation).settled(invocation)
-        for attempt in range(1, record.attempt):  # earlier tries, wherever they were
-            for node in self._nodes():
-                node.acknowledge(claims_of_try(record, attempt))
-
-
 #: Seconds between two looks whether a draining node is empty.
 _LOOK_S = 0.5
 #: Seconds after which a node that was refused for good may ask again.
@@ -423,8 +369,10 @@ class Cluster:
             self.near = f"{_LOOPBACK.get(host, host)}:{self._listener.port}"
         self._engine: Engine | None = None
         self._services: ModelServices | None = None
-        self._fleet: FleetExecutor | None = None
-        self._trajectories: TrajectoryRecovery | None = None
+        self._executor_here: Executor
+        self._trajectories: TrajectoryRecovery
+        #: The nodes of trajectories that do not live here.
+        self._homes: dict[str, str] = {}
         self._awaited_on: AwaitedOn = lambda node: ()
         self._functions: Callable[[], Sequence[FunctionSpec]] = lambda: ()
         self._again: Callable[[Prepare], None] = lambda instead: None
@@ -474,25 +422,19 @@ class Cluster:
 
     def executor(self, here: Executor, trajectories: TrajectoryRecovery) -> Executor:
         """Return what executes wherever a lease says, given what executes here and where trajectories are on record."""
-        if self._admission is None:
-            return here
-        local = self.here.name if self._inline else ""
-        fleet = FleetExecutor(here, local, self._member, mark_lost=trajectories.environments.mark_lost)
-        fleet.place_of = self._place_of
-        self._fleet, self._trajectories = fleet, trajectories
-        trajectories.home, fleet.on_told, trajectories.here = fleet.home, trajectories.told, local
-        fleet.lose(trajectories.part_with_lost())
-        self.snapshots.users = trajectories.snapshots_in_use
-        for name in self._awaited:
-            for trajectory in trajectories.on_node(name):
-                fleet.settle_in(trajectory, name)
-        return fleet
+        self._executor_here, self._trajectories = here, trajectories
+        if self._admission is not None:
+            trajectories.home = self.home
+            trajectories.here = self.here.name if self._inline else ""
+            trajectories.release_lost()
+            self.snapshots.users = trajectories.snapshots_in_use
+            for name in self._awaited:
+                self._homes |= dict.fromkeys(trajectories.on_node(name), name)
+        return self
 
-    def reattachment(self, environments: AttemptHolder) -> Reattachment:
+    def reattachment(self, environments: Environments) -> Reattachment:
         """Return what knows which commands of the gateway before are whose."""
-        return FleetReattachment(
-            environments, self._member, lambda: [machine.remote for machine in self._machines.values()]
-        )
+        return Reattachment(environments, lambda: {name: each.remote for name, each in self._machines.items()})
 
     def begin(
         self,
@@ -610,6 +552,58 @@ class Cluster:
             fingerprint=admission.certificate.fingerprint,
         )
 
+    # -- Executor
+
+    def _is_here(self, node: str) -> bool:
+        return node in ("", self.here.name if self._inline else "")
+
+    def home(self, trajectory: str) -> str:
+        """Return the name of the other machine that a trajectory lives on; empty if it lives here, or nowhere yet."""
+        node = self._homes.get(trajectory) or self._place_of(trajectory)
+        return "" if self._is_here(node) else node
+
+    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        """Run the action where its lease says."""
+        if self._is_here(lease.node):
+            return await self._executor_here.execute(action, lease, call)
+        remote = self._member(lease.node)
+        if remote is None:
+            message = f"node {lease.node} is not there any more"
+            return Outcome(state=State.LOST, reason=Reason.NODE_LOST, message=message, component="cluster")
+        if action.trajectory is not None and kind_of(call.function).works_in_sandbox:
+            self._homes[action.trajectory] = lease.node
+        return await remote.execute(action, lease, call)
+
+    async def resize(self, action: Action, lease: Lease) -> None:
+        """Give a running action other cores, where it runs."""
+        machine = self._executor_here if self._is_here(lease.node) else self._member(lease.node)
+        if machine is not None:
+            await machine.resize(action, lease)
+
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
+        """Copy a service on the node's devices; return False where it cannot be."""
+        machine = self._executor_here if self._is_here(node) else self._member(node)
+        return machine is not None and await machine.replicate(function, service, node, chunk)
+
+    async def open_trajectory(self, trajectory: str, task: str, function: FunctionSpec) -> None:
+        """Make the trajectory's environment where the core has placed it; raises CodedError."""
+        node = self.home(trajectory)
+        machine = self._member(node) if node else self._executor_here
+        if machine is None:
+            raise CapacityExceeded(f"node {node} is not there any more", component="cluster", retry_after_s=1.0)
+        if node:
+            self._homes[trajectory] = node
+        await machine.open_trajectory(trajectory, task, function)
+
+    async def end_trajectory(self, trajectory: str) -> None:
+        """Remove the trajectory's environment, and what is kept for it here; that of an absent node when it is back."""
+        remote = self._member(self._homes.pop(trajectory, ""))
+        if remote is not None:
+            await remote.end_trajectory(trajectory)
+        await self._executor_here.end_trajectory(trajectory)
+
+    # -- trajectories on other machines
+
     def living(self, trajectory: str) -> LivingSandbox | None:
         """Return the sandbox of a trajectory that lives on another machine."""
         remote = self.remote_of(trajectory)
@@ -641,7 +635,7 @@ class Cluster:
 
     def remote_of(self, trajectory: str) -> RemoteNode | None:
         """Return the other machine that a trajectory lives on; None if it lives here, or nowhere."""
-        return None if self._fleet is None else self._member(self._fleet.home(trajectory))
+        return self._member(self.home(trajectory))
 
     def leaving(self, node: str) -> str:
         """Return why another machine takes no new work and will leave; empty if it does not."""
@@ -831,8 +825,8 @@ class Cluster:
         )
         within_s, largest_bytes = config.times.lost_after_s, config.link.frame_max_bytes
         inventory = await link.receive(Inventory, within_s, frame_max_bytes=largest_bytes)
-        if name in self._awaited and self._trajectories is not None:  # before anything is begun there anew
-            machine.remote.mark_lost(set(self._trajectories.on_node(name)) - _living(inventory))
+        if name in self._awaited:  # before anything is begun there anew
+            self._lose_trajectories(set(self._trajectories.on_node(name)) - _living(inventory))
         machine.remote.connect(link, inventory, recovering=name in self._awaited)
         serving = asyncio.create_task(machine.remote.serve(link))
         reconciling = asyncio.create_task(self._reconcile(machine, hello, inventory))
@@ -850,7 +844,6 @@ class Cluster:
     async def _reconcile(self, machine: ClusterNode, hello: NodeHello, inventory: Inventory) -> None:
         """Bring both sides to agree on what runs and lives there, then let the node serve."""
         name, remote = hello.name, machine.remote
-        assert self._trajectories is not None
         self.abilities.join(name, remote.prepare)
         machine.spec = replace(machine.spec, able=self.abilities.able(name))
         if name in self._awaited:
@@ -881,11 +874,12 @@ class Cluster:
             await self._prepare_here(function)
 
     def _machine(self, spec: NodeSpec, epoch: str = "") -> ClusterNode:
-        assert self._admission is not None and self._trajectories is not None
+        assert self._admission is not None
         sessions = self._trajectories.environments.sessions
         remote = RemoteNode(spec.name, archives=self._admission.archives, sessions=sessions, epoch=epoch)
         machine = ClusterNode(spec, remote)
         remote.on_message = partial(self._take, machine)
+        remote.on_lost = self._lose_trajectories
         remote.models.on_change = partial(self._models_changed, spec.name)
         return machine
 
@@ -955,16 +949,18 @@ class Cluster:
         self.snapshots.lose(name, verdict.why)
         if self._services is not None:
             self._services.forget(name)
-        assert self._trajectories is not None and self._fleet is not None
-        unaware = [one for one in self._trajectories.on_node(name) if self._is_unaware(one)]
-        self._trajectories.lose(unaware)
-        self._fleet.lose(unaware)
+        self._lose_trajectories(one for one in self._trajectories.on_node(name) if self._is_unaware(one))
         self.engine.tell(NodeLost(node=name))
         self._awaited.discard(name)
         if machine is not None:
             machine.remote.lost(verdict.why)
             if machine.link is not None:
                 machine.link.close(verdict.why)
+
+    def _lose_trajectories(self, trajectories: Iterable[str]) -> None:
+        for trajectory in list(trajectories):
+            self._homes.pop(trajectory, None)
+            self._trajectories.lose([trajectory])
 
     def _is_unaware(self, trajectory: str) -> bool:
         """Whether no action of the trajectory is told of the loss of its sandbox by its own end."""

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import msgspec
 import structlog
@@ -22,49 +21,32 @@ from gateway.registry import Registry
 from gateway.store.store import OpenTrajectory, Store
 from manager.action import Lease, Outcome, State
 from manager.engine import Engine
-from manager.errors import Draining, NotFound, Reason, StorageUnavailable
+from manager.errors import ActionFailed, Draining, NotFound, Reason, StorageUnavailable
 from manager.function import FunctionSpec, SandboxSpec
 from manager.resources.pools import QuotaSpec, ResourceSpec
+from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.command import claims_of
 from runtimes.sandbox.environments import Environments
-
-
-class AttemptHolder(Protocol):
-    """What holds commands of a gateway before: `runtimes.sandbox.environments.Environments`, or a node."""
-
-    def resumable(self) -> Iterable[str]:
-        """Return the claims of commands that can be taken over."""
-        ...
-
-    def never_started(self, trajectory: str, claims: str) -> bool:
-        """Return whether it is certain that no command with such a claim was started."""
-        ...
-
-    async def end_unclaimed(self, taken: Collection[str]) -> None:
-        """End every command whose claim begins with none of these."""
-        ...
-
-    async def leave(self, claims: str) -> bool:
-        """Leave a running command to the next gateway; return False if that cannot be."""
-        ...
-
-    def detach(self, claims: str) -> None:
-        """Let it outlive this gateway."""
-        ...
-
-    def acknowledge(self, trajectory: str | None, claims: str) -> None:
-        """Forget it: its end is on record."""
-        ...
+from runtimes.sandbox.runner.client import lost
 
 
 class Reattachment:
-    """Joins the records of an earlier gateway to what its sandboxes still hold, and leaves to the next what runs."""
+    """Joins the records of an earlier gateway to what sandboxes and nodes still hold, and leaves to the next what runs.
 
-    def __init__(self, environments: AttemptHolder) -> None:
+    What runs on a node goes on there without a gateway: handlers too, as a daemon that is no part of it executes them.
+    """
+
+    def __init__(self, environments: Environments, nodes: Callable[[], Mapping[str, RemoteNode]] = dict) -> None:
+        """``environments`` are this machine's, ``nodes`` those that have joined or are awaited, by name."""
         self._environments = environments
+        self._nodes = nodes
         #: What the claims of each held try begin with.
         self._resumable: set[str] = set()
         self._taken: set[str] = set()
+
+    def _node(self, invocation: LiveInvocation) -> RemoteNode | None:
+        """Return the node on which an invocation runs; None for this machine."""
+        return self._nodes().get(invocation.record.node or "")
 
     def look(self) -> None:
         """See what the adopted sandboxes hold."""
@@ -77,8 +59,13 @@ class Reattachment:
         return begun and self.may_hold(invocation) and claims_of_try(record) in self._resumable
 
     def may_hold(self, invocation: LiveInvocation) -> bool:
-        """Return whether work of its kind outlives the gateway that began it."""
-        return invocation.inside
+        """Return whether work of its kind outlives the gateway that began it.
+
+        Not models: which devices they compute on is not on record.
+        """
+        function = invocation.function
+        is_handler = function is not None and function.handler is not None
+        return invocation.inside or (is_handler and self._node(invocation) is not None)
 
     def never_started(self, invocation: LiveInvocation) -> bool:
         """Whether the present try is certain not to have begun, whatever the record feared."""
@@ -99,18 +86,25 @@ class Reattachment:
         self._resumable.clear()
 
     async def leave(self, invocation: LiveInvocation) -> bool:
-        """Leave a running command to the next gateway, as it runs; False where that cannot be."""
-        return self.may_hold(invocation) and await self._environments.leave(claims_of_try(invocation.record))
+        """Leave what runs to the next gateway, as it runs; return False where that cannot be."""
+        holder = self._node(invocation) or self._environments
+        return self.may_hold(invocation) and await holder.leave(claims_of_try(invocation.record))
 
     def detached(self, invocation: LiveInvocation) -> None:
         """It goes on without its caller, and from now on without this gateway too."""
         if self.may_hold(invocation):
-            self._environments.detach(claims_of_try(invocation.record))
+            (self._node(invocation) or self._environments).detach(claims_of_try(invocation.record))
 
     def settled(self, invocation: LiveInvocation) -> None:
-        """No gateway asks for its end again: no sandbox needs to keep it."""
-        if invocation.record.detached and self.may_hold(invocation):
-            self._environments.acknowledge(invocation.record.trajectory, claims_of_try(invocation.record))
+        """Let whoever holds its ends forget them, wherever its tries were: no gateway asks for them again."""
+        record, node = invocation.record, self._node(invocation)
+        if node is not None:
+            node.acknowledge(claims_of_try(record))
+        elif record.detached and self.may_hold(invocation):
+            self._environments.acknowledge(record.trajectory, claims_of_try(record))
+        for attempt in range(1, record.attempt):
+            for each in self._nodes().values():
+                each.acknowledge(claims_of_try(record, attempt))
 
 
 def claims_of_try(record: Record, attempt: int = 0) -> str:
@@ -276,6 +270,8 @@ def _draining(why: str) -> Draining:
     return Draining(why, component="invocations", retry_after_s=RETRY_MIN_S)
 
 
+#: Trajectories of whose loss no action was told; beyond it the eldest are forgotten.
+LOST_MAX = 65536
 #: Of an environment that is on no record.
 DEFAULT_TASK = "default"
 
@@ -291,8 +287,9 @@ class TrajectoryRecovery:
         #: This machine's name, if there are others on which the scheduler could place what lives here.
         self.here = ""
         self._open: dict[str, OpenTrajectory] = {}
-        #: Those whose environment did not outlive the earlier gateway.
-        self._lost: set[str] = set()
+        #: Those whose environment is lost, with a node or an earlier gateway, and of which no action was told yet: the
+        #: one register of them. The latest last.
+        self._lost: dict[str, None] = {}
         #: The snapshots that trajectories began with.
         self._began_with: dict[str, str] = {}
 
@@ -312,7 +309,8 @@ class TrajectoryRecovery:
     def ended(self, name: str) -> None:
         """Its environment was removed."""
         self._began_with.pop(name, None)
-        if self._open.pop(name, None) is not None:
+        if self._open.pop(name, None) is not None:  # else it ends with its node, and its loss is to be told
+            self._lost.pop(name, None)
             self._store.save_trajectory(name, None)
 
     def on_node(self, node: str) -> list[str]:
@@ -329,18 +327,26 @@ class TrajectoryRecovery:
         """Return the snapshots that living trajectories began with, and one trajectory of each."""
         return {snapshot: name for name, snapshot in self._began_with.items()}
 
-    def lose(self, names: Collection[str]) -> None:
-        """Their environments are lost with their node; the next action of each is to be told, by whichever gateway."""
+    def lose(self, names: Iterable[str]) -> None:
+        """Their environments are lost; the next action of each is to be told, by this gateway or the next one."""
         for name in names:
             began_with = self._began_with.pop(name, "")
             if (known := self._open.pop(name, None)) is not None:
                 chosen = "" if began_with else known.sandbox  # that snapshot was on the node, too
                 self._store.save_trajectory(name, replace(known, node="", sandbox=chosen))
+            self._lost[name] = None
+        while len(self._lost) > LOST_MAX:
+            self.take_loss(next(iter(self._lost)))
 
-    def told(self, name: str) -> None:
-        """The loss of its environment was told."""
+    def take_loss(self, name: str | None) -> ActionFailed | None:
+        """Return the end of the action that is told now that a trajectory's environment is lost; None if it is not."""
+        if name is None or name not in self._lost:
+            return None
+        del self._lost[name]
         if name not in self._open:
             self._store.save_trajectory(name, None)
+        why = "is gone, with its node or with an earlier gateway; what was in it is lost"
+        return lost(f"the sandbox of trajectory {name!r} {why}")
 
     async def adopt(self, nodes: Collection[str] = ()) -> Mapping[str, int]:
         """Take over the environments that an earlier gateway left; how many live on, and how many are lost.
@@ -363,21 +369,18 @@ class TrajectoryRecovery:
                 if spec.snapshot:
                     self._began_with[name] = spec.snapshot
         away = {name for name, known in self._open.items() if known.node in nodes}
-        self._lost = self._open.keys() - living.keys() - away
+        self._lost = {name: None for name in self._open if name not in living and name not in away}
         return {"adopted": len(living), "environment_lost": len(self._lost)}
 
-    def part_with_lost(self) -> Collection[str]:
-        """Return those whose environment is lost: the next action of each is to be told, on whichever machine."""
-        lost, self._lost = self._lost, set()
-        self.lose(lost)
-        return lost
+    def release_lost(self) -> None:
+        """Let the next actions of those whose environment is lost run on any machine."""
+        self.lose(list(self._lost))
 
     def tell(self, engine: Engine) -> None:
         """Let the scheduler know of them all, before any of their actions is submitted.
 
         Those whose environment is lost are among them where there is no other machine: they go on here.
         """
-        self.environments.mark_lost(self._lost)
         for name, known in self._open.items():
             engine.adopt_trajectory(
                 name, known.task, memory_bytes=known.memory_bytes, ttl_s=known.ttl_s, node=known.node or self.here

@@ -1435,8 +1435,6 @@ class NodeDaemon:
             case "replicate":
                 function, chunk = self._function(request.function)[1], request.chunk
                 return chunk is not None and await executor.replicate(function, name, "", chunk)
-            case "mark_lost":
-                self._environments.mark_lost([name])
             case "choose":
                 self._environments.choose(name, msgspec.json.decode(request.body, type=SandboxSpec))
             case "has_handler":

@@ -462,7 +462,7 @@ class NodeRequest(Message):
     """Something that is answered once; it may be asked again by the same number after a cut."""
 
     number: int
-    #: ``open``, ``end``, ``mark_lost``, ``choose`` (trajectories); ``prepare``, ``has_handler`` (whether the files of
+    #: ``open``, ``end``, ``choose`` (trajectories); ``prepare``, ``has_handler`` (whether the files of
     #: this digest are there: answered by ``done``), ``replicate``; ``snapshot``, ``snapshots`` (have all reported that
     #: there are, now and whenever that changes on this link), ``drop_snapshot``; ``input``, ``withdraw``, ``control``
     #: (sessions).
@@ -1110,7 +1110,9 @@ def failed(error: CodedError) -> Outcome:
         reason = error.reason
     else:
         reason = Reason.INVALID_INPUT if isinstance(error, Unsupported) else Reason.INTERNAL
-    return Outcome(state=State.FAILED, reason=reason, message=error.message, component=error.component)
+    return Outcome(
+        state=State.FAILED, reason=reason, message=error.message, component=error.component, detail=error.detail
+    )
 
 
 def facts_of(error: CodedError) -> ErrorFacts:

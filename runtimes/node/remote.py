@@ -83,6 +83,7 @@ from runtimes.node.protocol import (
 from runtimes.sandbox.command import FileContent, FileSource, FileStat, claims_of
 from runtimes.sandbox.exec import terminal_of
 from runtimes.sandbox.files import SandboxFiles
+from runtimes.sandbox.runner.client import lost
 from runtimes.sandbox.session import InteractiveSession, SessionTable
 from runtimes.sandbox.snapshots import SnapshotRecord
 
@@ -125,6 +126,12 @@ class RemoteCall:
     def repeatable(self) -> bool:
         """Whether it may be begun once more where it was lost; a gateway before did so on record, as its next try."""
         return self.function.idempotent and not self.session and not self.unconfirmed
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is done in a sandbox."""
+        kind = KINDS.get(self.function.runtime)
+        return kind is not None and kind.works_in_sandbox
 
     def join(self, facts: AttemptFacts) -> None:
         """The node has it."""
@@ -609,6 +616,8 @@ class RemoteNode:
         self.name = name
         #: Called with what the node says of itself.
         self.on_message: Callable[[NodeDraining | NodeGoodbye | FitnessChanged], None] = lambda message: None
+        #: Called with trajectories whose sandboxes the node has lost.
+        self.on_lost: Callable[[Collection[str]], None] = lambda trajectories: None
         #: Called with the snapshots that the node keeps, by id, whenever it has said which they are.
         self.on_snapshots: Callable[[Mapping[str, SnapshotRecord]], None] = lambda known: None
         self.models = RemoteModels()
@@ -666,8 +675,6 @@ class RemoteNode:
             session.attach()
         for each in list(self._requests.values()):
             self._send_request(each)
-        for name in gone:
-            self.note("mark_lost", name)  # before an action comes that would find a new, empty one
         for claim, remote in list(self._calls.items()):
             if remote.outcome is not None:
                 continue
@@ -675,10 +682,17 @@ class RemoteNode:
                 remote.join(self._attempts[claim])
                 self._attach_call(claim, remote)
             elif same or not remote.begun or remote.repeatable:
+                trajectory = remote.execute.action.trajectory
+                if trajectory in gone and remote.inside:  # it would find a new, empty one
+                    gone.discard(trajectory)
+                    self._end(remote, failed(lost(f"the sandbox of trajectory {trajectory!r} died with its daemon")))
+                    continue
                 remote.begun, remote.unconfirmed = remote.begun and not remote.unconfirmed, False
                 self._send_call(remote)
             else:
                 self._gone(remote, "the node came back without what had begun on it")
+        if gone:
+            self.on_lost(gone)
         for claim in self._attempts.keys() - self._calls.keys() - self._unrecorded:
             if not self._recovering or claim in self._unwanted:
                 self._unwant(claim)
@@ -1033,17 +1047,15 @@ class RemoteNode:
         except (Unsupported, ActionFailed) as error:
             self._end(remote, failed(error))
             return
-        kind = KINDS.get(remote.function.runtime)
-        inside = kind is not None and kind.works_in_sandbox
         remote.sent, remote.log_bytes = True, 0
-        if remote.go is None and (not inside or self._lives_here(remote.execute.action.trajectory)):
+        if remote.go is None and (not remote.inside or self._lives_here(remote.execute.action.trajectory)):
             self._find_out(remote)  # nothing is made ready first: told before it is asked, a way to and fro is spared
         self.send(remote.execute)
         if remote.session:
             self._sessions[remote.execute.claim].attach()
         if remote.go is not None:
             self.send(remote.go)
-        remote.begun = remote.begun or not inside
+        remote.begun = remote.begun or not remote.inside
 
     def _attach_call(self, claim: str, remote: RemoteCall) -> None:
         self.send(AttachAttempt(claim, remote.log_bytes))
@@ -1109,11 +1121,6 @@ class RemoteNode:
     def trajectories(self) -> Mapping[str, TrajectoryFacts]:
         """Return the trajectories that have a sandbox there, as far as is known."""
         return self._trajectories
-
-    def mark_lost(self, trajectories: Collection[str]) -> None:
-        """The next action of each is told that its sandbox was lost."""
-        for name in trajectories:
-            self.note("mark_lost", name)
 
     def choose(self, trajectory: str, spec: SandboxSpec) -> None:
         """A trajectory's sandbox is made so whenever it is made anew."""

@@ -231,8 +231,6 @@ class Environments:
         self._unowned: set[str] = set()
         #: Ids of sandboxes that were left to the next gateway.
         self._left: set[str] = set()
-        #: Trajectories whose sandbox died with an earlier gateway.
-        self._lost: set[str] = set()
         self._declared = Declarations()
         #: Ids of sandboxes that belong to others.
         self._excluded: list[Callable[[], Collection[str]]] = []
@@ -328,10 +326,6 @@ class Environments:
         if ended is not None:
             self._remove(ended)
 
-    def mark_lost(self, trajectories: Collection[str]) -> None:
-        """Note trajectories whose sandbox died with an earlier gateway: the next action of each is told."""
-        self._lost.update(trajectories)
-
     def keep(self) -> None:
         """Let the trajectories' sandboxes live on at `close`, for the next gateway to adopt."""
         self.settings = replace(self.settings, keep_on_close=True)
@@ -373,7 +367,6 @@ class Environments:
 
     async def end(self, trajectory: str) -> None:
         """Remove the trajectory's sandbox; idempotent."""
-        self._lost.discard(trajectory)
         environment = self._environments.get(trajectory)
         if environment is None:
             return
@@ -519,10 +512,6 @@ class Environments:
             self._remove(sandbox)
             if not sandbox.loss_reported:
                 raise lost(f"the sandbox of trajectory {environment.trajectory!r} died; what was in it is lost")
-        elif environment.trajectory in self._lost:
-            self._lost.discard(environment.trajectory)
-            told = "is gone, with its node or with an earlier gateway; what was in it is lost"
-            raise lost(f"the sandbox of trajectory {environment.trajectory!r} {told}")
         if environment.spec is not None:
             self._require_agreement(environment, spec, environment.spec)
             spec = environment.spec

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.cluster import NodeReattachment
 from gateway.invocations.invocations import LiveInvocation
 from gateway.invocations.record import Mode, Record
+from gateway.invocations.restart import Reattachment
 from manager.action import State
 from manager.function import FunctionSpec
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.handlers.test_store import function as handler
+from tests.runtimes.node.machine import Machine, MachineEnvironments
 
 HANDLER = handler(Path("/f"))
 COMMAND = FunctionSpec(name="shell", runtime="exec")
@@ -34,6 +35,7 @@ def running(function: FunctionSpec, trajectory: str | None = None, *, begun: boo
         detached=True,
         state=State.RUNNING,
         overhead_s=0.0 if begun else None,
+        node="n1",
     )
     return LiveInvocation(record=kept, function=function)
 
@@ -42,8 +44,10 @@ def running(function: FunctionSpec, trajectory: str | None = None, *, begun: boo
 async def test_commands_and_handlers_go_on_at_a_node_without_a_gateway_and_models_do_not(
     trajectory: str | None,
 ) -> None:
+    node = RemoteNode("n1")
+    attempts = Reattachment(MachineEnvironments(Machine()), lambda: {"n1": node})
     holds = {
-        function.runtime: NodeReattachment(RemoteNode("n1")).may_hold(running(function, trajectory, begun=True))
+        function.runtime: attempts.may_hold(running(function, trajectory, begun=True))
         for function in (HANDLER, COMMAND, MODEL)
     }
     assert holds == {"handler": True, "exec": True, "model": False}

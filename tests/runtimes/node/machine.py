@@ -44,7 +44,6 @@ class Machine:
         self.commands: dict[str, MachineCommand] = {}
         self.acknowledged: list[str] = []
         self.trajectories: dict[str, MachineSandbox] = {}
-        self.marked_lost: list[str] = []
         self.resized: list[tuple[str, Lease]] = []
         #: Actions whose commands run until `finish`.
         self.long: set[str] = set()
@@ -162,9 +161,6 @@ class MachineEnvironments(Environments):
     def acknowledge(self, trajectory: str | None, claims: str) -> None:
         self._machine.acknowledged.append(claims)
         self._machine.commands.pop(claims, None)
-
-    def mark_lost(self, trajectories: Collection[str]) -> None:
-        self._machine.marked_lost += trajectories
 
     def choose(self, trajectory: str, spec: SandboxSpec) -> None: ...
 

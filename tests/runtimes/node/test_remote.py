@@ -12,7 +12,7 @@ import pytest
 
 from bench.sandbox import DiscardedOutput
 from manager.action import Lease, Outcome, State
-from manager.errors import ActionFailed, Reason, Unsupported
+from manager.errors import FILES_LOST, ActionFailed, Reason, Unsupported
 from manager.executor import Call
 from manager.function import FunctionSpec
 from runtimes.node import protocol, remote
@@ -179,12 +179,30 @@ async def test_requests_are_answered_over_a_cut_and_ends_of_trajectories_are_rem
     await session.play(lambda: "t" not in session.machine.trajectories)
 
 
-async def test_a_trajectory_that_died_with_a_daemon_is_marked_before_its_next_action(session: Session) -> None:
+async def test_a_trajectory_that_died_with_a_daemon_is_reported_before_its_next_action(session: Session) -> None:
     session.machine.open("t")
     await session.play(lambda: "t" in session.node.trajectories())
     session.machine.trajectories.clear()
-    await session.play(lambda: bool(session.machine.marked_lost))
-    assert session.machine.marked_lost == ["t"]
+    reported: list[str] = []
+    session.node.on_lost = reported.extend
+    await session.play(lambda: bool(reported))
+    assert reported == ["t"]
+
+
+async def test_what_was_sent_to_a_sandbox_that_died_with_its_daemon_is_told_so_and_begins_in_no_new_one(
+    session: Session,
+) -> None:
+    session.machine.open("t")
+    await session.play(lambda: "t" in session.node.trajectories())
+    reported: list[str] = []
+    session.node.on_lost = reported.extend
+    session.faults_of = {protocol.ExecuteAttempt: "daemon"}
+    kept = session.start("a", trajectory="t")
+    await session.play(lambda: not session.faults_of)
+    session.machine.trajectories.clear()
+    await session.play(lambda: settled(session))
+    assert (kept.ends[0].reason, kept.ends[0].detail) == (Reason.ENVIRONMENT_LOST, {FILES_LOST: True})
+    assert (session.machine.begun, reported) == ({}, [])
 
 
 @pytest.mark.parametrize("runtime", ["api"])
