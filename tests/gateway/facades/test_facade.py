@@ -175,18 +175,19 @@ async def test_routes_methods_and_queries_are_refused_by_name(tmp_path: Path) ->
     assert "nowhere" in function.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("where", ["bearer", "x-api-key", "x-session-api-key", "path", "path, after", "escaped"])
-async def test_the_token_is_known_wherever_a_client_can_put_it(tmp_path: Path, where: str) -> None:
+async def test_the_token_is_known_wherever_a_client_can_put_it(tmp_path: Path) -> None:
     async with doors(
         tmp_path, {"rewards": {}}, lambda _: ScriptStep(result=1.0), auth="token", token="s3cret"
     ) as running:
-        path, headers = presented(where, "s3cret")
-        right = await running.http.post(path, json=SLIME, headers={"Authorization": ""} | headers)
-        path, headers = presented(where, "wrong")
-        wrong = await running.http.post(path, json=SLIME, headers={"Authorization": ""} | headers)
+        for where in ("bearer", "x-api-key", "x-session-api-key", "path", "path, after", "escaped"):
+            path, headers = presented(where, "s3cret")
+            right = await running.http.post(path, json=SLIME, headers={"Authorization": ""} | headers)
+            path, headers = presented(where, "wrong")
+            wrong = await running.http.post(path, json=SLIME, headers={"Authorization": ""} | headers)
+            assert (right.status_code, wrong.status_code) == (200, 401), where
+            assert wrong.json()["error"]["code"] == "unauthorized"
         none = await running.http.post("/rm/reward", json=SLIME, headers={"Authorization": ""})
-    assert (right.status_code, wrong.status_code, none.status_code) == (200, 401, 401)
-    assert wrong.json()["error"]["code"] == "unauthorized"
+    assert none.status_code == 401
 
 
 def presented(where: str, token: str) -> tuple[str, dict[str, str]]:

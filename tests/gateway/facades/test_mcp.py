@@ -184,9 +184,8 @@ async def test_arguments_that_do_not_fit_are_told_to_the_model_which_may_send_be
     assert (await talk.call("typed", {"n": 1}))["result"]["isError"] is False
 
 
-@pytest.mark.parametrize(
-    ("method", "params", "code", "named"),
-    [
+async def test_what_is_not_there_is_refused_in_json_rpcs_own_errors(door: RunningGateway) -> None:
+    for method, params, code, named in [
         ("resources/list", {}, -32601, "resources/list"),
         ("server/discover", {}, -32601, "server/discover"),
         ("tools/call", {"name": "short"}, -32602, "no such tool: 'short'"),
@@ -194,30 +193,23 @@ async def test_arguments_that_do_not_fit_are_told_to_the_model_which_may_send_be
         ("tools/call", {}, -32602, "name"),
         ("tools/list", {"cursor": "x"}, -32602, "cursor"),
         ("initialize", {}, -32602, "protocolVersion"),
-    ],
-)
-async def test_what_is_not_there_is_refused_in_json_rpcs_own_errors(
-    door: RunningGateway, method: str, params: object, code: int, named: str
-) -> None:
-    talk = Talk(door)
-    await talk.open()
-    answer = await talk.post(method, params, "id")
-    assert (answer.status_code, answer.json()["id"], answer.json()["error"]["code"]) == (200, "id", code)
-    assert named in answer.json()["error"]["message"]
+    ]:
+        talk = Talk(door)
+        await talk.open()
+        answer = await talk.post(method, params, "id")
+        assert (answer.status_code, answer.json()["id"], answer.json()["error"]["code"]) == (200, "id", code)
+        assert named in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
+async def test_what_is_no_message_is_an_error_without_an_id(door: RunningGateway) -> None:
+    for body, code in [
         (b"{", -32700),
         (b"[]", -32600),
         (b'{"jsonrpc": "2.0", "id": null, "method": "ping"}', -32600),
         (b'{"jsonrpc": "2.0", "id": 1, "result": {}}', -32600),
-    ],
-)
-async def test_what_is_no_message_is_an_error_without_an_id(door: RunningGateway, body: bytes, code: int) -> None:
-    answer = await door.http.post("/mcp", content=body)
-    assert (answer.status_code, answer.json()["id"], answer.json()["error"]["code"]) == (400, None, code)
+    ]:
+        answer = await door.http.post("/mcp", content=body)
+        assert (answer.status_code, answer.json()["id"], answer.json()["error"]["code"]) == (400, None, code)
 
 
 async def test_a_call_outside_a_session_needs_a_trajectory_of_its_own(door: RunningGateway) -> None:
@@ -296,21 +288,17 @@ async def test_discovery_leads_to_sessions_where_a_sandbox_would_be_lost(tmp_pat
     assert (asked["supportedVersions"][-1], asked["resultType"]) == ("2026-07-28", "complete")
 
 
-@pytest.mark.parametrize(
-    ("method", "params", "headers", "status", "code"),
-    [
+async def test_the_newer_era_has_its_own_statuses_and_its_headers_agree_with_its_body(door: RunningGateway) -> None:
+    rows: list[tuple[str, dict[str, object], dict[str, str], int, int]] = [
         ("ping", {}, {}, 404, -32601),
         ("tools/call", {"name": "nowhere"}, {}, 400, -32602),
         ("tools/call", {"name": "echo"}, {"mcp_name": "shell"}, 400, -32020),
         ("tools/list", {}, {"mcp_method": "tools/call"}, 400, -32020),
         ("tools/list", {"_meta": META | {"io.modelcontextprotocol/protocolVersion": "x"}}, {}, 400, -32020),
-    ],
-)
-async def test_the_newer_era_has_its_own_statuses_and_its_headers_agree_with_its_body(
-    door: RunningGateway, method: str, params: dict[str, object], headers: dict[str, str], status: int, code: int
-) -> None:
-    answer = await single(door, method, params, **headers)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+    ]
+    for method, params, headers, status, code in rows:
+        answer = await single(door, method, params, **headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
 
 
 async def test_a_client_that_breaks_off_takes_its_call_with_it(door: RunningGateway) -> None:

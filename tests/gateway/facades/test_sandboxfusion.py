@@ -49,9 +49,8 @@ async def run(running: RunningGateway, code: str, language: str = "python", **gi
     return told
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "return_code", "stdout", "stderr"),
-    [
+async def test_a_program_is_judged_by_its_own_end(door: RunningGateway) -> None:
+    for code, status, return_code, stdout, stderr in [
         ("print(input())", "Success", 0, "7\n", ""),
         ("assert 1 == 2, 'no'", "Failed", 1, "", "AssertionError: no"),
         ("def f(:", "Failed", 1, "", "SyntaxError"),
@@ -63,22 +62,18 @@ async def run(running: RunningGateway, code: str, language: str = "python", **gi
             "import sys; print('tangram: the program could not be started: no', file=sys.stderr); sys.exit(125)",
             *("Failed", 125, "", "tangram: the program could not be started: no"),
         ),
-    ],
-)
-async def test_a_program_is_judged_by_its_own_end(
-    door: RunningGateway, code: str, status: str, return_code: int, stdout: str, stderr: str
-) -> None:
-    told = await run(door, code, stdin="7\n")
-    ran = told["run_result"]
-    assert (told["status"], ran["status"], ran["return_code"], ran["stdout"]) == (
-        status,
-        "Finished",
-        return_code,
-        stdout,
-    )
-    assert stderr in ran["stderr"]
-    assert told["compile_result"] is None
-    assert told["files"] == {}
+    ]:
+        told = await run(door, code, stdin="7\n")
+        ran = told["run_result"]
+        assert (told["status"], ran["status"], ran["return_code"], ran["stdout"]) == (
+            status,
+            "Finished",
+            return_code,
+            stdout,
+        )
+        assert stderr in ran["stderr"]
+        assert told["compile_result"] is None
+        assert told["files"] == {}
 
 
 async def test_a_program_that_takes_too_long_keeps_what_it_said(door: RunningGateway) -> None:
@@ -148,25 +143,20 @@ async def test_what_could_not_be_laid_out_is_no_verdict(door: RunningGateway) ->
     assert "could not be started" in told["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
+async def test_what_cannot_be_run_is_refused_as_fastapi_does(door: RunningGateway) -> None:
+    for body, named in [
         ({"language": "python"}, "code"),
         ({"code": "1", "language": "cobol"}, "cobol"),
         ({"code": "1", "language": "python", "run_timeout": 31}, "run_timeout"),
         ({"code": "1", "language": "python", "compile_timeout": 0}, "compile_timeout"),
         ({"code": "1", "language": "python", "files": {"a": "%"}}, "files"),
         ({"code": 1, "language": "python"}, "code"),
-    ],
-)
-async def test_what_cannot_be_run_is_refused_as_fastapi_does(
-    door: RunningGateway, body: dict[str, object], named: str
-) -> None:
-    answer = await door.http.post("/sandboxfusion/run_code", json=body)
-    assert answer.status_code == 422
-    (detail,) = answer.json()["detail"]
-    assert named in detail["msg"]
-    assert detail["loc"][0] == "body"
+    ]:
+        answer = await door.http.post("/sandboxfusion/run_code", json=body)
+        assert answer.status_code == 422
+        (detail,) = answer.json()["detail"]
+        assert named in detail["msg"]
+        assert detail["loc"][0] == "body"
 
 
 async def test_other_routes_answer_as_there(door: RunningGateway) -> None:

@@ -75,23 +75,20 @@ async def test_a_stream_sends_the_first_line_before_the_action_ends(gateway: Run
     assert last["invocation"]["state"] == "succeeded"
 
 
-@pytest.mark.parametrize(
-    ("reason", "status"),
-    [
+async def test_a_failure_has_the_status_of_its_reason(gateway: RunningGateway) -> None:
+    for reason, status in [
         (Reason.HANDLER_ERROR, 200),
         (Reason.OUT_OF_MEMORY, 200),
         (Reason.INVALID_INPUT, 422),
         (Reason.ENVIRONMENT_LOST, 502),
         (Reason.UPSTREAM, 502),
         (Reason.MODEL_ERROR, 500),
-    ],
-)
-async def test_a_failure_has_the_status_of_its_reason(gateway: RunningGateway, reason: Reason, status: int) -> None:
-    response = await gateway.invoke({"reason": reason.value, "message": "why"})
-    body = response.json()
-    assert response.status_code == status
-    assert response.headers["x-function-error"] == reason.value
-    assert body["message" if status == 200 else "detail"] == "why"
+    ]:
+        response = await gateway.invoke({"reason": reason.value, "message": "why"})
+        body = response.json()
+        assert response.status_code == status
+        assert response.headers["x-function-error"] == reason.value
+        assert body["message" if status == 200 else "detail"] == "why"
 
 
 async def test_an_execution_beyond_its_timeout_is_504_and_a_wait_beyond_its_own_408(gateway: RunningGateway) -> None:
@@ -228,9 +225,8 @@ async def test_each_try_is_in_the_record_and_an_exhausted_one_is_a_dead_letter(g
     assert [entry["id"] for entry in dead] == [record["id"]]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "headers", "status"),
-    [
+async def test_bad_input_is_a_problem_with_its_place(gateway: RunningGateway) -> None:
+    for path, body, headers, status in [
         ("nope/invocations", b"{}", {}, 404),
         ("echo/invocations", b"{", {}, 422),
         ("echo/invocations", b"[1]", {}, 422),
@@ -242,16 +238,12 @@ async def test_each_try_is_in_the_record_and_an_exhausted_one_is_a_dead_letter(g
         ("echo/invocations", b"{}", {"X-Task": "a b"}, 422),
         ("echo/invocations", b"{}", {"X-Parent-Id": "00000000001-000000000000"}, 422),
         ("strict/invocations", b'{"n": "x"}', {}, 422),
-    ],
-)
-async def test_bad_input_is_a_problem_with_its_place(
-    gateway: RunningGateway, path: str, body: bytes, headers: dict[str, str], status: int
-) -> None:
-    response = await gateway.http.post(f"/v1/functions/{path}", content=body, headers=headers)
-    assert response.status_code == status
-    assert response.headers["content-type"] == "application/problem+json"
-    assert response.json()["status"] == status
-    assert not gateway.runtime.seen[1 + len(gateway.app.config.functions) :]
+    ]:
+        response = await gateway.http.post(f"/v1/functions/{path}", content=body, headers=headers)
+        assert response.status_code == status
+        assert response.headers["content-type"] == "application/problem+json"
+        assert response.json()["status"] == status
+        assert not gateway.runtime.seen[1 + len(gateway.app.config.functions) :]
 
 
 async def test_the_path_of_what_does_not_fit_a_schema_is_told(gateway: RunningGateway) -> None:

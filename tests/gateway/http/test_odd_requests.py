@@ -55,9 +55,8 @@ async def post(gateway: RunningGateway, body: bytes, query: str = "") -> tuple[i
     return answer.status_code, answer.json()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+async def test_what_is_no_json_object_is_refused_before_any_work(gateway: RunningGateway) -> None:
+    for body in [
         b"   ",
         b"null",
         b"[]",
@@ -74,22 +73,25 @@ async def post(gateway: RunningGateway, body: bytes, query: str = "") -> tuple[i
         nested(1020),
         nested(100_000),
         b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}",
-    ],
-)
-async def test_what_is_no_json_object_is_refused_before_any_work(gateway: RunningGateway, body: bytes) -> None:
-    for query in ("", "?mode=async", "?mode=stream"):
-        status, problem = await post(gateway, body, query)
-        assert (status, problem["code"], problem["errors"]) == (422, "invalid_input", {"path": "$"})
-    assert gateway.runtime.leases == {}
+    ]:
+        for query in ("", "?mode=async", "?mode=stream"):
+            status, problem = await post(gateway, body, query)
+            assert (status, problem["code"], problem["errors"]) == (422, "invalid_input", {"path": "$"})
+        assert gateway.runtime.leases == {}
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{}", b'{"a":1,"a":2}', b'{"a":"\\u0000"}', nested(DEPTH_MAX), b'{"a":[' + b"[]," * 500 + b"[]]}"]
-)
-async def test_what_is_one_comes_back_as_it_was(gateway: RunningGateway, body: bytes) -> None:
-    status, record = await post(gateway, body)
-    assert (status, record["result"]) == (200, json.loads(body or b"{}"))
-    assert (await gateway.http.get(f"/v1/invocations/{record['id']}")).json()["input"] == record["result"]
+async def test_what_is_one_comes_back_as_it_was(gateway: RunningGateway) -> None:
+    for body in [
+        b"",
+        b"{}",
+        b'{"a":1,"a":2}',
+        b'{"a":"\\u0000"}',
+        nested(DEPTH_MAX),
+        b'{"a":[' + b"[]," * 500 + b"[]]}",
+    ]:
+        status, record = await post(gateway, body)
+        assert (status, record["result"]) == (200, json.loads(body or b"{}"))
+        assert (await gateway.http.get(f"/v1/invocations/{record['id']}")).json()["input"] == record["result"]
 
 
 class Deep(ScriptedRuntime):
@@ -154,11 +156,13 @@ async def raw(gateway: RunningGateway, data: bytes) -> bytes:
 POST = f"POST {INVOKE} HTTP/1.1\r\n".encode() + CLOSE
 
 
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        (b"GET /v1/functions HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-         b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n", 403),
+async def test_http_at_its_edges_is_answered(gateway: RunningGateway) -> None:
+    for request_, status in [
+        (
+            b"GET /v1/functions HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
+            403,
+        ),
         (POST + CHUNKED + b"\r\nzz\r\n{}\r\n0\r\n\r\n", 400),
         (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
         (POST + CHUNKED + b"\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n", 200),
@@ -173,13 +177,11 @@ POST = f"POST {INVOKE} HTTP/1.1\r\n".encode() + CLOSE
         (b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\n" + CLOSE + b"\r\n", 404),
         (b"GET /v1/functions/\xff\xfe HTTP/1.1\r\n" + CLOSE + b"\r\n", 400),
         (b"GET /v1/invocations?" + b"p=1&" * 10_000 + b" HTTP/1.1\r\n" + CLOSE + b"\r\n", 422),
-    ],
-)  # fmt: skip
-async def test_http_at_its_edges_is_answered(gateway: RunningGateway, request_: bytes, status: int) -> None:
-    answer = await raw(gateway, request_)
-    assert answer.startswith(b"HTTP/1.1 %d" % status), answer[:200]
-    assert (await gateway.http.get("/healthz")).status_code == 200
-    assert gateway.app.invocations.living == ()
+    ]:
+        answer = await raw(gateway, request_)
+        assert answer.startswith(b"HTTP/1.1 %d" % status), answer[:200]
+        assert (await gateway.http.get("/healthz")).status_code == 200
+        assert gateway.app.invocations.living == ()
 
 
 async def test_a_body_is_asked_for_and_requests_that_come_at_once_are_answered_in_turn(gateway: RunningGateway) -> None:
@@ -312,22 +314,22 @@ async def post_header(gateway: RunningGateway, header: str, value: bytes) -> Odd
     return await ask(gateway, head, b"{}")
 
 
-@pytest.mark.parametrize("odd", ODD_VALUES)
-async def test_an_odd_header_is_refused_before_any_work_or_means_nothing(gateway: RunningGateway, odd: str) -> None:
-    for header, good in STRICT.items():
-        answer = await post_header(gateway, header, ODD_VALUES[odd])
-        if odd in good:
-            assert answer.status == 200, (header, answer)
-        elif answer.status != 400:  # what is no HTTP at all is refused by the server itself
-            assert (answer.status, answer.code) == (422, "invalid_input"), (header, answer)
-    executed = len(gateway.runtime.leases)
-    for header in LENIENT:
-        answer = await post_header(gateway, header, ODD_VALUES[odd])
-        assert answer.status in (200, 400), (header, answer)
-        executed += answer.status == 200
-    assert len(gateway.runtime.leases) == executed
-    assert gateway.app.invocations.living == ()
-    assert (await gateway.http.get("/v1/trajectories")).json()["trajectories"] == []
+async def test_an_odd_header_is_refused_before_any_work_or_means_nothing(gateway: RunningGateway) -> None:
+    for odd in ODD_VALUES:
+        for header, good in STRICT.items():
+            answer = await post_header(gateway, header, ODD_VALUES[odd])
+            if odd in good:
+                assert answer.status == 200, (header, answer)
+            elif answer.status != 400:  # what is no HTTP at all is refused by the server itself
+                assert (answer.status, answer.code) == (422, "invalid_input"), (header, answer)
+        executed = len(gateway.runtime.leases)
+        for header in LENIENT:
+            answer = await post_header(gateway, header, ODD_VALUES[odd])
+            assert answer.status in (200, 400), (header, answer)
+            executed += answer.status == 200
+        assert len(gateway.runtime.leases) == executed
+        assert gateway.app.invocations.living == ()
+        assert (await gateway.http.get("/v1/trajectories")).json()["trajectories"] == []
 
 
 async def test_a_token_of_odd_characters_is_a_wrong_one(tmp_path: Path) -> None:
@@ -338,40 +340,38 @@ async def test_a_token_of_odd_characters_is_a_wrong_one(tmp_path: Path) -> None:
                 assert answer.status in (400, 401)
 
 
-@pytest.mark.parametrize(
-    "odd", ["%00", "%ff", "%F0%9F%92%A5", "..", "%2e%2e", "a%0ab", "a%20b", "x" * LONG, "-", "%25", "\u202e", "é"]
-)
-async def test_an_odd_id_is_no_id_on_every_path(gateway: RunningGateway, odd: str) -> None:
-    id = quote(odd, safe="%")
-    body: dict[str, object] = {"function": "shell"}
-    for method, path in (
-        ("GET", f"/v1/invocations/{id}"),
-        ("GET", f"/v1/invocations/{id}/logs"),
-        ("POST", f"/v1/invocations/{id}/cancel"),
-        ("POST", f"/v1/functions/{id}/invocations"),
-        ("GET", f"/v1/functions/{id}"),
-        ("GET", f"/v1/trajectories/{id}"),
-        ("PUT", f"/v1/trajectories/{id}"),
-        ("DELETE", f"/v1/trajectories/{id}"),
-        ("GET", f"/v1/trajectories/{id}/files/x"),
-        ("POST", f"/v1/dead-letters/{id}/redrive"),
-        ("DELETE", f"/v1/dead-letters/{id}"),
-    ):
-        sent = json.dumps(body).encode() if method == "PUT" else b""
-        answer = await ask(gateway, f"{method} {path} HTTP/1.1\r\n".encode(), sent)
-        assert (answer.status, answer.code) in ((422, "invalid_input"), (404, "not_found")), (method, path, answer)
+async def test_an_odd_id_is_no_id_on_every_path(gateway: RunningGateway) -> None:
+    for odd in ["%00", "%ff", "%F0%9F%92%A5", "..", "%2e%2e", "a%0ab", "a%20b", "x" * LONG, "-", "%25", "\u202e", "é"]:
+        id = quote(odd, safe="%")
+        body: dict[str, object] = {"function": "shell"}
+        for method, path in (
+            ("GET", f"/v1/invocations/{id}"),
+            ("GET", f"/v1/invocations/{id}/logs"),
+            ("POST", f"/v1/invocations/{id}/cancel"),
+            ("POST", f"/v1/functions/{id}/invocations"),
+            ("GET", f"/v1/functions/{id}"),
+            ("GET", f"/v1/trajectories/{id}"),
+            ("PUT", f"/v1/trajectories/{id}"),
+            ("DELETE", f"/v1/trajectories/{id}"),
+            ("GET", f"/v1/trajectories/{id}/files/x"),
+            ("POST", f"/v1/dead-letters/{id}/redrive"),
+            ("DELETE", f"/v1/dead-letters/{id}"),
+        ):
+            sent = json.dumps(body).encode() if method == "PUT" else b""
+            answer = await ask(gateway, f"{method} {path} HTTP/1.1\r\n".encode(), sent)
+            assert (answer.status, answer.code) in ((422, "invalid_input"), (404, "not_found")), (method, path, answer)
 
 
-@pytest.mark.parametrize("odd", ["", "é", "a\nb", "\x00", "x" * LONG, "a b", "\ud83d\ude00", "\x7f"])
-async def test_odd_fields_of_a_batch_have_a_verdict_of_their_own(gateway: RunningGateway, odd: str) -> None:
-    fields = ("task", "trajectory", "key", "timeout", "max_age", "function", odd or "unheard of")
-    calls = [{"function": "echo", "input": {}, field: odd} for field in fields]
-    answer = await gateway.http.post(
-        "/v1/invocations:batch", content=json.dumps({"calls": [*calls, {"function": "echo"}]})
-    )
-    statuses = [each["status"] for each in answer.json()["results"]]
-    # An empty task is the default one.
-    assert statuses == [202 if field == "task" and not odd else 422 for field in fields] + [202]
+async def test_odd_fields_of_a_batch_have_a_verdict_of_their_own(gateway: RunningGateway) -> None:
+    for odd in ["", "é", "a\nb", "\x00", "x" * LONG, "a b", "\ud83d\ude00", "\x7f"]:
+        fields = ("task", "trajectory", "key", "timeout", "max_age", "function", odd or "unheard of")
+        calls = [{"function": "echo", "input": {}, field: odd} for field in fields]
+        answer = await gateway.http.post(
+            "/v1/invocations:batch", content=json.dumps({"calls": [*calls, {"function": "echo"}]})
+        )
+        statuses = [each["status"] for each in answer.json()["results"]]
+        # An empty task is the default one.
+        assert statuses == [202 if field == "task" and not odd else 422 for field in fields] + [202]
 
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -69,11 +69,6 @@ def test_an_idle_pool_starts_something(policy: Policy, waiting: list[Action], to
     assert policy.decide(pool(total, waiting, utilisation=0.0)).starts
 
 
-@pytest.mark.parametrize("name", ["paper", "price", "adaptive", "fixed"])
-def test_every_policy_is_chosen_by_its_exact_name(name: str) -> None:
-    assert make_policy(PolicySpec(name=name)).name == name
-
-
 def test_paper_gives_a_lone_suite_all_that_helps() -> None:
     decision = PaperPolicy().decide(pool(64, [suite("a")]))
     assert [(start.action_id, start.units) for start in decision.starts] == [("a", 32)]

@@ -402,27 +402,6 @@ class TestExecRuntime:
         assert value["stdout"].endswith("\n" + "the end\n".rjust(500, "x"))
         assert (log.text("stdout"), log.omitted_bytes) == ("x" * 5000, 15_008)
 
-    async def test_the_files_of_a_trajectory_survive_and_its_processes_stand_still(
-        self, environments: Environments
-    ) -> None:
-        runtime = ExecRuntime(environments)
-        said = ""
-        for script in ("echo 1 > file; sleep 100 >/dev/null 2>&1 &", "cat file; pgrep -c sleep"):
-            execution, log = execution_of(self.function, {"command": script}, trajectory="t")
-            await runtime.execute(execution)
-            said += log.text("stdout")
-        assert said == "1\n1\n"
-
-    async def test_background_kill_ends_with_the_action(self, environments: Environments) -> None:
-        runtime = ExecRuntime(environments)
-        function = replace(self.function, sandbox=SandboxSpec(background=Background.KILL))
-        said = ""
-        for script in ("sleep 100 >/dev/null 2>&1 &", "pgrep -c sleep || true"):
-            execution, log = execution_of(function, {"command": script}, trajectory="t")
-            await runtime.execute(execution)
-            said += log.text("stdout")
-        assert said == "0\n"
-
     async def test_an_action_that_has_succeeded_stays_so_though_its_sandbox_does_not_rest(
         self, environments: Environments, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -453,15 +432,6 @@ class TestExecRuntime:
         assert_as_declared(self.function, value)
         assert isinstance(value, dict)
         assert (value["stdout"], value["stdout_base64"]) == ("\ufffd", "/w==")
-
-    async def test_a_timeout_keeps_what_was_printed(self, environments: Environments) -> None:
-        function = replace(self.function, timeout_s=0.3)
-        execution, _ = execution_of(function, {"command": "echo partial; exec sleep 100"}, trajectory="t")
-        with pytest.raises(ActionFailed) as caught:
-            await ExecRuntime(environments).execute(execution)
-        assert caught.value.reason is Reason.TIMEOUT
-        assert isinstance(caught.value.result, dict)
-        assert caught.value.result["stdout"] == "partial\n"
 
     async def test_the_cores_of_the_lease_are_the_commands_cores(self, environments: Environments) -> None:
         script = "import os; print(sorted(os.sched_getaffinity(0)))"
@@ -494,9 +464,8 @@ class TestExecRuntime:
         lease = Lease(action_id="a1", node="local", grants={"cpu": Grant(pool="cpu:local", units=1, cores=(0,))})
         await runtime.resize(execution.action, lease)
 
-    @pytest.mark.parametrize(
-        ("input", "path"),
-        [
+    async def test_what_is_no_command_is_invalid_input_with_its_path(self, environments: Environments) -> None:
+        rows: list[tuple[dict[str, object], str]] = [
             ({}, "$"),
             ({"command": "a", "argv": ["b"]}, "$"),
             ({"command": ""}, "$.command"),
@@ -512,13 +481,10 @@ class TestExecRuntime:
             ({"argv": ["a", "b" * 2**17]}, "$.argv[1]"),
             ({"command": "a", "env": {"A": "b" * 2**17}}, "$.env.A"),
             ({"command": "a" * 2**21}, "$.command"),
-        ],
-    )
-    async def test_what_is_no_command_is_invalid_input_with_its_path(
-        self, environments: Environments, input: dict[str, object], path: str
-    ) -> None:
-        execution, _ = execution_of(self.function, input)
-        with pytest.raises(ActionFailed) as caught:
-            await ExecRuntime(environments).execute(execution)
-        assert (caught.value.reason, caught.value.detail["path"]) == (Reason.INVALID_INPUT, path)
-        assert execution.began_s is None
+        ]
+        for input, path in rows:
+            execution, _ = execution_of(self.function, input)
+            with pytest.raises(ActionFailed) as caught:
+                await ExecRuntime(environments).execute(execution)
+            assert (caught.value.reason, caught.value.detail["path"]) == (Reason.INVALID_INPUT, path)
+            assert execution.began_s is None

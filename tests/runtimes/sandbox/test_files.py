@@ -102,22 +102,17 @@ class TestArchives:
         assert await got(sandbox, "tree/a/l") == {"f": "one\n"}, "a link is followed, a file is alone"
         assert await got(sandbox, "tree/a/l", follow=False) == {"l": "deep/f"}
 
-    @pytest.mark.parametrize(
-        "entries",
-        [
+    async def test_no_entry_leaves_the_directory(self, sandbox: Sandbox) -> None:
+        for entries in [
             (("../out", b"x"),),
             (("/out", b"x"),),
             (("a/../../out", b"x"),),
             (("l", "/tmp"), ("l/out", b"x")),
             (("l", ".."), ("l/out", b"x")),
             (("h", "=../../etc/passwd"),),
-        ],
-    )
-    async def test_no_entry_leaves_the_directory(
-        self, sandbox: Sandbox, entries: tuple[tuple[str, bytes | str | None], ...]
-    ) -> None:
-        assert await file_error(put(sandbox, "tree", tar_of(*entries))) == "outside"
-        assert await say(sandbox, "ls out /tmp/out tree/../out 2>/dev/null") == ""
+        ]:
+            assert await file_error(put(sandbox, "tree", tar_of(*entries))) == "outside"
+            assert await say(sandbox, "ls out /tmp/out tree/../out 2>/dev/null") == ""
 
     @RUNNER_ALONE
     async def test_of_a_broken_archive_no_new_file_is_there_in_part(self, sandbox: Sandbox) -> None:

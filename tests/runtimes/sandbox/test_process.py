@@ -154,16 +154,16 @@ async def test_commands_have_a_directory_of_their_own(sandbox: Sandbox) -> None:
     assert [entry.path for entry in await sandbox.list_files("/workspace/new")] == ["/workspace/new/file"]
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "out", "out/passwd", "absolute", "up/x", "/proc/self/environ"])
-async def test_the_file_interface_stays_inside_whatever_is_planted(sandbox: Sandbox, path: str) -> None:
+async def test_the_file_interface_stays_inside_whatever_is_planted(sandbox: Sandbox) -> None:
     await sh(sandbox, "ln -s /etc out; ln -s /etc/passwd absolute; ln -s ../../.. up")
-    with pytest.raises((InvalidInput, NotFound)):
-        await sandbox.read_file(path, limit_bytes=10**6)
-    with pytest.raises((InvalidInput, NotFound)):
-        await sandbox.list_files(path)
-    if path not in ("out", "absolute"):  # a write replaces such a link itself
+    for path in ("/etc/passwd", "out", "out/passwd", "absolute", "up/x", "/proc/self/environ"):
         with pytest.raises((InvalidInput, NotFound)):
-            await sandbox.write_file(path, b"x")
+            await sandbox.read_file(path, limit_bytes=10**6)
+        with pytest.raises((InvalidInput, NotFound)):
+            await sandbox.list_files(path)
+        if path not in ("out", "absolute"):  # a write replaces such a link itself
+            with pytest.raises((InvalidInput, NotFound)):
+                await sandbox.write_file(path, b"x")
 
 
 async def test_a_timeout_finds_every_process_and_spares_earlier_ones(sandbox: Sandbox) -> None:

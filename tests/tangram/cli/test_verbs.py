@@ -273,15 +273,11 @@ async def test_what_begins_no_id_is_said_to(served: Served, gateway: RunningGate
     assert status == 66 and "begins with ffff" in err
 
 
-@pytest.mark.parametrize(
-    "verb", [("show",), ("logs",), ("cancel",), ("dlq", "show"), ("dlq", "redrive"), ("dlq", "purge")]
-)
-async def test_every_verb_that_takes_an_id_takes_a_short_one(
-    served: Served, gateway: RunningGateway, verb: tuple[str, ...]
-) -> None:
+async def test_every_verb_that_takes_an_id_takes_a_short_one(served: Served, gateway: RunningGateway) -> None:
     (id,) = await made(gateway, 1)
-    status, _, err = await served(*verb, id.partition("-")[0].lstrip("0"))
-    assert status == 0 or "conflict" in err, "it was found; whether the verb suits it is another matter"
+    for verb in [("show",), ("logs",), ("cancel",), ("dlq", "show"), ("dlq", "redrive"), ("dlq", "purge")]:
+        status, _, err = await served(*verb, id.partition("-")[0].lstrip("0"))
+        assert status == 0 or "conflict" in err, "it was found; whether the verb suits it is another matter"
 
 
 @pytest.mark.parametrize(
