@@ -118,9 +118,9 @@ cluster-demo: setup
 	@scripts/cluster-demo
 
 serve: setup .cache/models/teacher/config.json
-	.venv/bin/tangram serve
+	.venv/bin/tangram serve . examples/models
 
-# The example checkpoints that functions/ name: real, tiny, trained here in seconds.
+# The example checkpoints that examples/models names: real, tiny, trained here in seconds.
 .cache/models/teacher/config.json: scripts/make_checkpoint.py
 	$(PYTHON) -m scripts.make_checkpoint .cache/models
 

@@ -137,7 +137,7 @@ MEMORY_MIN_BYTES = 16 * 2**20
 class SandboxSpec:
     """A function's sandbox; what is left out comes from the server's ``sandbox`` section."""
 
-    image: Annotated[str, Setting("container image; `tangram image build` makes tangram-base:bookworm")] = BASE_IMAGE
+    image: Annotated[str, Setting("container image; `tangram images build` makes tangram-base:bookworm")] = BASE_IMAGE
     images: Annotated[
         tuple[Annotated[str, Setting(min_length=1)], ...],
         Setting("images that a trajectory may name instead, for example swebench/*; * and ? stand for any text"),

@@ -186,7 +186,7 @@ def print_table(records: list[InvocationResult]) -> None:
 
 
 def checkpoints() -> None:
-    """The tiny real checkpoints that functions/reward_model and functions/teacher name."""
+    """The tiny real checkpoints that examples/models names."""
     target = CACHE / "models"
     if not (target / "teacher").exists() or not (target / "reward").exists():
         subprocess.run(
@@ -215,7 +215,7 @@ def gateway(ports: Ports) -> Iterator[None]:
         # Without Docker, the suites are run by the pytest of this environment.
         "TANGRAM_SANDBOX_PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
     }
-    command = [sys.executable, "-m", "gateway", "serve", "tangram.yaml", "functions"]
+    command = [sys.executable, "-m", "gateway", "serve", "tangram.yaml", "functions", "examples/models"]
     with running(command, STATE / "gateway.log", environment, f"http://127.0.0.1:{ports.http}/readyz"):
         yield
 

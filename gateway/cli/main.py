@@ -12,7 +12,9 @@ VERBS: Mapping[str, Verb] = {
     "serve": Verb("gateway.cli.serve:serve", "Serve until SIGTERM, then drain.", "serve"),
     "init": Verb("gateway.cli.serve:init", "Write a commented configuration and a function of each kind.", "serve"),
     "doctor": Verb("gateway.cli.serve:doctor", "Look whether this machine can serve a configuration.", "serve"),
-    "image": Verb("gateway.cli.maintenance:image", "Build the base image of sandboxes.", "serve"),
+    "images": Verb(
+        "gateway.cli.maintenance:images", "Container images: built, pulled ahead of a run, and what there is.", "serve"
+    ),
     "validate": Verb("gateway.cli.serve:validate", "Check configuration files.", "serve"),
     "config-schema": Verb(
         "gateway.cli.serve:config_schema", "Print the JSON Schema of the YAML, for editors.", "serve"

@@ -10,12 +10,13 @@ import msgspec
 
 from manager.errors import CodedError, Unsupported
 from manager.function import BASE_IMAGE
-from runtimes.sandbox.docker import images
+from runtimes.sandbox.docker import images as base_image
 from runtimes.sandbox.provider import SERVED
 from runtimes.sandbox.sandbox import LocalRemains, Remains, Remnant
 from runtimes.sandbox.spec import SANDBOXES
 from tangram.cli.options import json_option, paths_argument
 from tangram.cli.output import TableColumn, print_json, say, show, table
+from tangram.cli.state import images
 from tangram.types import show_size
 
 
@@ -24,7 +25,11 @@ from tangram.types import show_size
 @paths_argument
 @json_option
 def backup(into: Path, paths: tuple[Path, ...], as_json: bool) -> None:
-    """Copy the record to the file INTO, of one instant; the gateway may serve meanwhile."""
+    """Copy the record to the file INTO, of one instant; the gateway may serve meanwhile.
+
+    \b
+    tangram backup tangram.sqlite
+    """
     from gateway.store.maintenance import DATABASE
     from gateway.store.maintenance import backup as copy
 
@@ -41,7 +46,11 @@ def backup(into: Path, paths: tuple[Path, ...], as_json: bool) -> None:
 @click.option("--replace", is_flag=True, help="Move the record that is there aside.")
 @json_option
 def restore(copy: Path, paths: tuple[Path, ...], replace: bool, as_json: bool) -> None:
-    """Put a COPY of `backup` back into the state directory, from which no gateway may serve."""
+    """Put a COPY of `backup` back into the state directory, from which no gateway may serve.
+
+    \b
+    tangram restore tangram.sqlite --replace
+    """
     from gateway.store.maintenance import restore as put
 
     state_dir = _state_dir(paths)
@@ -62,7 +71,9 @@ def _state_dir(paths: tuple[Path, ...]) -> Path:
 @click.argument("names", nargs=-1)
 @click.option("--yes", is_flag=True, help="Remove it; without, it is only shown.")
 @click.option("--all", "everything", is_flag=True, help="Also what a living gateway may need.")
-@click.option("--host", default="", help="The Docker engine, by default DOCKER_HOST or the usual socket.")
+@click.option(
+    "--host", metavar="URL", default="", help="The Docker engine, by default DOCKER_HOST or the usual socket."
+)
 @json_option
 def clean(names: tuple[str, ...], yes: bool, everything: bool, host: str, as_json: bool) -> None:
     """Show, and with --yes remove, what gateways left on this machine and on its engine.
@@ -70,6 +81,10 @@ def clean(names: tuple[str, ...], yes: bool, everything: bool, host: str, as_jso
     NAMES are of what is to be removed, or state directories: those alone, whoever needs them. By default it is
     everything of ours that no living gateway holds: containers, networks, process sandboxes, their directories and
     control groups, and snapshots.
+
+    \b
+    tangram clean
+    tangram clean --yes
     """
     found = _found(host, names)
     if names:
@@ -166,27 +181,28 @@ def _show(verdicts: list[tuple[Remains, Remnant, bool]], removed: list[Remnant],
         click.echo("nothing was left behind")
 
 
-@click.group()
-def image() -> None:
-    """The base image of sandboxes."""
-
-
-@image.command("build")
-@click.option("--tag", default=BASE_IMAGE, show_default=True, help="What to call it.")
+@images.command("build")
+@click.option("--tag", metavar="IMAGE", default=BASE_IMAGE, show_default=True, help="What to call it.")
 @click.option(
     "--from",
     "source",
     default="",
     metavar="IMAGE",
     help="A Debian image to build upon; by default debootstrap where this machine has it and you are root, "
-    f"else {images.SOURCE}.",
+    f"else {base_image.SOURCE}.",
 )
 @click.option("--again", is_flag=True, help="Build it also if it is there.")
-@click.option("--host", default="", help="The Docker engine, by default DOCKER_HOST or the usual socket.")
+@click.option(
+    "--host", metavar="URL", default="", help="The Docker engine, by default DOCKER_HOST or the usual socket."
+)
 @json_option
 def build_image(tag: str, source: str, again: bool, host: str, as_json: bool) -> None:
-    """Build the base image (Debian, python3, pytest) on the engine, unless it is there."""
-    built = images.build(tag, source=source, host=host, again=again, say=say)
+    """Build the base image (Debian, python3, pytest) on the engine, unless it is there.
+
+    \b
+    tangram images build
+    """
+    built = base_image.build(tag, source=source, host=host, again=again, say=say)
     if as_json:
         print_json({"image": tag, "built": built})
     else:

@@ -75,11 +75,21 @@ def list_nodes(client: Client, as_json: bool) -> None:
 
 @click.command("drain")
 @click.argument("name")
-@click.option("--why", default="an operator asked for it", show_default=True, help="What is told to whoever waits.")
+@click.option(
+    "--why",
+    metavar="TEXT",
+    default="an operator asked for it",
+    show_default=True,
+    help="What is told to whoever waits.",
+)
 @json_option
 @connected
 def drain_node(client: Client, name: str, why: str, as_json: bool) -> None:
-    """Have a machine take no new work; it leaves when nothing runs or lives there, or after cluster.drain_grace."""
+    """Have a machine take no new work; it leaves when nothing runs or lives there, or after cluster.drain_grace.
+
+    \b
+    tangram node drain n1 --why "new kernel"
+    """
     status = client.drain_node(name, why)
     if as_json:
         print_json(status)
@@ -93,7 +103,11 @@ def drain_node(client: Client, name: str, why: str, as_json: bool) -> None:
 @json_option
 @connected
 def issue_ticket(client: Client, name: str, only: bool, as_json: bool) -> None:
-    """Print what admits one machine once, as the command that joins it."""
+    """Print what admits one machine once, as the command that joins it.
+
+    \b
+    tangram node ticket n1 --only
+    """
     ticket = client.node_ticket(name)
     if as_json:
         print_json(ticket)
@@ -188,7 +202,9 @@ for verb in (list_nodes, drain_node, issue_ticket, check_nodes):
 
 @node.command()
 @click.option("--gateway", required=True, metavar="HOST:PORT", help="Where the gateway takes nodes (cluster.listen).")
-@click.option("--fingerprint", required=True, help="SHA-256 of its certificate, as it says when it starts.")
+@click.option(
+    "--fingerprint", metavar="HEX", required=True, help="SHA-256 of its certificate, as it says when it starts."
+)
 @click.option(
     "--ticket",
     default="",
@@ -197,7 +213,7 @@ for verb in (list_nodes, drain_node, issue_ticket, check_nodes):
 )
 @click.option("--ticket-file", type=click.Path(path_type=Path), help="The same, from a file.")
 @click.option("--state-dir", required=True, type=click.Path(path_type=Path), help="Of this node alone.")
-@click.option("--name", required=True, help="As leases and records name it.")
+@click.option("--name", metavar="NAME", required=True, help="As leases and records name it.")
 @click.option("--labels", default="", metavar="KEY=VALUE,...", help="What functions may choose it by.")
 @click.option("--cores", default="", metavar="0-3,8", help="The cores that actions may have; all by default.")
 @click.option(
@@ -213,7 +229,7 @@ for verb in (list_nodes, drain_node, issue_ticket, check_nodes):
 )
 @click.option("--drain-grace", default=600.0, show_default=True, help="Seconds that SIGTERM waits for what runs.")
 @click.option("--unattended", default=600.0, show_default=True, help="Seconds without a gateway until all is ended.")
-@click.option("--log-level", default="info", show_default=True, help="debug, info, warning or error.")
+@click.option("--log-level", metavar="LEVEL", default="info", show_default=True, help="debug, info, warning or error.")
 def join(
     gateway: str,
     fingerprint: str,
@@ -235,6 +251,9 @@ def join(
     SIGTERM drains: no new work, and the end when nothing is left; a second one changes nothing. SIGINT ends it now,
     with all that runs. SIGHUP ends the daemon alone: what runs in sandboxes goes on, and the next daemon of the state
     directory takes it over, as after a kill. SIGUSR1 does so too, but ends the trajectories in which nothing runs.
+
+    \b
+    tangram node join --gateway gpu0:8090 --fingerprint HEX --name n1 --state-dir n1
     """
     logs.configure(log_level)
     host, _, port = gateway.rpartition(":")
@@ -356,8 +375,8 @@ def cluster() -> None:
 
 
 @cluster.command("check")
-@click.option("--address", default="auto", show_default=True, help="the head's, such as head:6379")
-@click.option("--python", default=sys.executable, help="an interpreter with the cluster's own Ray")
+@click.option("--address", metavar="HOST:PORT", default="auto", show_default=True, help="the head's, such as head:6379")
+@click.option("--python", metavar="PATH", default=sys.executable, help="an interpreter with the cluster's own Ray")
 @click.option(
     "--label", "labels", multiple=True, metavar="KEY=VALUE", help="of the machines that are wanted; repeatable"
 )
@@ -378,7 +397,11 @@ def check(
     within_s: float,
     as_json: bool,
 ) -> None:
-    """Say which machines would be taken, and what is in the way."""
+    """Say which machines would be taken, and what is in the way.
+
+    \b
+    tangram cluster check --address head:6379
+    """
     reservation = Reservation(cpus=cpus, gpus=gpus)
     members = RayMembers(_labels(labels), head=head, reservation=reservation)
     seen = look(python, address, within_s)

@@ -341,8 +341,8 @@ def _utilisation(run: ReportedRun) -> Iterator[str]:
 
 @click.command()
 @click.argument("id", required=False)
-@click.option("--task", help="All of this RL task instead of one trajectory.")
-@click.option("--since", help="Only what was accepted since then: 2h, or an instant of RFC 3339.")
+@click.option("--task", metavar="NAME", help="All of this RL task instead of one trajectory.")
+@click.option("--since", metavar="TIME", help="Only what was accepted since then: 2h, or an instant of RFC 3339.")
 @click.option("--limit", default=5000, show_default=True, type=click.IntRange(1, 50_000), help="Newest invocations.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("report.html"), show_default=True)
 @json_option
@@ -354,6 +354,9 @@ def report(
 
     ID is a trajectory, or an invocation, which stands for its trajectory. The comparison is played by the simulator:
     the same arrivals and work under other policies and in static pods.
+
+    \b
+    tangram report t1 --out t1.html
     """
     if (id is None) == (task is None):
         raise click.UsageError("name a trajectory or an invocation, or --task TASK")

@@ -66,7 +66,11 @@ def tell_missing_image(config: GatewayConfig) -> None:
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default=Path())
 @json_option
 def init(directory: Path, as_json: bool) -> None:
-    """Write a commented tangram.yaml and a function of each kind."""
+    """Write a commented tangram.yaml and a function of each kind.
+
+    \b
+    tangram init rollouts
+    """
     files = [file for file in sorted(TEMPLATES.rglob("*")) if file.is_file() and file != NONE]
     targets = {file: directory / file.relative_to(TEMPLATES) for file in files if "__pycache__" not in file.parts}
     there = [str(target) for target in targets.values() if target.exists()]
@@ -223,7 +227,12 @@ def _torch() -> Finding:
     "--weaker-isolation", is_flag=True, help="Serve sandboxes that are weaker than those the state directory served."
 )
 def serve(paths: tuple[Path, ...], log_level: str, log_format: str, weaker_isolation: bool) -> None:
-    """Serve until SIGTERM, then drain."""
+    """Serve until SIGTERM, then drain.
+
+    \b
+    tangram serve
+    tangram serve tangram.yaml functions --log-format json
+    """
     # Nothing that is imported and read at the start is garbage, and looking for some takes a tenth of the time.
     gc.disable()
     import uvloop
@@ -258,6 +267,9 @@ def validate(paths: tuple[Path, ...], no_look: bool, as_json: bool) -> None:
     """Check configuration files; every problem is told with its file, line and key.
 
     What this machine would refuse of a valid one (cores, images, torch) is warned of on standard error.
+
+    \b
+    tangram validate
     """
     from gateway.config import load
     from gateway.registry import function_info
@@ -293,7 +305,11 @@ def _warnings(config: GatewayConfig) -> list[str]:
 @click.command("config-schema")
 @click.option("--markdown", is_flag=True, help="Print the tables of docs/reference/yaml.md instead.")
 def config_schema(markdown: bool) -> None:
-    """Print the JSON Schema of the YAML, for editors."""
+    """Print the JSON Schema of the YAML, for editors.
+
+    \b
+    tangram config-schema > tangram.schema.json
+    """
     from gateway.config import reference
     from gateway.config.schema import schema
 
@@ -336,7 +352,11 @@ def node(paths: tuple[Path, ...], as_json: bool) -> None:
 @paths_argument
 @json_option
 def doctor(paths: tuple[Path, ...], as_json: bool) -> None:
-    """Look whether this machine can serve the configuration, and say what mends what is missing."""
+    """Look whether this machine can serve the configuration, and say what mends what is missing.
+
+    \b
+    tangram doctor
+    """
     with silence():
         findings = list(look(chosen(paths)))
     missing = [finding for finding in findings if finding.state == "missing"]

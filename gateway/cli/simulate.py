@@ -125,7 +125,13 @@ DEFAULT_POLICIES = ("adaptive", "price", "paper")
 
 
 @click.command()
-@click.option("--workload", default="ai-coding", show_default=True, help=f"trace.jsonl, or one of {', '.join(PRESETS)}")
+@click.option(
+    "--workload",
+    metavar="NAME",
+    default="ai-coding",
+    show_default=True,
+    help=f"trace.jsonl, or one of {', '.join(PRESETS)}",
+)
 @click.option("--batch", default=256, show_default=True, help="trajectories of a preset")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
@@ -201,7 +207,11 @@ def simulate(
     as_json: bool,
     export_trace: Path | None,
 ) -> None:
-    """Play a workload on the very same scheduler under a virtual clock: what if I had other sizes or policies?"""
+    """Play a workload on the very same scheduler under a virtual clock: what if I had other sizes or policies?
+
+    \b
+    tangram simulate --workload ai-coding
+    """
     size = Size(nodes=nodes, cores=cores, gpus=gpus, replicate=replicate)
     try:
         chosen = load_workload(workload, batch, seed)
@@ -252,12 +262,16 @@ def check(path: Path, as_json: bool) -> None:
 
 
 @trace.command()
-@click.option("--task", help="only this task's invocations")
+@click.option("--task", metavar="NAME", help="only this task's invocations")
 @click.option("--limit", default=10000, show_default=True, help="newest invocations that are looked at")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="a file instead of standard output")
 @connected
 def export(client: Client, task: str | None, limit: int, out: Path | None) -> None:
-    """Write a gateway's recorded history as a trace."""
+    """Write a gateway's recorded history as a trace.
+
+    \b
+    tangram trace export --task default > run.jsonl
+    """
     functions = {each.name: msgspec.to_builtins(each) for each in client.functions()}
     trajectories = recorded(client.list(task=task, state="succeeded", limit=limit), functions)
     text = "".join(f"{line}\n" for line in write_trace(trajectories))

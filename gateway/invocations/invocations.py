@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 import structlog
@@ -418,7 +419,9 @@ class Inputs:
         error = None if validator is None else best_match(validator.iter_errors(input))
         if error is not None:
             raise InvalidInput(
-                f"{error.json_path}: {_said(error)}", component="gateway", detail={"path": error.json_path}
+                f"{error.json_path}: {_message(error)}; tangram functions show {function.name} says what it takes",
+                component="gateway",
+                detail={"path": error.json_path},
             )
 
     def _validator(self, function: FunctionSpec) -> Any:
@@ -432,8 +435,16 @@ class Inputs:
         return self._compiled[key]
 
 
-def _said(error: ValidationError) -> str:
-    """Return what does not fit; where exactly one of some fields is needed, which they are."""
+def _message(error: ValidationError) -> str:
+    """Return what does not fit; for an unknown field the nearest, and where one of some is needed, which they are."""
+    if error.validator == "additionalProperties" and error.validator_value is False:
+        schema: Any = error.schema
+        known = sorted(schema.get("properties", {}))
+        needed = [name for each in (schema, *schema.get("oneOf", ())) for name in each.get("required", ())]
+        unknown = next(name for name in error.instance if name not in known)  # type: ignore[union-attr]
+        near = [*get_close_matches(unknown, needed, n=1, cutoff=0.5), *get_close_matches(unknown, known, n=1)]
+        hint = f"did you mean {near[0]!r}? It takes " if near else "it takes "
+        return f"no field is called {unknown[:100]!r}; {hint}{', '.join(known)}"[:500]
     choices: Any = error.validator_value if error.validator == "oneOf" else ()
     if choices and all(each.keys() == {"required"} and len(each["required"]) == 1 for each in choices):
         return f"needs exactly one of {', '.join(each['required'][0] for each in choices)}"

@@ -37,7 +37,7 @@ from tangram.archive import (
     take_back,
 )
 from tangram.cli import exit_status
-from tangram.cli.options import connected, json_option
+from tangram.cli.options import connected, json_option, new_option
 from tangram.cli.output import copying, print_json, say
 from tangram.client.sync import Trajectory
 from tangram.errors import ConflictError, NotFoundError, TooLargeError, UnsupportedError
@@ -303,22 +303,32 @@ class SandboxPlace(NamedTuple):
 @click.command()
 @click.argument("source")
 @click.argument("target")
-@click.option("--user", help="Whose rights it has in the sandbox, one of those that the function allows.")
+@click.option(
+    "--user", metavar="USER", help="Whose rights it has in the sandbox, one of those that the function allows."
+)
+@new_option
 @json_option
 @connected
-def cp(client: Client, source: str, target: str, user: str | None, as_json: bool) -> int:
+def cp(client: Client, source: str, target: str, user: str | None, new: bool, as_json: bool) -> int:
     """Copy a file or a directory into the sandbox of a trajectory, or out of it.
 
     One of SOURCE and TARGET is TRAJECTORY:PATH; a relative PATH begins at the sandbox's working directory. TARGET is
     the name that the copy gets, or a directory that is there, if it ends with a slash. Links are copied as links; one
     that would lead out of a copy on this machine is left out. What is left out is named, and the status is then 73.
+
+    \b
+    tangram cp src t1:src --new
+    tangram cp t1:out.json .
     """
     inward, outward = remote(target), remote(source)
     if (inward is None) == (outward is None):
         raise click.UsageError("one of SOURCE and TARGET must be TRAJECTORY:PATH")
     if inward is not None:
         path = _named(inward.path, Path(source).name)
-        done = _copy_in(Path(source), SandboxPlace(client.trajectory(inward.trajectory), path, user))
+        rollout = client.trajectory(inward.trajectory)
+        if new:
+            rollout.open()
+        done = _copy_in(Path(source), SandboxPlace(rollout, path, user))
     else:
         assert outward is not None
         if not is_sendable(outward.path):

@@ -52,11 +52,11 @@ _raw = click.option(
 @click.command()
 @click.argument("function", shell_complete=function_names)
 @click.argument("input", default="{}")
-@click.option("--trajectory", help="The rollout whose sandbox it needs.")
-@click.option("--task", help="The RL task it belongs to.")
+@click.option("--trajectory", metavar="ID", help="The rollout whose sandbox it needs.")
+@click.option("--task", metavar="NAME", help="The RL task it belongs to.")
 @click.option("--step", type=click.IntRange(min=0), help="The step of the task that it counts for.")
 @click.option("--timeout", "timeout_s", type=Duration(), help="Bound of the execution, at most the function's.")
-@click.option("--key", help="Idempotency key: the same key and input run once.")
+@click.option("--key", metavar="KEY", help="Idempotency key: the same key and input run once.")
 @click.option("-f", "--follow", is_flag=True, help="Show the log on standard error while it runs.")
 @click.option("--async", "--no-wait", "detach", is_flag=True, help="Do not wait: print the id on standard output.")
 @_raw
@@ -80,6 +80,10 @@ def invoke(
 
     The result is printed on standard output, the invocation's id on standard error. A failure prints component,
     reason and the last log lines, and the exit status is that of its reason (docs/reference/cli.md).
+
+    \b
+    tangram invoke shell '{"command": "nproc"}' --trajectory t1
+    tangram invoke pytest_reward @input.json --async --key t1-reward
     """
     body = read_input(input)
     if not (follow or detach):
@@ -104,12 +108,12 @@ def invoke(
 
 
 @click.command()
-@click.option("--function", help="Only those of this function.")
-@click.option("--task", help="Only those of this task.")
-@click.option("--trajectory", help="Only those of this trajectory.")
-@click.option("--state", help="Only those in this state.")
-@click.option("--reason", help="Only those that ended for this reason.")
-@click.option("--since", help="Only those accepted since then: 15m, or an instant of RFC 3339.")
+@click.option("--function", metavar="NAME", help="Only those of this function.")
+@click.option("--task", metavar="NAME", help="Only those of this task.")
+@click.option("--trajectory", metavar="ID", help="Only those of this trajectory.")
+@click.option("--state", metavar="STATE", help="Only those in this state.")
+@click.option("--reason", metavar="REASON", help="Only those that ended for this reason.")
+@click.option("--since", metavar="TIME", help="Only those accepted since then: 15m, or an instant of RFC 3339.")
 @limit_option("invocations")
 @json_option
 @connected
@@ -124,7 +128,12 @@ def ps(
     limit: int,
     as_json: bool,
 ) -> None:
-    """List invocations, newest first; on a terminal as many columns as fit it, with ids without their end."""
+    """List invocations, newest first; on a terminal as many columns as fit it, with ids without their end.
+
+    \b
+    tangram ps --state failed --since 1h
+    tangram ps --trajectory t1 --json
+    """
     invocations = list(
         client.list(
             function=function,
@@ -148,7 +157,11 @@ def ps(
 @json_option
 @connected
 def show_invocation(client: Client, id: str, wait_s: float | None, as_json: bool) -> int:
-    """Show an invocation's record; once it has failed the exit status is that of its reason."""
+    """Show an invocation's record; once it has failed the exit status is that of its reason.
+
+    \b
+    tangram show 1f
+    """
     id = whole_id(client, id)
     try:
         with waiting(id):
@@ -174,7 +187,11 @@ def show_invocation(client: Client, id: str, wait_s: float | None, as_json: bool
 @json_option
 @connected
 def logs(client: Client, id: str, follow: bool, offset: int, output: Path | None, raw: bool, as_json: bool) -> None:
-    """Show an invocation's log: what it wrote to standard error goes to ours."""
+    """Show an invocation's log: what it wrote to standard error goes to ours.
+
+    \b
+    tangram logs 1f -f
+    """
     lines = client.logs(whole_id(client, id), follow=follow, offset=offset)
     if output is not None:
         save_log(lines, output, as_json)
@@ -191,7 +208,11 @@ def logs(client: Client, id: str, follow: bool, offset: int, output: Path | None
 @json_option
 @connected
 def cancel(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
-    """End invocations and everything they started; one that has ended already is an error."""
+    """End invocations and everything they started; one that has ended already is an error.
+
+    \b
+    tangram cancel 1f 20
+    """
     ended = [client.cancel(id) for id in whole_ids(client, ids)]
     if as_json:
         print_json(ended)
@@ -291,7 +312,7 @@ def dlq() -> None:
 
 
 @dlq.command("list")
-@click.option("--function", help="Only those of this function.")
+@click.option("--function", metavar="NAME", help="Only those of this function.")
 @limit_option("dead letters")
 @json_option
 @connected
@@ -338,7 +359,11 @@ def show_letter(client: Client, id: str, as_json: bool) -> None:
 @json_option
 @connected
 def redrive(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
-    """Send dead letters again, each as an invocation of its own; prints the new ids."""
+    """Send dead letters again, each as an invocation of its own; prints the new ids.
+
+    \b
+    tangram dlq redrive 1f
+    """
     sent = [client.redrive(id) for id in whole_ids(client, ids)]
     if as_json:
         print_json(sent)
@@ -350,11 +375,15 @@ def redrive(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
 @dlq.command()
 @click.argument("ids", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All of them, or all of --function.")
-@click.option("--function", help="With --all: only those of this function.")
+@click.option("--function", metavar="NAME", help="With --all: only those of this function.")
 @json_option
 @connected
 def purge(client: Client, ids: tuple[str, ...], everything: bool, function: str | None, as_json: bool) -> None:
-    """Take dead letters off the list; their records stay."""
+    """Take dead letters off the list; their records stay.
+
+    \b
+    tangram dlq purge --function shell
+    """
     if bool(ids) == everything or (function is not None and not everything):
         raise click.UsageError("name the IDS, or write --all (and --function)")
     count = client.purge_all(function) if everything else sum(client.purge(id) for id in whole_ids(client, ids))

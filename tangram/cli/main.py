@@ -50,9 +50,7 @@ VERBS: Mapping[str, Verb] = {
     "dlq": Verb("tangram.cli.invocations:dlq", "Dead letters: asynchronous work that has failed for good.", "watch"),
     "diff": Verb("tangram.cli.state:diff", "What `apply` would change in a running gateway.", "operate"),
     "apply": Verb("tangram.cli.state:apply", "Change functions, tasks and resources of a running gateway.", "operate"),
-    "images": Verb(
-        "tangram.cli.state:images", "Container images: pulled ahead of a run, and what there is.", "operate"
-    ),
+    "images": Verb("tangram.cli.state:images", "Container images: pulled ahead of a run, and what there is.", "serve"),
     "completion": Verb(
         "tangram.cli.options:completion", "Print what makes bash, zsh or fish complete the verbs.", "operate"
     ),
@@ -86,7 +84,7 @@ class Verbs(click.Group):
         return list(self.verbs)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        verb = VERBS.get(cmd_name) or self.verbs.get(cmd_name)
+        verb = self.verbs.get(cmd_name)
         if verb is None:
             return None
         module, _, name = verb.place.partition(":")
@@ -194,8 +192,8 @@ def global_options(command: _Command) -> _Command:
     """``--server``, ``--token`` and ``--json`` of the command as a whole; its verbs `inherit` them."""
     for option in (
         click.option("--json", "as_json", is_flag=True, expose_value=False, callback=_remember, help="Print JSON."),
-        click.option("--token", expose_value=False, callback=_remember, help="Bearer token."),
-        click.option("--server", expose_value=False, callback=_remember, help="The gateway."),
+        click.option("--token", metavar="TOKEN", expose_value=False, callback=_remember, help="Bearer token."),
+        click.option("--server", metavar="URL", expose_value=False, callback=_remember, help="The gateway."),
     ):
         command = option(command)
     return command

@@ -12,7 +12,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ShellComplete, ZshComplete
 
-from tangram import Client, ConnectionFailed, InvalidInputError, InvocationResult, NotFoundError, Retries, TangramError
+from tangram import (
+    Client,
+    ConnectionFailed,
+    InvalidInputError,
+    InvocationResult,
+    NotFoundError,
+    Retries,
+    TangramError,
+    Trajectory,
+)
 from tangram.cli.main import inherit
 from tangram.cli.output import short_id
 from tangram.client.requests import DEFAULT, SERVER, TOKEN
@@ -47,8 +56,8 @@ def json_option(command: _Command) -> _Command:
 def connected(command: Callable[Concatenate[Client, _P], _R]) -> Callable[_P, _R]:
     """``--server``, ``--token``, ``--retry-connrefused``: the command's first argument is a client, closed after it."""
 
-    @click.option("--server", callback=inherit, help=f"The gateway [{SERVER}, or {DEFAULT}].")
-    @click.option("--token", callback=inherit, help=f"Bearer token [{TOKEN}].")
+    @click.option("--server", metavar="URL", callback=inherit, help=f"The gateway [{SERVER}, or {DEFAULT}].")
+    @click.option("--token", metavar="TOKEN", callback=inherit, help=f"Bearer token [{TOKEN}].")
     @click.option("--retry-connrefused", is_flag=True, help=f"Wait {OUTAGE_S:g} s for a gateway that starts.")
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -66,6 +75,20 @@ def connected(command: Callable[Concatenate[Client, _P], _R]) -> Callable[_P, _R
     return run
 
 
+def new_option(command: _Command) -> _Command:
+    """``--new``: a trajectory that does not live yet gets a sandbox."""
+    return click.option("--new", is_flag=True, help="Make the trajectory's sandbox if there is none.")(command)
+
+
+def living(client: Client, name: str, function: str = "shell", task: str | None = None, *, new: bool) -> Trajectory:
+    """Return a trajectory that lives, or with ``new`` may begin; raises NotFoundError."""
+    if not new and not any(each.trajectory == name for each in client.trajectories()):
+        raise NotFoundError(
+            f"no trajectory {name!r} lives; --new, before any command, makes its sandbox", component="cli"
+        )
+    return client.trajectory(name, function=function, task=task)
+
+
 def limit_option(what: str) -> Callable[[_Command], _Command]:
     """``--limit``: most of them that are shown."""
     return click.option(
@@ -79,8 +102,9 @@ _PATHS_HELP = (
 
 
 def paths_argument(command: _Command) -> _Command:
-    """PATHS of configuration files; the command's help ends with what they are."""
-    command.__doc__ = f"{(command.__doc__ or '').rstrip()} {_PATHS_HELP}"
+    """PATHS of configuration files; the command's help says what they are, before its examples."""
+    text, mark, examples = (command.__doc__ or "").partition("\b")
+    command.__doc__ = f"{text.rstrip()} {_PATHS_HELP}\n\n    {mark}{examples}"
     return click.argument("paths", nargs=-1, type=click.Path(path_type=Path))(command)
 
 

@@ -20,34 +20,35 @@ import click
 
 from tangram import Client
 from tangram.cli import exit_status
-from tangram.cli.options import Duration, connected
+from tangram.cli.options import Duration, connected, living, new_option
 from tangram.cli.output import say
-from tangram.client.sync import SessionHandle, Trajectory
-from tangram.errors import ConflictError, NotFoundError, TangramError
+from tangram.client.sync import SessionHandle
+from tangram.errors import ConflictError, TangramError
 from tangram.types import SessionEnd
 
 #: What a shell is if nobody says: bash where there is one.
 SHELL = "if command -v bash >/dev/null; then exec bash; else exec sh; fi"
 
-_function = click.option("--function", default="shell", show_default=True, help="The exec function whose cores it has.")
-_task = click.option("--task", help="The RL task it belongs to.")
-_user = click.option("--user", help="Who it runs as, one of those that the function allows.")
-_cwd = click.option("--cwd", help="Where it begins; the sandbox's working directory by default.")
+_function = click.option(
+    "--function", metavar="NAME", default="shell", show_default=True, help="The exec function whose cores it has."
+)
+_task = click.option("--task", metavar="NAME", help="The RL task it belongs to.")
+_user = click.option("--user", metavar="USER", help="Who it runs as, one of those that the function allows.")
+_cwd = click.option("--cwd", metavar="PATH", help="Where it begins; the sandbox's working directory by default.")
 _env = click.option("-e", "--env", multiple=True, metavar="NAME=VALUE", help="An environment variable of it.")
 _timeout = click.option("--timeout", "timeout_s", type=Duration(), help="Bound of the session, at most the function's.")
-_new = click.option("--new", is_flag=True, help="Make the trajectory's sandbox if there is none.")
 
 
 @click.command()
 @click.argument("trajectory")
-@click.option("--attach", help="Go on with this session instead, which another terminal left.")
+@click.option("--attach", metavar="ID", help="Go on with this session instead, which another terminal left.")
 @_function
 @_task
 @_user
 @_cwd
 @_env
 @_timeout
-@_new
+@new_option
 @connected
 def shell(
     client: Client,
@@ -65,6 +66,9 @@ def shell(
 
     It is an action: it holds its cores until it ends, and the trajectory's other actions wait for it. It goes on when
     this terminal is cut off; its id is printed, and --attach ID goes on with it.
+
+    \b
+    tangram shell t1 --new
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("a shell needs a terminal; use `tangram exec` in a script")
@@ -72,7 +76,7 @@ def shell(
         if attach is not None:
             session = client.session(attach)
         else:
-            rollout = _rollout(client, trajectory, function, task, new=new)
+            rollout = living(client, trajectory, function, task, new=new)
             session = rollout.session(
                 SHELL, terminal=terminal.size(), cwd=cwd, env=_variables(env), user=user, timeout_s=timeout_s
             )
@@ -108,7 +112,7 @@ class CommandAfterOptions(click.Command):
 @_cwd
 @_env
 @_timeout
-@_new
+@new_option
 @connected
 def exec_(
     client: Client,
@@ -128,25 +132,19 @@ def exec_(
 
     Options come before COMMAND; ``--`` may stand between them and it.
     Ctrl-C interrupts the command, not this program; a second one ends it.
+
+    \b
+    tangram exec t1 --new -- python3 -c "print(1)"
     """
     if tty and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("-t needs a terminal here; leave it out")
     with LocalTerminal(raw=tty and interactive) as terminal:
-        rollout = _rollout(client, trajectory, function, task, new=new)
+        rollout = living(client, trajectory, function, task, new=new)
         size = terminal.size() if tty else None
         variables = _variables(env)
         session = rollout.session(command, terminal=size, cwd=cwd, env=variables, user=user, timeout_s=timeout_s)
         end = Relay(session, terminal, reads=interactive).run()
     return _status(session, end, lossless=True)
-
-
-def _rollout(client: Client, name: str, function: str, task: str | None, *, new: bool) -> Trajectory:
-    """Return a trajectory that lives; raises NotFoundError."""
-    if not new and not any(each.trajectory == name for each in client.trajectories()):
-        raise NotFoundError(
-            f"no trajectory {name!r} lives; --new, before any command, makes its sandbox", component="cli"
-        )
-    return client.trajectory(name, function=function, task=task)
 
 
 def _variables(words: tuple[str, ...]) -> Mapping[str, str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
@@ -20,6 +22,7 @@ from tangram.cli.main import inherit
 from tangram.cli.options import connected, json_option, paths_argument
 from tangram.cli.output import (
     TableColumn,
+    in_json,
     print_json,
     record,
     say,
@@ -36,6 +39,7 @@ from tangram.types import (
     ADMIN,
     INVOKE,
     ConfigDiff,
+    FunctionInfo,
     ImageInfo,
     TaskInfo,
     files_of,
@@ -76,17 +80,27 @@ def list_functions(client: Client, as_json: bool) -> None:
 
 @functions.command("show")
 @click.argument("name")
+@click.option("--schema", is_flag=True, help="Print the JSON Schemas of its input and result instead.")
 @json_option
 @connected
-def show_function(client: Client, name: str, as_json: bool) -> None:
-    """Show one function as it is now, with what was learned of it."""
+def show_function(client: Client, name: str, schema: bool, as_json: bool) -> None:
+    """Show how to call a function, its definition, and what was learned of it.
+
+    \b
+    tangram functions show shell
+    tangram functions show shell --schema
+    """
     function = client.function(name)
+    if schema:
+        print_json({"input": function.input_schema or {}, "result": function.result_schema or {}})
+        return
     if as_json:
         print_json(function)
         return
     fields = msgspec.to_builtins(function)
-    fields.pop("learned", None)
-    show(record(fields))
+    for each in ("learned", "input_schema", "result_schema"):
+        fields.pop(each, None)
+    show(_usage(function, client.server), "", record(fields))
     if function.learned:
         rows = [
             (
@@ -106,12 +120,65 @@ def show_function(client: Client, name: str, as_json: bool) -> None:
         )
 
 
+def _usage(function: FunctionInfo, server: str) -> Iterator[str]:
+    """Yield how a function is called, from a shell and from Python, and the fields of its input."""
+    schema = function.input_schema or {}
+    assert isinstance(schema, Mapping)
+    # A field's schema may be `true`: anything will do.
+    properties = {
+        name: each if isinstance(each, Mapping) else {} for name, each in schema.get("properties", {}).items()
+    }
+    needed = _needed_fields(schema)
+    example = in_json({name: _example(name, properties.get(name, {})) for name in needed})
+    rollout = " --trajectory t1" if function.runtime in ("exec", "pytest") else ""
+    yield f"tangram invoke {function.name} {shlex.quote(example)}{rollout}"
+    yield (
+        f'curl -H "Authorization: Bearer $(tangram token)" -d {shlex.quote(example)} '
+        f"{server}/v1/functions/{function.name}/invocations"
+    )
+    yield f'client.invoke("{function.name}", {example})'
+    if properties:
+        rows = [
+            (f"{name} *" if name in needed else name, _type(each), each.get("description", ""))
+            for name, each in sorted(properties.items(), key=lambda item: item[0] not in needed)
+        ]
+        yield ""
+        yield from table(("INPUT", "TYPE", TableColumn("DESCRIPTION", 20)), rows)
+
+
+def _needed_fields(schema: Mapping[str, Any]) -> Sequence[str]:
+    """Return the fields that an input needs; where one of several does, the first."""
+    choices: list[Mapping[str, Any]] = [*schema.get("oneOf", ()), *schema.get("anyOf", ()), {}]
+    return [*schema.get("required", ()), *choices[0].get("required", ())]
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return "|".join(map(str, schema["enum"]))
+    kinds = schema.get("type") or [each.get("type", "any") for each in schema.get("anyOf", ())]
+    return kinds if isinstance(kinds, str) else "|".join(kinds) or "any"
+
+
+#: What stands for a value in an example, by the type of its schema.
+_EXAMPLES: Mapping[str, object] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+
+
+def _example(name: str, schema: Mapping[str, Any]) -> object:
+    if "enum" in schema:
+        return schema["enum"][0]
+    return "echo hello" if name == "command" else _EXAMPLES.get(_type(schema), "...")
+
+
 @functions.command("remove")
 @click.argument("names", nargs=-1, required=True)
 @json_option
 @connected
 def remove_functions(client: Client, names: tuple[str, ...], as_json: bool) -> None:
-    """Remove functions that were applied; nothing in flight is dropped."""
+    """Remove functions that were applied; nothing in flight is dropped.
+
+    \b
+    tangram functions remove length
+    """
     removed = [name for each in names for name in client.remove_function(each).removed]
     if as_json:
         print_json({"removed": removed})
@@ -154,17 +221,19 @@ def list_trajectories(client: Client, as_json: bool) -> None:
 
 @trajectories.command("open")
 @click.argument("id")
-@click.option("--function", default="shell", show_default=True, help="The function whose sandbox it is.")
-@click.option("--task", help="The RL task that it belongs to.")
+@click.option(
+    "--function", metavar="NAME", default="shell", show_default=True, help="The function whose sandbox it is."
+)
+@click.option("--task", metavar="NAME", help="The RL task that it belongs to.")
 @click.option("--step", type=click.IntRange(min=0), help="The step of the task that it counts for.")
-@click.option("--image", help="Container image, of those that the function allows.")
+@click.option("--image", metavar="IMAGE", help="Container image, of those that the function allows.")
 @click.option("-e", "--env", multiple=True, metavar="NAME=VALUE", help="An environment variable; may be repeated.")
-@click.option("--workdir", help="Working directory.")
-@click.option("--user", help="User name or id.")
-@click.option("--memory", help="For example 2Gi.")
+@click.option("--workdir", metavar="PATH", help="Working directory.")
+@click.option("--user", metavar="USER", help="User name or id.")
+@click.option("--memory", metavar="SIZE", help="For example 2Gi.")
 @click.option("--network", type=click.Choice(["none", "internal", "egress"]), help="What it may reach.")
-@click.option("--idle-ttl", help="It ends after so long without an action, for example 30m.")
-@click.option("--snapshot", help="Begin with a snapshot, in place of choices.")
+@click.option("--idle-ttl", metavar="DURATION", help="It ends after so long without an action, for example 30m.")
+@click.option("--snapshot", metavar="ID", help="Begin with a snapshot, in place of choices.")
 @json_option
 @connected
 def open_trajectory(
@@ -179,7 +248,11 @@ def open_trajectory(
     as_json: bool,
     **chosen: str | None,
 ) -> None:
-    """Make a trajectory's sandbox before its first action, with what it chooses."""
+    """Make a trajectory's sandbox before its first action, with what it chooses.
+
+    \b
+    tangram trajectories open t1 --memory 2Gi --idle-ttl 2h
+    """
     choices: dict[str, object] = {name: value for name, value in chosen.items() if value is not None}
     if env:
         choices["env"] = dict(_variable(each) for each in env)
@@ -203,7 +276,11 @@ def _variable(text: str) -> tuple[str, str]:
 @json_option
 @connected
 def take_snapshot(client: Client, id: str, as_json: bool) -> None:
-    """Keep the files of a trajectory's sandbox, when its actions so far have ended; print the snapshot's id."""
+    """Keep the files of a trajectory's sandbox, when its actions so far have ended; print the snapshot's id.
+
+    \b
+    tangram trajectories snapshot t1
+    """
     taken = client.trajectory(id).snapshot()
     if as_json:
         print_json(taken)
@@ -214,15 +291,21 @@ def take_snapshot(client: Client, id: str, as_json: bool) -> None:
 @trajectories.command("fork")
 @click.argument("id")
 @click.argument("to", nargs=-1, required=True)
-@click.option("--function", default="shell", show_default=True, help="The function whose sandbox it is.")
-@click.option("--task", help="The RL task that they belong to, by default the other's.")
+@click.option(
+    "--function", metavar="NAME", default="shell", show_default=True, help="The function whose sandbox it is."
+)
+@click.option("--task", metavar="NAME", help="The RL task that they belong to, by default the other's.")
 @click.option("--step", type=click.IntRange(min=0), help="The step of the task that they count for.")
 @json_option
 @connected
 def fork_trajectory(
     client: Client, id: str, to: tuple[str, ...], function: str, task: str | None, step: int | None, as_json: bool
 ) -> None:
-    """Open trajectories TO that begin with the files of ID as they are now."""
+    """Open trajectories TO that begin with the files of ID as they are now.
+
+    \b
+    tangram trajectories fork t1 t1-a t1-b
+    """
     opened = client.trajectory(id, function=function, task=task).fork(to, step=step)
     if as_json:
         print_json({"opened": [each.id for each in opened]})
@@ -265,7 +348,11 @@ def list_snapshots(client: Client, as_json: bool) -> None:
 @json_option
 @connected
 def remove_snapshots(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
-    """Remove snapshots; one that a living trajectory began with is kept, with status 73."""
+    """Remove snapshots; one that a living trajectory began with is kept, with status 73.
+
+    \b
+    tangram trajectories snapshots remove ID
+    """
     for id in ids:
         client.remove_snapshot(id)
         if not as_json:
@@ -278,7 +365,11 @@ def remove_snapshots(client: Client, ids: tuple[str, ...], as_json: bool) -> Non
 @click.argument("ids", nargs=-1, required=True)
 @connected
 def end_trajectories(client: Client, ids: tuple[str, ...]) -> None:
-    """End trajectories: their actions are cancelled and their sandboxes removed."""
+    """End trajectories: their actions are cancelled and their sandboxes removed.
+
+    \b
+    tangram trajectories end t1 t2
+    """
     for id in ids:
         client.end_trajectory(id)
         click.echo(f"{id} ended")
@@ -359,7 +450,11 @@ def list_images(client: Client, as_json: bool) -> None:
 @json_option
 @connected
 def pull_images(client: Client, names: tuple[str, ...], no_wait: bool, as_json: bool) -> int:
-    """Pull images ahead of a run; the status is 1 if one could not be."""
+    """Pull images ahead of a run; the status is 1 if one could not be.
+
+    \b
+    tangram images pull python:3.12-slim
+    """
     found = client.pull_images(names)
     with transfers() as (look_s, tell):
         while not no_wait and any(each.state == "pulling" for each in found):
@@ -406,6 +501,10 @@ def steps(client: Client, task: str, step: int | None, expected: int | None, as_
     """Steps of TASK that the gateway keeps, that opened last first; or of STEP alone.
 
     Rollouts are trajectories that were opened under a step, and calls of none that name it.
+
+    \b
+    tangram steps default
+    tangram steps default 7 --expected 512
     """
     if expected is not None:
         if step is None:
@@ -443,7 +542,11 @@ _own = click.option("--own", is_flag=True, help="The gateway reads its own files
 @json_option
 @connected
 def diff(client: Client, paths: tuple[Path, ...], own: bool, prune: bool, as_json: bool) -> None:
-    """What `apply` would change in a running gateway."""
+    """What `apply` would change in a running gateway.
+
+    \b
+    tangram diff
+    """
     texts = _texts(paths, own, client.server)
     _show_diff(client.apply(texts, dry_run=True, prune=prune, variables=_variables(texts)), as_json)
 
@@ -460,6 +563,9 @@ def apply(client: Client, paths: tuple[Path, ...], own: bool, prune: bool, as_js
     All or nothing; nothing in flight is dropped, a changed function serves new invocations only. Handlers and models
     stay where they are: on the gateway's disk. ${NAME} in PATHS is taken from the environment of this command. What
     --prune removes is shown first, and on a terminal asked about.
+
+    \b
+    tangram diff && tangram apply
     """
     texts = _texts(paths, own, client.server)
     variables = _variables(texts)
@@ -523,7 +629,7 @@ def _show_diff(diff: ConfigDiff, as_json: bool) -> None:
 
 @click.command()
 @click.option("--admin", is_flag=True, help="The one that may also change the gateway for everybody.")
-@click.option("--server", callback=inherit, help=f"The gateway [{SERVER}, or {DEFAULT}].")
+@click.option("--server", metavar="URL", callback=inherit, help=f"The gateway [{SERVER}, or {DEFAULT}].")
 @json_option
 def token(admin: bool, server: str | None, as_json: bool) -> None:
     """Print a token of the gateway that you serve on this machine: curl -H "Authorization: Bearer $(tangram token)"."""

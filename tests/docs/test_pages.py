@@ -131,18 +131,46 @@ def test_every_configuration_loads(name: str, text: str, tmp_path: Path) -> None
     assert load([tmp_path / "tangram.yaml"], {}, look=False) is not None
 
 
-@pytest.mark.parametrize("line", commands())
-def test_every_command_is_one(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("tangram.yaml", "coding.jsonl", "notes.txt"):
-        (tmp_path / name).touch()
-    (tmp_path / "tangram-2026-11-23.sqlite").touch()
+def parse(line: str) -> None:
+    """Read a command line as far as its verb does before it begins."""
     command: click.Command | None = command_line(server.VERBS)
     words = shlex.split(line)[1:]
     while isinstance(command, click.Group):
         command = command.get_command(click.Context(command), words.pop(0))
     assert command is not None, line
     command.make_context("tangram", words)
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_is_one(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tangram.yaml", "coding.jsonl", "notes.txt", "tangram-2026-11-23.sqlite"):
+        (tmp_path / name).touch()
+    parse(line)
+
+
+def verbs(
+    command: click.Command, name: str, parent: click.Context | None = None
+) -> Iterator[tuple[str, click.Command]]:
+    """Yield every verb that is no group, with its whole name."""
+    context = click.Context(command, parent=parent)
+    if not isinstance(command, click.Group):
+        yield name, command
+        return
+    for each in command.list_commands(context):
+        verb = command.get_command(context, each)
+        assert verb is not None
+        yield from verbs(verb, f"{name} {each}", context)
+
+
+def test_the_examples_of_every_help_are_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tangram.sqlite").touch()
+    for name, command in verbs(command_line(server.VERBS), "tangram"):
+        examples = [line.strip() for line in (command.help or "").splitlines() if line.strip().startswith("tangram ")]
+        assert examples or name.rpartition(" ")[2] in ("list", "show", "check", "tasks", "token", "completion"), name
+        for line in examples:
+            parse(line.partition(" > ")[0].partition(" && ")[0].partition("  #")[0])
 
 
 @pytest.mark.parametrize(("name", "text"), blocks("python"), ids=[name for name, _ in blocks("python")])

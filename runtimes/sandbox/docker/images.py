@@ -144,7 +144,7 @@ def lacks(name: str, host: str) -> bool:
 
 def remedy(name: str) -> str:
     """Return the command that makes a base image of that name."""
-    return "tangram image build" if name == BASE_IMAGE else f"tangram image build --tag {name}"
+    return "tangram images build" if name == BASE_IMAGE else f"tangram images build --tag {name}"
 
 
 def _opened(host: str) -> EngineConnection:

@@ -169,7 +169,7 @@ def test_serve_without_a_configuration_says_the_command_that_makes_the_image_whe
     monkeypatch.setattr(images, "lacks", lambda name, host: name in missing)
     config = load([serve.NONE], {})
     serve.tell_missing_image(config)
-    told = "the base image tangram-base:bookworm is missing: run `tangram image build`\n"
+    told = "the base image tangram-base:bookworm is missing: run `tangram images build`\n"
     assert capsys.readouterr().err == told
     processes = replace(config.sandbox, provider=replace(config.sandbox.provider, kind="process"))
     serve.tell_missing_image(replace(config, sandbox=processes))
@@ -178,7 +178,7 @@ def test_serve_without_a_configuration_says_the_command_that_makes_the_image_whe
     assert capsys.readouterr().err == ""
 
 
-def test_image_build_says_whether_the_image_was_made_or_was_there(
+def test_images_build_says_whether_the_image_was_made_or_was_there(
     tangram: Tangram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, str, str, bool]] = []
@@ -189,9 +189,9 @@ def test_image_build_says_whether_the_image_was_made_or_was_there(
         return again
 
     monkeypatch.setattr(images, "build", build)
-    assert tangram("image", "build") == (0, f"{BASE_IMAGE} is there already (--again builds it anew)\n", "step\n")
-    assert tangram("image", "build", "--tag", "a:b", "--from", "c", "--again") == (0, "a:b is ready\n", "step\n")
-    status, out, _ = tangram("image", "build", "--host", "unix:///d", "--json")
+    assert tangram("images", "build") == (0, f"{BASE_IMAGE} is there already (--again builds it anew)\n", "step\n")
+    assert tangram("images", "build", "--tag", "a:b", "--from", "c", "--again") == (0, "a:b is ready\n", "step\n")
+    status, out, _ = tangram("images", "build", "--host", "unix:///d", "--json")
     assert (status, json.loads(out)) == (0, {"image": BASE_IMAGE, "built": False})
     name = BASE_IMAGE
     assert asked == [(name, "", "", False), ("a:b", "c", "", True), (name, "", "unix:///d", False)]

@@ -459,7 +459,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 SHIPPED = ROOT / "gateway" / "config" / "schema.json"
 
-EXAMPLES = [ROOT / "tangram.yaml", *sorted(ROOT.glob("functions/*/function.yaml"))]
+EXAMPLES = [
+    ROOT / "tangram.yaml",
+    ROOT / "examples" / "models" / "tangram.yaml",
+    *sorted(ROOT.glob("functions/*/function.yaml")),
+]
 
 
 def example_id(path: Path) -> str:
@@ -491,10 +495,10 @@ def test_every_example_fits_the_schema_and_names_it(path: Path) -> None:
 
 
 def test_the_examples_load_together_with_no_environment_at_all() -> None:
-    config = load([ROOT], {}, look=False)
-    assert sorted(config.functions) == [
-        *("math_reward", "pytest_reward", "reward_model", "shell", "teacher", "web_search")
-    ]
+    config = load([ROOT], {})
+    assert sorted(config.functions) == ["math_reward", "pytest_reward", "shell", "web_search"]
+    with_models = load([ROOT, ROOT / "examples" / "models"], {}, look=False)
+    assert sorted(set(with_models.functions) - set(config.functions)) == ["reward_model", "teacher"]
     assert config.server.host == "127.0.0.1" and config.server.token == ""
 
 

@@ -170,7 +170,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("given", [{}, {"command": "true", "argv": ["true"]}])
 def test_where_one_of_some_fields_is_needed_they_are_named(config: Path, given: Mapping[str, object]) -> None:
     shell = load([config], {}).functions["shell"]
-    with pytest.raises(InvalidInput, match=r"^\$: needs exactly one of command, argv$"):
+    with pytest.raises(InvalidInput, match=r"^\$: needs exactly one of command, argv; "):
         Inputs().check(shell, given)
 
 
@@ -180,14 +180,24 @@ def test_a_function_that_declares_its_input_has_sessions_like_any_other(tmp_path
     path.write_text(f"version: 1\nfunctions: {{shell: {{runtime: exec, {own}}}}}")
     shell = load([path], {}).functions["shell"]
     Inputs().check(shell, {"argv": ["bash"], "session": {"terminal": True, "rows": 24, "columns": 80}})
-    with pytest.raises(InvalidInput, match="'sessions' was unexpected"):
+    with pytest.raises(InvalidInput, match="no field is called 'sessions'; it takes argv; "):
         Inputs().check(shell, {"argv": ["bash"], "sessions": {}})
 
 
 def test_what_a_function_declares_is_told_with_its_path(config: Path) -> None:
     scored = load([config], {}).functions["scored"]
-    with pytest.raises(InvalidInput, match=r"^\$.n: 'x' is not of type 'integer'$"):
+    with pytest.raises(InvalidInput, match=r"^\$.n: 'x' is not of type 'integer'; tangram functions show scored "):
         Inputs().check(scored, {"n": "x", "command": "true"})
+
+
+def test_for_an_unknown_field_the_nearest_and_all_known_ones_are_named(config: Path) -> None:
+    shell = load([config], {}).functions["shell"]
+    with pytest.raises(InvalidInput) as raised:
+        Inputs().check(shell, {"cmd": "true"})
+    assert raised.value.message == (
+        "$: no field is called 'cmd'; did you mean 'command'? It takes argv, command, cwd, env, merge, session, stdin, "
+        "stdin_base64, user; tangram functions show shell says what it takes"
+    )
 
 
 LOST = Outcome(state=State.LOST, reason=Reason.NODE_LOST)

@@ -76,14 +76,17 @@ async def test_logs_go_where_they_were_written_to(served: Served) -> None:
     assert "one\n" in [json.loads(line)["data"] for line in out.splitlines()]
 
 
-async def test_the_state_is_shown_to_people_and_to_programs(served: Served) -> None:
+async def test_the_state_is_shown_to_people_and_to_programs(served: Served, gateway: RunningGateway) -> None:
     for words in (("functions", "list"), ("trajectories", "list"), ("tasks",), ("top",)):
         status, out, _ = await served(*words, "--json")
         assert status == 0 and json.loads(out) is not None
         status, out, err = await served(*words)
         assert status == 0, err
     _, out, _ = await served("functions", "show", "echo")
-    assert "runtime: handler" in out
+    assert out.startswith("tangram invoke echo '{}'\n") and "runtime: handler" in out
+    assert f"-d '{{}}' {gateway.http.base_url}/v1/functions/echo/invocations" in out.replace("/v1//v1", "/v1")
+    _, out, _ = await served("functions", "show", "echo", "--schema")
+    assert json.loads(out).keys() == {"input", "result"}
     assert (await served("functions", "show", "nobody"))[0] == 66
     assert (await served("trajectories", "end", "nobody"))[0] == 66
 
