@@ -20,7 +20,6 @@ from gateway.cluster.cluster import Cluster
 from gateway.cluster.store import NodeSnapshot
 from gateway.config.schema import ServerConfig
 from gateway.dashboard.stream import Watch
-from gateway.dispatcher import GatewayDispatcher
 from gateway.errors import TooSlow
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import (
@@ -41,7 +40,7 @@ from gateway.stats import Stats
 from gateway.steps import TaskSteps
 from gateway.store.maintenance import StateDirectory
 from gateway.store.store import Filter, Store
-from gateway.trajectory_records import Leases, SnapshotCatalogue
+from gateway.trajectory_records import NOBODY, ConnectionPeer, Leases, SnapshotCatalogue, UnreadAnswers
 from manager.action import State
 from manager.engine import Engine
 from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, TooLarge, Unsupported
@@ -351,7 +350,7 @@ class Api:
     runtimes: Runtimes
     machines: Cluster
     leases: Leases
-    turns: GatewayDispatcher
+    answers: UnreadAnswers
     snapshots: SnapshotCatalogue
     steps: TaskSteps
     metrics: Metrics
@@ -457,17 +456,24 @@ class Api:
 
     # --- trajectories
 
+    def expect(
+        self, holder: str | None, name: str, peer: ConnectionPeer | None, undo: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Undo what was made if its connection closes before the client that names itself knows of it."""
+        if holder is not None and peer is not None:
+            self.answers.expect(peer, holder, name, undo)
+
     async def open_trajectory(
-        self, id: str, body: TrajectoryOpening, gone: Callable[[], bool] = lambda: False
+        self, id: str, body: TrajectoryOpening, peer: ConnectionPeer | None = None
     ) -> TrajectoryInfo:
         """Make the trajectory's sandbox as it was chosen, or find that it lives so already; return the trajectory.
 
-        It is held from the beginning for who asks for that: whoever dies while it is made leaves it to its lease.
-        Nobody holds what was made for a caller who is ``gone`` at the end, but for the time in which he may ask again.
+        A caller that goes meanwhile is to cancel this. Of one that names itself as the ``holder`` it is found out
+        whether the answer came: what it never learned of ends when the connection to its ``peer`` closes.
 
         Raises NotFound for the function or the snapshot, SnapshotLost if that is lost with its node, InvalidInput with
-        the field that the function does not allow, Conflict if the trajectory lives in another sandbox, and what the
-        engine raises.
+        the field that the function does not allow, Conflict if the trajectory lives in another sandbox, or lives and
+        was to be ``new``, and what the engine raises.
         """
         # Which says more than the types do: a newline at the end is none of a name's characters.
         id, task = serialization.name(id, "trajectory"), serialization.name(body.task, "task")
@@ -481,23 +487,24 @@ class Api:
         if body.sandbox is not None and body.sandbox.image is not None and images is not None:
             await images.require(body.sandbox.image)  # before it holds memory or a core
         self.functions.task(task)
-        lease = None
-        if body.lease_s is not None and self.engine.trajectory(id) is None:
-            lease = self.leases.hold(id, body.lease_s)
+        await self.engine.until_ended(id)
+        lived = self.engine.trajectory(id) is not None
+        joined = lived and self.leases.joins(id, body.opening)
+        if joined and body.new:
+            raise Conflict(f"trajectory {id!r} lives already: choose another name, or end it", component="http")
+        if not lived:
+            self.leases.begin(id, body.opening)
         begin = partial(self.engine.open_trajectory, id, task, function)
-        try:
+        with self.steps.opening(task, body.step):
             await (begin() if body.snapshot is None else self.snapshots.begin(body.snapshot, begin))
-        except BaseException:
-            if lease is not None:
-                self.leases.let_go(id, lease)
-            raise
-        if lease is None and body.lease_s is not None:
-            self.leases.hold(id, body.lease_s)  # it lived, and whose opening is refused holds it no shorter
-        elif lease is not None and gone():
-            self.leases.abandon(id, lease)
+        if body.lease_s is not None or not joined:
+            holder = body.holder or NOBODY
+            if not self.leases.holds(id, holder) or self.answers.awaits(holder, id):
+                self.expect(body.holder, id, peer, partial(self.leases.release, [id], holder))
+            self.leases.hold(id, holder, body.lease_s)
         if body.step is not None:
             await self.steps.opened(id, task, body.step)
-        return await self.get_trajectory(id)
+        return replaced(await self.get_trajectory(id), joined=joined)
 
     def _begun_with(self, function: FunctionSpec, opening: TrajectoryOpening) -> FunctionSpec:
         """Return the function with a sandbox that begins with a snapshot, on the machine that has it.
@@ -565,50 +572,52 @@ class Api:
 
     @operation("POST /v1/leases", "trajectories", "They are held for so long")
     async def renew_leases(self, body: LeaseRequest) -> LeaseAnswer:
-        """Say that the client of these trajectories lives."""
-        return LeaseAnswer(gone=tuple(self.leases.renew(body.trajectories, body.lease_s)))
+        """Say that the client of these trajectories lives, or that it lets some go."""
+        holder = body.holder or NOBODY
+        self.answers.known(holder, (*body.trajectories, *body.known))
+        await self.leases.release(body.released, holder)
+        return LeaseAnswer(gone=tuple(self.leases.renew(body.trajectories, body.lease_s, holder)))
 
     # --- snapshots
 
-    @operation(
-        "POST /v1/trajectories/{id}/snapshots",
-        "trajectories",
-        "It is kept",
-        status=201,
-        problems=(404, 409, 413),
-        next_ones=links("/snapshot", "id", "removeSnapshot"),
-    )
-    async def take_snapshot(self, id: TrajectoryId) -> SnapshotInfo:
+    async def take_snapshot(self, id: str) -> SnapshotInfo:
         """Keep the files of a trajectory's sandbox.
 
         As they are when all that was asked of it before has ended; they stay where the trajectory lives.
 
         Raises NotFound without such a trajectory or its sandbox, Conflict if it ends meanwhile or its files are lost or
-        on their way, CapacityExceeded while its node is not reached, and as `SnapshotCatalogue.take`.
+        on their way, CapacityExceeded while its node is not reached or its turn does not come, and as
+        `SnapshotCatalogue.take`.
         """
+        living, bound_s = self.engine.trajectory(id), self.server.wait_max_s
+        if living is None or living["state"] == "ending":
+            raise NotFound(f"no trajectory {id!r}", component="snapshots")
 
-        async def take() -> NodeSnapshot:
+        taken: list[NodeSnapshot] = []
+
+        async def take() -> None:
             try:
-                return await self.snapshots.take(id)
+                taken.append(await asyncio.wait_for(self.snapshots.take(id), bound_s))
+            except TimeoutError:
+                raise Conflict(
+                    f"no snapshot of trajectory {id!r} within {bound_s:g} s", component="snapshots"
+                ) from None
             except ActionFailed as error:
                 if error.reason not in (Reason.ENVIRONMENT_LOST, Reason.NODE_LOST):
                     raise
                 raise Conflict(error.message, component=error.component, detail=error.detail) from None
 
-        return self._snapshot_info(await self.turns.take(self.engine, id, "snapshot", take))
+        function = FunctionSpec(name="snapshot", runtime="snapshot", queue_timeout_s=bound_s)
+        try:
+            await self.engine.take(id, "snapshot", take, str(living["task"]), function)
+        except BaseException:
+            for each in taken:  # at the moment at which its caller went
+                await self.remove_snapshot(each.record.id)
+            raise
+        return self._snapshot_info(taken[0])
 
-    @operation(
-        "POST /v1/trajectories/{id}/fork",
-        "trajectories",
-        "They are ready",
-        status=201,
-        problems=(404, 409, 429),
-        next_ones=links("/trajectories/0/trajectory", "id", "getTrajectory"),
-    )
-    async def fork_trajectory(self, id: TrajectoryId, body: ForkRequest) -> ForkAnswer:
-        """Open trajectories that begin with the files of another.
-
-        As they are now: all of them, or none and no snapshot.
+    async def fork_trajectory(self, id: str, body: ForkRequest, peer: ConnectionPeer | None = None) -> ForkAnswer:
+        """Open trajectories that begin with the files of another as they are now: all of them, or none and no snapshot.
 
         Raises as `take_snapshot` and `open_trajectory`, and Conflict for a name that lives or comes twice.
         """
@@ -631,39 +640,43 @@ class Api:
             step=body.step,
             snapshot=taken,
             lease_s=body.lease_s,
+            holder=body.holder,
+            new=True,
         )
         try:
             # Which may wait long for memory, and be the least used.
-            opened = await self.snapshots.begin(taken, lambda: self._open_all(body.to, opening))
+            opened = await self.snapshots.begin(taken, lambda: self._open_all(body.to, opening, peer))
         except BaseException:
             with suppress(CodedError):  # nobody was told of it
                 await self.snapshots.remove(taken)
             raise
         return ForkAnswer(snapshot=self._snapshot_info(self.snapshots.get(taken)), trajectories=opened)
 
-    async def _open_all(self, names: tuple[str, ...], opening: TrajectoryOpening) -> tuple[TrajectoryInfo, ...]:
+    async def _open_all(
+        self, names: tuple[str, ...], opening: TrajectoryOpening, peer: ConnectionPeer | None
+    ) -> tuple[TrajectoryInfo, ...]:
         """Open them, or end those that could be opened and raise why another could not.
 
         They come under their step when all of them live: those of a fork that is refused were no rollouts.
         """
         alone = replaced(opening, step=None)
-        gate = asyncio.Semaphore(OPENED_AT_ONCE)
+        gate, opened = asyncio.Semaphore(OPENED_AT_ONCE), dict[str, TrajectoryInfo]()
 
-        async def open_one(name: str) -> TrajectoryInfo:
+        async def open_one(name: str) -> None:
             async with gate:
-                return await self.open_trajectory(name, alone)
+                opened[name] = await self.open_trajectory(name, alone, peer)
 
-        opened = await asyncio.gather(*(open_one(name) for name in names), return_exceptions=True)
-        failures = [each for each in opened if isinstance(each, BaseException)]
-        if opening.step is not None and not failures:
-            joining = (self.steps.opened(name, opening.task, opening.step) for name in names)
-            joined = await asyncio.gather(*joining, return_exceptions=True)
-            failures = [each for each in joined if each is not None]
-        if failures:
-            done = [each.trajectory for each in opened if not isinstance(each, BaseException)]
-            await asyncio.gather(*(self.engine.end_trajectory(name) for name in done))
-            raise failures[0]
-        return tuple(each for each in opened if not isinstance(each, BaseException))
+        try:
+            failures = await asyncio.gather(*map(open_one, names), return_exceptions=True)
+            if opening.step is not None and not any(failures):
+                joining = (self.steps.opened(name, opening.task, opening.step) for name in names)
+                failures = await asyncio.gather(*joining, return_exceptions=True)
+            for failure in filter(None, failures):
+                raise failure
+        except BaseException:
+            await asyncio.gather(*map(self.engine.end_trajectory, opened))
+            raise
+        return tuple([opened[name] for name in names])
 
     @operation("GET /v1/snapshots", "trajectories", "All of them")
     async def list_snapshots(self) -> SnapshotList:

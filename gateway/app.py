@@ -48,7 +48,7 @@ from gateway.steps import TaskSteps
 from gateway.store.maintenance import StateDirectory, prune_for_ever
 from gateway.store.store import Durability, Store, StoreSpec
 from gateway.tls import Connections, address_of, ended_chore
-from gateway.trajectory_records import Leases, SnapshotCatalogue
+from gateway.trajectory_records import Leases, SnapshotCatalogue, UnreadAnswers
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.engine import Engine
@@ -243,7 +243,7 @@ class App:
         )
         self.callbacks = CallbackSender(server.callbacks, self.store, wall=self.wall)
         self.watch = self._make_watch()
-        self.leases = Leases(self._clock.now, self._idle_s, self.engine.end_trajectory)
+        self.leases = Leases(self._clock.now, self._idle_s, self.engine.end_trajectory, self._trajectories.keep_holds)
         self.api = self._make_api()
         self.grpc = GrpcServer(self.api, self.connections["grpc"])
         self._bind(reattachment)
@@ -268,19 +268,18 @@ class App:
 
     def _make_engine(self) -> Engine:
         spec = self.registry.config.manager_spec(self.machines.specs, self._models.services)
-        self._dispatcher = GatewayDispatcher(
+        dispatcher = GatewayDispatcher(
             self.machines.executor(self.runtimes.executor, self._trajectories),
             invocations=self.invocations,
             store=self.store,
             trajectories=self._trajectories,
             quotas=self._quotas,
-            on_end=self.steps.trajectory_ended,
-            wait_max_s=self.config.server.wait_max_s,
+            on_end=self._trajectory_ended,
             pass_trace=None if self.traces is None else self.traces.passed_on,
         )
         return Engine(
             build_core(spec, function_bounds=_bounds(self.registry.config)),
-            self._dispatcher,
+            dispatcher,
             clock=self._clock,
             history=self.history,
             listeners=[self.invocations, self.stats],
@@ -318,7 +317,7 @@ class App:
             runtimes=self.runtimes,
             machines=self.machines,
             leases=self.leases,
-            turns=self._dispatcher,
+            answers=UnreadAnswers(),
             snapshots=SnapshotCatalogue(self.runtimes.environments, self.machines),
             steps=self.steps,
             metrics=self.metrics,
@@ -333,6 +332,7 @@ class App:
         self._models.report()
         self.machines.begin(self.engine, self.restart.awaited_on, self.registry.all, self._models)
         self._trajectories.tell(self.engine)
+        self.leases.take_up(self._trajectories.holds())
         await self._quotas.take_up(self.engine)
         closers.push_async_callback(self.engine.close)
         closers.callback(self._save_history)
@@ -393,6 +393,7 @@ class App:
     async def _drain(self) -> None:
         grace_s = self.config.server.drain_grace_s if self.engine.fault is None else 0.0
         self._log.info("draining", living=len(self.invocations.living), grace_s=grace_s)
+        self.api.answers.leave()
         self.grpc.drain()
         left = await self.restart.drain(grace_s)
         await self.machines.let_go()
@@ -434,6 +435,10 @@ class App:
         """A function may start: the scheduler hears of its service, and what was held back goes to it."""
         self.engine.tell(Reconfigured(services=dict(self._models.services)))
         self.invocations.submit(self.invocations.held_back.let_go())
+
+    def _trajectory_ended(self, trajectory: str) -> None:
+        self.steps.trajectory_ended(trajectory)
+        self.leases.ended(trajectory)
 
     def _idle_s(self, trajectory: str) -> float | None:
         found = self.engine.trajectory(trajectory)

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.restart import QuotaRecord, TrajectoryRecovery
 from gateway.store.store import Store
-from manager.action import Action, Chunk, Lease, Outcome, State
-from manager.engine import Engine, Submission
-from manager.errors import CodedError, Conflict, NotFound, Reason
+from manager.action import Action, Chunk, Lease, Outcome
 from manager.executor import Call, CallHooks, Executor
 from manager.function import FunctionSpec
 from runtimes.kinds import kind_of
 from runtimes.node.protocol import failed
 
-COMPONENT = "trajectories"
-T = TypeVar("T")
-#: Any: each piece of work has a result of its own type, which `GatewayDispatcher.take` hands to whoever gave it.
-_Work = Callable[[], Coroutine[Any, Any, None]]
 #: Invocation, action and the caller's ``traceparent`` -> that of the action (`gateway.tracing.TraceExporter`).
 PassTrace = Callable[[str, str, str | None], str | None]
-
-
-class _Silence:
-    """The log of an action that nobody reads."""
-
-    def write(self, stream: str, data: str) -> None:
-        """Say nothing."""
-
-    def omit(self, size_bytes: int) -> None:
-        """Count nothing."""
 
 
 class GatewayDispatcher:
@@ -46,8 +27,6 @@ class GatewayDispatcher:
     connection, begin at once: neither is ever run twice by mistake. While the disk refuses, durable work waits here in
     its lease: it is neither lost nor failed for that. A call that consumes a quota is counted on disk before it is
     made, whoever waits for it.
-
-    Work that was given to `take` it does itself, when the core says that its turn has come.
     """
 
     def __init__(
@@ -59,13 +38,11 @@ class GatewayDispatcher:
         trajectories: TrajectoryRecovery,
         quotas: QuotaRecord,
         on_end: Callable[[str], None],
-        wait_max_s: float,
         pass_trace: PassTrace | None = None,
     ) -> None:
         """``machines`` execute what they are given: this one, or all of a fleet.
 
-        ``on_end`` is told of each trajectory that ends, as its environment begins to go; ``wait_max_s`` is how long
-        work waits for its turn, and how long it may take.
+        ``on_end`` is told of each trajectory that ends, as its environment begins to go.
         """
         self._machines = machines
         self._invocations = invocations
@@ -73,15 +50,10 @@ class GatewayDispatcher:
         self._trajectories = trajectories
         self._quotas = quotas
         self._on_end = on_end
-        self._wait_max_s = wait_max_s
         self._pass_trace = pass_trace
-        self._work: dict[str, _Work] = {}
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
         """Run the action to its end where its lease says."""
-        work = self._work.pop(action.id, None)
-        if work is not None:
-            return await _in_turn(action, work)
         traceparent, function = call.traceparent, call.function
         if self._pass_trace is not None:
             traceparent = self._pass_trace(call.context["invocation_id"], action.id, traceparent)
@@ -130,47 +102,6 @@ class GatewayDispatcher:
         await self._machines.end_trajectory(trajectory)
         self._trajectories.ended(trajectory)
 
-    async def take(self, engine: Engine, trajectory: str, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work in a trajectory when all that was asked of it before has ended, and before what comes later.
-
-        ``what`` is shown where waiting actions are. Raises NotFound if there is no such trajectory, Conflict if it ends
-        or the turn does not come in time, and what ``work`` raises.
-        """
-        living = engine.trajectory(trajectory)
-        if living is None or living["state"] == "ending":
-            raise NotFound(f"no trajectory {trajectory!r}", component=COMPONENT)
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        async def do() -> None:
-            done.set_result(await work())
-
-        action = Action(
-            id=f"{what}-{secrets.token_hex(8)}",
-            function=f"({what})",
-            task=str(living["task"]),
-            trajectory=trajectory,
-            timeout_s=self._wait_max_s,
-            queue_timeout_s=self._wait_max_s,
-        )
-        function = FunctionSpec(name=action.function, runtime=what)
-        call = Call(function=function, input={}, log=_Silence(), context={"invocation_id": action.id})
-        failures: list[CodedError] = []
-        self._work[action.id] = lambda: _caught(do(), failures)
-        (settled,) = engine.submit([Submission(action=action, call=call)])
-        try:
-            settlement = await settled
-        except asyncio.CancelledError:
-            engine.cancel(action.id, "its caller has gone")
-            raise
-        finally:
-            self._work.pop(action.id, None)
-        if failures:
-            raise failures[0]
-        if settlement.outcome.state is not State.SUCCEEDED:
-            why = settlement.outcome.message or str(settlement.outcome.reason)
-            raise Conflict(f"no {what} of trajectory {trajectory!r}: {why}", component=COMPONENT)
-        return done.result()
-
 
 @dataclass(slots=True, eq=False)
 class _Hooks(CallHooks):
@@ -216,20 +147,3 @@ class _Hooks(CallHooks):
     def begun(self) -> None:
         if not self.inside and not self.resumed:
             self.invocations.work_began(self.action.id)
-
-
-async def _in_turn(action: Action, work: _Work) -> Outcome:
-    try:
-        await asyncio.wait_for(work(), action.timeout_s)
-    except TimeoutError:
-        message = f"it took longer than {action.timeout_s:g} s"
-        return Outcome(state=State.TIMED_OUT, reason=Reason.TIMEOUT, message=message, component=COMPONENT)
-    return Outcome(state=State.SUCCEEDED)
-
-
-async def _caught(work: Coroutine[Any, Any, None], failures: list[CodedError]) -> None:
-    """Do the work, and keep its typed error for whoever gave it."""
-    try:
-        await work
-    except CodedError as error:
-        failures.append(error)

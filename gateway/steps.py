@@ -6,7 +6,8 @@ import heapq
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gateway import serialization
@@ -44,6 +45,8 @@ class TaskStep:
     #: Living trajectories by name, and living calls of none by id, with the instants from which they count.
     trajectories: dict[str, float] = field(default_factory=dict)
     calls: dict[str, float] = field(default_factory=dict)
+    #: Openings of its trajectories that are under way.
+    waiting: int = 0
     #: When it was last told, or a rollout of it began or ended; not on record, so at the earliest this gateway's start.
     stirred_s: float = 0.0
 
@@ -72,8 +75,8 @@ class TaskStep:
         self._conclude(now_s)
 
     def quiet_s(self, now_s: float) -> float:
-        """Return for how long it was not told, nor anything of it lived; 0 while something does."""
-        return 0.0 if self.living else max(0.0, now_s - self.stirred_s)
+        """Return for how long it was not told, nor anything of it lived or waited; 0 while something does."""
+        return 0.0 if self.living or self.waiting else max(0.0, now_s - self.stirred_s)
 
     def _stir(self, now_s: float) -> None:
         self.stirred_s = max(self.stirred_s, now_s)
@@ -178,6 +181,19 @@ class TaskSteps:
         await self._store.commit()
         return self.info(step)
 
+    @contextmanager
+    def opening(self, task: str, number: int | None) -> Iterator[None]:
+        """Count a trajectory of a step as waiting within the block, in which it is opened."""
+        if number is None:
+            yield
+            return
+        step = self._step(task, number)
+        step.waiting += 1
+        try:
+            yield
+        finally:
+            step.waiting -= 1
+
     async def opened(self, trajectory: str, task: str, number: int) -> None:
         """Count a trajectory as of the step that it was opened under, durably; raises StorageUnavailable.
 
@@ -280,6 +296,7 @@ class TaskSteps:
             expected=step.expected,
             living=step.living,
             ended=step.ended,
+            waiting=step.waiting,
             opened_at=serialization.instant(step.opened_s),
             ended_at=None if step.ended_s is None else serialization.instant(step.ended_s),
             ends_in_s=self._ends_in_s(step),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from manager.action import Action, Chunk, Lease, Outcome, Settlement, State
 from manager.clock import Clock, MonotonicClock
@@ -46,7 +47,6 @@ from manager.events import (
     Submitted,
     TrajectoryEnded,
     TrajectoryOpened,
-    TrajectoryPlaced,
     TryAgain,
     TryGranted,
     UnitsConsumed,
@@ -56,20 +56,29 @@ from manager.executor import Call, Executor
 from manager.function import FunctionSpec
 from manager.learning import History
 
+T = TypeVar("T")
 #: Starts work in the background, whose failure is logged.
 Spawn = Callable[[Coroutine[object, object, None]], asyncio.Task[None]]
+#: What is done in a trajectory in the place of a call.
+Work = Callable[[], Awaitable[None]]
+#: `Engine.take`.
+Take = Callable[[str, str, Work, str, FunctionSpec], Awaitable[None]]
 
 
 class TrajectoryLifecycle:
     """Opens and ends environments for the engine; one of a name begins only when an earlier one is gone."""
 
-    def __init__(self, core: Core, executor: Executor, feed: Callable[[Sequence[Event]], None], spawn: Spawn) -> None:
+    def __init__(
+        self, core: Core, executor: Executor, feed: Callable[[Sequence[Event]], None], spawn: Spawn, take: Take
+    ) -> None:
         self._core = core
         self._executor = executor
         self._feed = feed
         self._spawn = spawn
-        #: Callers that wait for memory on a node, and for a trajectory to leave the core, by trajectory.
-        self._placing: dict[str, asyncio.Future[None]] = {}
+        self._take = take
+        #: Callers that open one that did not live, by trajectory: the last of them ends it if none could.
+        self._opening: Counter[str] = Counter()
+        #: Callers that wait for a trajectory to leave the core.
         self._leaving: dict[str, asyncio.Future[None]] = {}
         #: Removals under way; each waits for an earlier one of its name.
         self.removals: dict[str, asyncio.Task[None]] = {}
@@ -77,46 +86,52 @@ class TrajectoryLifecycle:
     async def open(self, trajectory: str, task: str, function: FunctionSpec) -> None:
         """Hold memory on a node, then make the environment that the function describes; idempotent.
 
-        Raises Unsatisfiable if no node could ever hold it, CapacityExceeded if none could within the function's
-        ``queue_timeout`` or too many trajectories live, and what the executor raises: Conflict if it lives otherwise.
+        It stands in the queue for its memory. Raises Unsatisfiable if no node could ever hold it, CapacityExceeded if
+        none could within the function's ``queue_timeout`` or too many trajectories live, what refuses an action, and
+        what the executor raises: Conflict if it lives otherwise.
         """
+        await self.until_ended(trajectory)
         self.check(trajectory)
-        known = self._core.state.trajectories.get(trajectory) is not None
+        known = self._core.state.trajectories.get(trajectory)
+        self._check_nodes(trajectory, function)
+        make = partial(self._executor.open_trajectory, trajectory, task, function)
+        if known is not None and not known.waiting and not self._opening[trajectory]:
+            try:
+                await make()
+            except CodedError as error:
+                if not isinstance(error, Conflict):  # what is of this opening alone ends none that lived before it
+                    self._feed([TrajectoryEnded(trajectory=trajectory)])
+                raise
+            return
+        ours = known is None or self._opening[trajectory] > 0
+        self._opening[trajectory] += ours
+        try:
+            await self._take(trajectory, "opening", make, task, function)
+        except BaseException:
+            self._opening[trajectory] -= ours
+            if ours and self._opening[trajectory] == 0:  # else another is about to open it, or has done so
+                await self.end(trajectory)
+            raise
+        else:
+            self._opening.pop(trajectory, None)
+        finally:
+            self._opening += Counter()  # without those of which there are none
+
+    def _check_nodes(self, trajectory: str, function: FunctionSpec) -> None:
+        """Raise Unsatisfiable, or in a cluster CapacityExceeded, if no node could hold its memory."""
         memory_bytes = 0 if function.sandbox is None else function.sandbox.memory_bytes
-        ttl_s = 1800.0 if function.sandbox is None else function.sandbox.idle_ttl_s
-        placement = function.placement
-        if not self._core.state.nodes.hosts_of(memory_bytes, placement):
-            if placement.function:  # of a cluster, whose nodes come and go
-                raise CapacityExceeded(
-                    f"no node that is here could hold {memory_bytes} bytes for trajectory {trajectory}"
-                    f" and is able to run {function.name} (GET /v1/nodes)",
-                    component="engine",
-                    retry_after_s=self._core.retry_after_s(),
-                )
-            raise Unsatisfiable(
-                f"no node could ever hold {memory_bytes} bytes for trajectory {trajectory}", component="engine"
+        if self._core.state.nodes.hosts_of(memory_bytes, function.placement):
+            return
+        if function.placement.function:  # of a cluster, whose nodes come and go
+            raise CapacityExceeded(
+                f"no node that is here could hold {memory_bytes} bytes for trajectory {trajectory}"
+                f" and is able to run {function.name} (GET /v1/nodes)",
+                component="engine",
+                retry_after_s=self._core.retry_after_s(),
             )
-        self._feed(
-            [
-                TrajectoryOpened(
-                    trajectory=trajectory, task=task, memory_bytes=memory_bytes, ttl_s=ttl_s, placement=placement
-                )
-            ]
+        raise Unsatisfiable(
+            f"no node could ever hold {memory_bytes} bytes for trajectory {trajectory}", component="engine"
         )
-        try:
-            await self._wait_for_place(trajectory, function.queue_timeout_s)
-        except asyncio.CancelledError:  # it would be given memory, and be without an environment
-            if not known:
-                self._feed([TrajectoryEnded(trajectory=trajectory)])
-            raise
-        try:
-            await self.until_removed(trajectory)
-            await self._executor.open_trajectory(trajectory, task, function)
-        except (CodedError, asyncio.CancelledError) as error:
-            # What is of this opening alone ends none that lived before it.
-            if not (known and isinstance(error, Conflict | asyncio.CancelledError)):
-                self._feed([TrajectoryEnded(trajectory=trajectory)])
-            raise
 
     def check(self, trajectory: str, *, living: bool = False) -> None:
         """Raise CapacityExceeded if it may not begin now; with ``living`` TrajectoryHasEnded if it would begin."""
@@ -132,11 +147,15 @@ class TrajectoryLifecycle:
         if self._core.state.trajectories.get(trajectory) is None:
             return False
         self._feed([TrajectoryEnded(trajectory=trajectory)])
-        if self._core.state.trajectories.get(trajectory) is not None:  # something of it is being killed
-            leaving = self._leaving.setdefault(trajectory, asyncio.get_running_loop().create_future())
-            await asyncio.shield(leaving)
-        await self.until_removed(trajectory)
+        await self.until_ended(trajectory)
         return True
+
+    async def until_ended(self, trajectory: str) -> None:
+        """Wait until a trajectory that is ending is gone with its environment."""
+        while (known := self._core.state.trajectories.get(trajectory)) is not None and known.ending:
+            leaving = self._leaving.setdefault(trajectory, asyncio.get_running_loop().create_future())
+            await asyncio.shield(leaving)  # something of it is being killed
+        await self.until_removed(trajectory)
 
     async def until_removed(self, trajectory: str) -> None:
         """Wait until an earlier environment of this name is gone."""
@@ -147,19 +166,10 @@ class TrajectoryLifecycle:
     @property
     def waiting(self) -> Iterable[asyncio.Future[None]]:
         """Return what callers wait on until the core says it."""
-        return (*self._placing.values(), *self._leaving.values())
-
-    def placed(self, trajectory: str) -> None:
-        """Tell the callers that a trajectory has its memory."""
-        placing = self._placing.pop(trajectory, None)
-        if placing is not None and not placing.done():
-            placing.set_result(None)
+        return tuple(self._leaving.values())
 
     def remove(self, trajectory: str) -> None:
         """Have the environment of a trajectory that has left the core removed, and tell the callers."""
-        placing = self._placing.pop(trajectory, None)
-        if placing is not None and not placing.done():
-            placing.set_exception(Conflict(f"trajectory {trajectory} ended while it waited", component="engine"))
         leaving = self._leaving.pop(trajectory, None)
         if leaving is not None and not leaving.done():
             leaving.set_result(None)
@@ -176,23 +186,6 @@ class TrajectoryLifecycle:
         if self.removals.get(trajectory) is done:
             del self.removals[trajectory]
 
-    async def _wait_for_place(self, trajectory: str, timeout_s: float) -> None:
-        found = self._core.state.trajectories.get(trajectory)
-        if found is None or not found.waiting:
-            return
-        placed = self._placing.get(trajectory)
-        if placed is None:
-            placed = self._placing[trajectory] = asyncio.get_running_loop().create_future()
-        try:
-            await asyncio.wait_for(asyncio.shield(placed), timeout_s)
-        except TimeoutError:
-            self._feed([TrajectoryEnded(trajectory=trajectory)])
-            raise CapacityExceeded(
-                f"no node had the memory for trajectory {trajectory} within {timeout_s:g} s",
-                component="engine",
-                retry_after_s=self._core.retry_after_s(),
-            ) from None
-
 
 # The engine: the asyncio shell round the core. It carries events in and commands out, and decides nothing.
 #
@@ -200,6 +193,8 @@ class TrajectoryLifecycle:
 
 logger = logging.getLogger("manager.engine")
 
+#: Seconds after which what a gateway that ends has refused may be asked for again.
+DRAINING_S = 1.0
 #: Seconds until a timer that rang too early is looked at again.
 EARLY_S = 0.001
 #: Waiting actions, and living trajectories, of one page if nothing else is asked for.
@@ -218,9 +213,9 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A submission that has not settled."""
+    """A submission that has not settled: a call, or work."""
 
-    call: Call
+    call: Call | Work
     future: asyncio.Future[Settlement]
 
 
@@ -270,7 +265,8 @@ class Engine:
         self._replicas: dict[int, asyncio.Task[bool]] = {}
         #: The function that asked for each service last: how a copy of the service is made.
         self._functions: dict[str, FunctionSpec] = {}
-        self._lifecycle = TrajectoryLifecycle(core, executor, self._feed, self._chore)
+        self._lifecycle = TrajectoryLifecycle(core, executor, self._feed, self._chore, self.take)
+        self._taken = 0
         self._timer: asyncio.TimerHandle | None = None
         self._pass: asyncio.Handle | None = None
         self._idle = asyncio.Event()
@@ -284,8 +280,14 @@ class Engine:
         self._request_pass()
 
     async def drain(self, grace_s: float) -> int:
-        """Start nothing more (but what running actions invoke), wait for what runs, and return how many still run."""
+        """Start nothing more (but what running actions invoke), wait for what runs, and return how many still run.
+
+        Who waits to open a trajectory, or for another turn to `take`, is told at once to ask the next gateway.
+        """
         self._core.pause()
+        for job_id, job in list(self._jobs.items()):
+            if not isinstance(job.call, Call) and (job_id, 1) not in self._tasks:
+                self.cancel(job_id, "the gateway is shutting down")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         return len(self._tasks)
@@ -311,26 +313,85 @@ class Engine:
 
         One that is refused is so before this returns; none has ended by then.
         """
+        jobs: list[tuple[Action, Call | Work, Submitted]] = []
+        for submission in submissions:
+            action, function = submission.action, submission.call.function
+            idempotent = self._repeat_lost and function.idempotent
+            event = Submitted(action=action, idempotent=idempotent, not_before_s=submission.not_before_s)
+            jobs.append((action, submission.call, event))
+            if action.service is not None:
+                self._functions[action.service] = function
+        return self._accept(jobs)
+
+    def _accept(self, jobs: Iterable[tuple[Action, Call | Work, Submitted]]) -> list[asyncio.Future[Settlement]]:
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Settlement]] = []
         events: list[Event] = []
-        for submission in submissions:
+        for action, call, event in jobs:
             future: asyncio.Future[Settlement] = loop.create_future()
             futures.append(future)
-            action = submission.action
             if self._closed or self.fault is not None:
                 _refuse(future, Draining(self.fault or "the gateway is closed", invocation_id=action.id))
             elif action.id in self._jobs:
                 _refuse(future, Conflict(f"action {action.id} is queued or running", invocation_id=action.id))
             else:
-                self._jobs[action.id] = _Job(submission.call, future)
-                if action.service is not None:
-                    self._functions[action.service] = submission.call.function
-                idempotent = self._repeat_lost and submission.call.function.idempotent
-                not_before_s = submission.not_before_s
-                events.append(Submitted(action=action, idempotent=idempotent, not_before_s=not_before_s))
+                self._jobs[action.id] = _Job(call, future)
+                events.append(event)
         self._feed(events)
         return futures
+
+    async def take(
+        self,
+        trajectory: str,
+        what: str,
+        work: Callable[[], Awaitable[T]],
+        task: str,
+        function: FunctionSpec,
+    ) -> T:
+        """Do work in a trajectory when all that was asked of it before has ended, and before what comes later.
+
+        It stands in the queue, as ``(what)``, for at most the function's ``queue_timeout``, and for the memory of its
+        sandbox where the trajectory has none yet. Raises what refuses an action, CapacityExceeded if its turn does not
+        come in time or its node is lost, Conflict if the trajectory ends, Draining if the engine does, and what
+        ``work`` raises.
+        """
+        sandbox = function.sandbox
+        self._taken += 1
+        action = Action(
+            id=f"{what}-{self._taken}-{trajectory}",
+            function=f"({what})",
+            task=task,
+            trajectory=trajectory,
+            memory_bytes=0 if sandbox is None else sandbox.memory_bytes,
+            trajectory_ttl_s=1800.0 if sandbox is None else sandbox.idle_ttl_s,
+            placement=function.placement,
+            submitted_s=self._clock.now(),
+            queue_timeout_s=function.queue_timeout_s,
+        )
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        async def do() -> None:
+            try:
+                done.set_result(await work())
+            except CodedError as error:
+                done.set_exception(error)
+                done.exception()  # seen, if its caller has gone
+
+        (future,) = self._accept([(action, do, Submitted(action=action))])
+        try:
+            outcome = (await future).outcome
+        except asyncio.CancelledError:
+            self.cancel(action.id, "its caller has gone")
+            await asyncio.wait([future])  # nothing of it is under way any more
+            raise
+        if done.done():
+            return done.result()
+        told = f"no {what} of trajectory {trajectory!r}: {outcome.message or outcome.reason}"
+        if self._core.state.paused or self.fault is not None:
+            raise Draining(told, component="engine", retry_after_s=DRAINING_S)
+        if outcome.state in (State.TIMED_OUT, State.LOST):
+            raise CapacityExceeded(told, component="engine", retry_after_s=self._core.retry_after_s())
+        raise (CodedError if outcome.reason is Reason.INTERNAL else Conflict)(told, component="engine")
 
     def resume(
         self, submission: Submission, *, units: Mapping[str, int], node: str, started_s: float
@@ -369,6 +430,10 @@ class Engine:
         """Take in a trajectory whose environment lives already, for example after a restart, on ``node`` if named."""
         opened = TrajectoryOpened(trajectory=trajectory, task=task, memory_bytes=memory_bytes, ttl_s=ttl_s, node=node)
         self._feed([opened])
+
+    async def until_ended(self, trajectory: str) -> None:
+        """Wait until a trajectory that is ending is gone with its environment."""
+        await self._lifecycle.until_ended(trajectory)
 
     async def end_trajectory(self, trajectory: str) -> bool:
         """Cancel its actions, remove its environment, give its memory back; return False if there is none."""
@@ -508,8 +573,6 @@ class Engine:
                     self._settle(command.settlement)
                 case Refuse():
                     _refuse(self._jobs.pop(command.action_id).future, command.error)
-                case TrajectoryPlaced():
-                    self._lifecycle.placed(command.trajectory)
                 case EndTrajectory():
                     self._lifecycle.remove(command.trajectory)
                 case TryGranted():
@@ -530,9 +593,12 @@ class Engine:
         for listener in self._listeners:
             listener.started(action, lease, command.queue_s)
 
-    async def _run(self, action: Action, lease: Lease, call: Call) -> Outcome:
+    async def _run(self, action: Action, lease: Lease, call: Call | Work) -> Outcome:
         if action.trajectory is not None and self._lifecycle.removals:
             await self._lifecycle.until_removed(action.trajectory)
+        if not isinstance(call, Call):
+            await call()
+            return Outcome(state=State.SUCCEEDED)
         try:
             return await self._executor.execute(action, lease, call)
         finally:

@@ -317,8 +317,9 @@ class ScriptedTrajectory:
     name: str
     task: str
     files: dict[str, tuple[bytes, str]] = field(default_factory=dict)
-    #: What it chose for its sandbox when it was opened.
+    #: What it chose for its sandbox when it was opened, and what the request was called.
     sandbox: SandboxChoice | None = None
+    opening: str | None = None
 
 
 LEASES = "/v1/leases"
@@ -573,12 +574,19 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         opening = msgspec.json.decode(request.content, type=TrajectoryOpening)
         if opening.function not in self.functions:
             raise ScriptedRefusal(404, "not_found", f"no function {opening.function!r}")
-        opened = ScriptedTrajectory(name, opening.task, sandbox=opening.sandbox)
+        found = self.trajectories.get(name)
+        joined = found is not None and (opening.opening is None or found.opening != opening.opening)
+        if joined and opening.new:
+            raise ScriptedRefusal(409, "conflict", f"trajectory {name!r} lives already")
+        opened = ScriptedTrajectory(name, opening.task, sandbox=opening.sandbox, opening=opening.opening)
         trajectory = self.trajectories.setdefault(name, opened)
-        return json_answer(trajectory_info(name, trajectory.task))
+        return json_answer(msgspec.structs.replace(trajectory_info(name, trajectory.task), joined=joined))
 
     def _renew(self, request: httpx.Request) -> httpx.Response:
-        names = msgspec.json.decode(request.content, type=LeaseRequest).trajectories
+        asked = msgspec.json.decode(request.content, type=LeaseRequest)
+        names = asked.trajectories
+        for released in asked.released:
+            self.trajectories.pop(released, None)
         self.heartbeats.update(name for name in names if name in self.trajectories)
         return json_answer(LeaseAnswer(gone=tuple([name for name in names if name not in self.trajectories])))
 

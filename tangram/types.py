@@ -798,11 +798,28 @@ OpeningLease = Annotated[
 ]
 
 
+Holder = Annotated[
+    Name | None,
+    Meta(
+        description="What the client calls itself: it lets go of what it holds by this name; and what is opened for it "
+        "ends with the connection, unless it renews the lease"
+    ),
+]
+
+
 class LeaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Trajectories whose client lives. Each ends when for ``lease_s`` no such request came and no action used it."""
 
-    trajectories: Annotated[tuple[Name, ...], Meta(max_length=LEASES_MAX)]
+    trajectories: Annotated[tuple[Name, ...], Meta(max_length=LEASES_MAX)] = ()
     lease_s: Annotated[float, Meta(ge=LEASE_MIN_S, le=LEASE_MAX_S, description="Seconds")] = 300.0
+    holder: Holder = None
+    released: Annotated[
+        tuple[Name, ...], Meta(max_length=LEASES_MAX, description="Which it lets go: those that no other holds end")
+    ] = ()
+    known: Annotated[
+        tuple[Name, ...],
+        Meta(max_length=LEASES_MAX, description="Snapshots and sessions made for this holder whose answers have come"),
+    ] = ()
 
 
 class LeaseAnswer(Struct, frozen=True, kw_only=True):
@@ -1188,6 +1205,7 @@ class SessionOpening(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     terminal: Annotated[
         SessionTerminal | None, Meta(description="A terminal of its own, so large; without, it has three pipes")
     ] = None
+    holder: Holder = None
 
 
 class SessionSteering(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -1296,6 +1314,7 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     expected: Annotated[int | None, Meta(description="How many rollouts it is to have; null until that is told")]
     living: Annotated[Count, Meta(description="Rollouts that have begun and not ended")]
     ended: Annotated[Count, Meta(description="Rollouts that have ended, however")]
+    waiting: Annotated[Count, Meta(description="Trajectories that are being opened: most wait for memory")] = 0
     opened_at: Instant
     ended_at: Annotated[Instant | None, Meta(description="When the last expected rollout ended; null before")]
     ends_in_s: Annotated[
@@ -1761,6 +1780,11 @@ class TrajectoryOpening(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         SnapshotId | None, Meta(description="The snapshot whose files it begins with; in place of sandbox")
     ] = None
     lease_s: OpeningLease = None
+    holder: Holder = None
+    opening: Annotated[
+        Name | None, Meta(description="What this request is called: sent again it joins what it has made")
+    ] = None
+    new: Annotated[bool, Meta(description="409 if it lives already, instead of joining it")] = False
 
 
 class TrajectoryInfo(Struct, frozen=True, kw_only=True):
@@ -1782,6 +1806,9 @@ class TrajectoryInfo(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(description="Seconds until it ends unless its client says that it lives; null without a lease"),
     ] = None
+    joined: Annotated[
+        bool | UnsetType, Meta(description="Whether it lived before it was opened; in the answer of an opening")
+    ] = UNSET
 
 
 class TrajectoryPage(Struct, frozen=True, kw_only=True):
@@ -1816,6 +1843,12 @@ class ImagesWanted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Images to be pulled ahead of a run."""
 
     images: Annotated[tuple[Image, ...], Meta(min_length=1, max_length=10_000)]
+
+
+class SnapshotQuery(Struct, frozen=True, kw_only=True):
+    """Parameters of a snapshot that is to be taken."""
+
+    holder: Holder = None
 
 
 class SnapshotInfo(Struct, frozen=True, kw_only=True):
@@ -1854,6 +1887,7 @@ class ForkRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     task: Annotated[Name | None, Meta(description="The RL task that they belong to, by default the other's")] = None
     step: Annotated[StepNumber | None, Meta(description="The step of the task that they belong to")] = None
     lease_s: OpeningLease = None
+    holder: Holder = None
 
 
 class ForkAnswer(Struct, frozen=True, kw_only=True):

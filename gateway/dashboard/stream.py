@@ -222,7 +222,7 @@ def _drain(waiting: int, ended: int) -> str:
 
 
 def step_rows(steps: Sequence[StepInfo], wall_s: float) -> dict[str, object]:
-    """Return steps as ``TASK/STEP: [expected, living, ended, opened_ms, ended_ms, expected_end_ms]``, null for none."""
+    """Return steps as ``TASK/STEP: [expected, living, ended, opened_ms, ended_ms, expected_end_ms, waiting]``."""
     return {
         f"{each.task}/{each.step}": [
             each.expected,
@@ -231,6 +231,7 @@ def step_rows(steps: Sequence[StepInfo], wall_s: float) -> dict[str, object]:
             round(1000 * each.opened_at.timestamp()),
             None if each.ended_at is None else round(1000 * each.ended_at.timestamp()),
             None if each.ends_in_s is None else _ms(wall_s + each.ends_in_s),
+            each.waiting,
         ]
         for each in steps
     }

@@ -44,6 +44,7 @@ from gateway.errors import problem
 from gateway.http.messages import (
     attend,
     disconnected,
+    peer_of,
     read_call,
     read_item,
     record_headers,
@@ -51,6 +52,7 @@ from gateway.http.messages import (
     replay_headers,
     respond,
     result_response,
+    while_connected,
 )
 from gateway.http.streaming import (
     EVENTS,
@@ -64,6 +66,7 @@ from gateway.http.streaming import (
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
+from gateway.trajectory_records import NOBODY
 from manager.errors import CodedError, InvalidInput
 from runtimes.sandbox.files import SandboxFiles
 from tangram.types import (
@@ -77,6 +80,8 @@ from tangram.types import (
     FileList,
     FileReadAtQuery,
     FileReadQuery,
+    ForkAnswer,
+    ForkRequest,
     Health,
     Invocation,
     InvokeQuery,
@@ -91,6 +96,8 @@ from tangram.types import (
     SessionOpening,
     SessionReadQuery,
     SessionRecord,
+    SnapshotInfo,
+    SnapshotQuery,
     TrajectoryInfo,
     TrajectoryOpening,
     WaitQuery,
@@ -309,11 +316,58 @@ class HttpOperations:
         """
         if body.step is None:
             body = replaced(body, step=headers.step)
-        caller = asyncio.create_task(disconnected(request.receive))
-        try:
-            return await self._api.open_trajectory(id, body, caller.done)
-        finally:
-            caller.cancel()
+
+        async def undo(opened: TrajectoryInfo) -> None:
+            if not opened.joined:
+                await self._api.leases.release([id], body.holder or NOBODY)
+
+        return await while_connected(
+            self._api.open_trajectory(id, body, peer_of(request.scope)), disconnected(request.receive), undo
+        )
+
+    @operation(
+        "POST /v1/trajectories/{id}/snapshots",
+        "trajectories",
+        "It is kept",
+        status=201,
+        problems=(404, 409, 413),
+        next_ones=links("/snapshot", "id", "removeSnapshot"),
+    )
+    async def take_snapshot(self, request: Request, id: TrajectoryId, query: SnapshotQuery) -> SnapshotInfo:
+        """Keep the files of a trajectory's sandbox.
+
+        As they are when all that was asked of it before has ended; they stay where the trajectory lives.
+        """
+
+        async def undo(taken: SnapshotInfo) -> None:
+            await self._api.remove_snapshot(taken.snapshot)
+
+        taken = await while_connected(self._api.take_snapshot(id), disconnected(request.receive), undo)
+        self._api.expect(query.holder, taken.snapshot, peer_of(request.scope), partial(undo, taken))
+        return taken
+
+    @operation(
+        "POST /v1/trajectories/{id}/fork",
+        "trajectories",
+        "They are ready",
+        status=201,
+        problems=(404, 409, 429),
+        next_ones=links("/trajectories/0/trajectory", "id", "getTrajectory"),
+    )
+    async def fork_trajectory(self, request: Request, id: TrajectoryId, body: ForkRequest) -> ForkAnswer:
+        """Open trajectories that begin with the files of another.
+
+        As they are now: all of them, or none and no snapshot.
+        """
+
+        async def undo(forked: ForkAnswer) -> None:
+            await asyncio.gather(*(self._api.engine.end_trajectory(each.trajectory) for each in forked.trajectories))
+            await self._api.remove_snapshot(forked.snapshot.snapshot)
+
+        peer = peer_of(request.scope)
+        forked = await while_connected(self._api.fork_trajectory(id, body, peer), disconnected(request.receive), undo)
+        self._api.expect(body.holder, forked.snapshot.snapshot, peer, partial(undo, forked))
+        return forked
 
     @operation("GET /v1/trajectories/{id}/files/{path:path}", "trajectories", _FILE, problems=(*FILE_PROBLEMS, 413))
     async def get_file(
@@ -362,7 +416,9 @@ class HttpOperations:
         },
         problems=(404, 409, 410, 429),
     )
-    async def open_session(self, id: TrajectoryId, headers: CallHeaders, body: SessionOpening) -> Response:
+    async def open_session(
+        self, request: Request, id: TrajectoryId, headers: CallHeaders, body: SessionOpening
+    ) -> Response:
         """Begin a command that somebody types to.
 
         In the trajectory's sandbox; it goes on without its caller.
@@ -370,6 +426,8 @@ class HttpOperations:
         call = read_call(headers, body.function, self._api.session_input(body), Mode.SYNC)
         call = replace(call, trajectory=id, detached=True)
         invocation = await self._api.begin_session(call)
+        cancel = partial(self._invocations.cancel, invocation.record.id)
+        self._api.expect(body.holder, invocation.record.id, peer_of(request.scope), cancel)
         return self._shown(invocation, 201, replayed=invocation.replays(call))
 
     @operation(

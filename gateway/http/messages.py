@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import cache
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -11,18 +12,21 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from gateway import serialization
 from gateway.api import JSON, Api, bounded_chunks
 from gateway.errors import face, problem, reason_face, retry_after
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Mode, Record
+from gateway.trajectory_records import ConnectionPeer
 from manager.errors import CodedError, InvalidInput, TooLarge
 from tangram.types import REPLAY, BatchItem, CallHeaders, Problem
 
 T = TypeVar("T", bound=Struct)
 R = TypeVar("R")
+#: Where the scope of a request has, below ``state``, the other end of its connection.
+PEER = "tangram.peer"
 
 
 def read_query(request: Request, kind: type[T]) -> T:
@@ -231,19 +235,37 @@ async def attend(request: Request, api: Api, invocation: LiveInvocation, wait_s:
             watcher.cancel()
 
 
-async def while_connected(work: Coroutine[Any, Any, R], gone: Coroutine[Any, Any, None]) -> R:
-    """Return what the work returns; raises ClientDisconnect, the work cancelled, if ``gone`` returns before."""
+async def while_connected(
+    work: Coroutine[Any, Any, R],
+    gone: Coroutine[Any, Any, None],
+    undo: Callable[[R], Awaitable[object]] | None = None,
+) -> R:
+    """Return what the work returns; raises ClientDisconnect, the work cancelled, if ``gone`` returns before.
+
+    What it returns at that very moment is undone, if ``undo`` says how.
+    """
     loop = asyncio.get_running_loop()
     working, leaving = loop.create_task(work), loop.create_task(gone)
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect()
-        return working.result()
+        if working.done() and (undo is None or not leaving.done()):
+            return working.result()
+        working.cancel()
+        (made,) = await asyncio.gather(working, return_exceptions=True)
+        if undo is not None and not isinstance(made, BaseException):
+            with suppress(CodedError):
+                await undo(made)
+        raise ClientDisconnect()
     finally:
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def peer_of(scope: Scope) -> ConnectionPeer | None:
+    """Return the other end of a request's connection; None where it is not told."""
+    found: ConnectionPeer | None = scope.get("state", {}).get(PEER)
+    return found
 
 
 async def disconnected(receive: Receive) -> None:

@@ -306,6 +306,17 @@ class TrajectoryRecovery:
         self._store.save_trajectory(name, self._open[name])
         return True
 
+    def keep_holds(self, name: str, holds: str) -> None:
+        """Note which clients hold it, as JSON."""
+        known = self._open.get(name)
+        if known is not None:
+            self._open[name] = replace(known, holds=holds)
+            self._store.save_trajectory(name, self._open[name])
+
+    def holds(self) -> Mapping[str, str]:
+        """Return which clients hold trajectories, as JSON, by trajectory."""
+        return {name: known.holds for name, known in self._open.items() if known.holds}
+
     def ended(self, name: str) -> None:
         """Its environment was removed."""
         self._began_with.pop(name, None)

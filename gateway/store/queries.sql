@@ -14,13 +14,13 @@ INSERT OR IGNORE INTO log_records (seq, position, time_s, stream, data) VALUES (
 INSERT OR REPLACE INTO documents (name, body) VALUES (?, ?);
 
 -- name: save_trajectory
-INSERT OR REPLACE INTO trajectories (name, task, memory_bytes, ttl_s, sandbox, node) VALUES (?, ?, ?, ?, ?, ?);
+INSERT OR REPLACE INTO trajectories (name, task, memory_bytes, ttl_s, sandbox, node, holds) VALUES (?, ?, ?, ?, ?, ?, ?);
 
 -- name: delete_trajectory
 DELETE FROM trajectories WHERE name = ?;
 
 -- name: trajectories
-SELECT name, task, memory_bytes, ttl_s, sandbox, node FROM trajectories ORDER BY name;
+SELECT name, task, memory_bytes, ttl_s, sandbox, node, holds FROM trajectories ORDER BY name;
 
 -- name: nodes
 SELECT name, spec, key_digest, state, joined_s FROM nodes ORDER BY name;

@@ -98,7 +98,8 @@ CREATE TABLE trajectories (
     memory_bytes INTEGER NOT NULL,
     ttl_s REAL NOT NULL,
     sandbox TEXT NOT NULL,            -- what it has chosen, as JSON; empty if that is its function's own
-    node TEXT NOT NULL                -- empty for the gateway's own machine
+    node TEXT NOT NULL,               -- empty for the gateway's own machine
+    holds TEXT NOT NULL               -- which clients hold it, and for how long (s), as JSON; empty for nobody
 ) STRICT, WITHOUT ROWID;
 
 -- Machines that have joined: what the next gateway waits for, and by which key it knows them again.

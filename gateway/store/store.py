@@ -407,6 +407,7 @@ class OpenTrajectory:
     ttl_s: float
     sandbox: str = ""  #: what it has chosen, as JSON; empty if that is its function's own
     node: str = ""  #: empty on this machine
+    holds: str = ""  #: which clients hold it, and for how long (s), as JSON; empty for nobody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

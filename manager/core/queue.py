@@ -749,6 +749,10 @@ class Queue:
     def by_task(self, task: str) -> int:
         return self._by_task.get(task, 0)
 
+    def tasks(self) -> Iterable[str]:
+        """Return the tasks of which actions wait."""
+        return self._by_task.keys()
+
     def next_deadline_s(self) -> float | None:
         """Return the instant at which the next waiting action's patience ends; None if nothing waits."""
         return self._deadlines.next_s() if self._waiting else None

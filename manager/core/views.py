@@ -123,7 +123,7 @@ def _tasks(core: Core, running: Iterable[Running]) -> dict[str, object]:
     """Return queued, running, settled and weight of the tasks that have most to do now."""
     state = core.state
     at_work = Counter(one.action.task for one in running)
-    busy = {name: state.queue.by_task(name) + at_work[name] for name in {*state.tasks, *core.accounts}}
+    busy = {name: state.queue.by_task(name) + at_work[name] for name in _known(core, at_work)}
     chosen = heapq.nlargest(ROWS_MAX, busy, key=lambda name: (busy[name], name))
     tasks: dict[str, object] = {}
     for name in sorted(chosen):
@@ -131,6 +131,11 @@ def _tasks(core: Core, running: Iterable[Running]) -> dict[str, object]:
         settled = {} if account is None else dict(account.settled)
         tasks[name] = [state.queue.by_task(name), at_work[name], settled, state.tasks.get(name, TaskSpec()).weight]
     return tasks
+
+
+def _known(core: Core, at_work: Iterable[str]) -> set[str]:
+    """Return the tasks that are configured, have actions or had some."""
+    return {*core.state.tasks, *core.accounts, *core.state.queue.tasks(), *at_work}
 
 
 def _running(core: Core, one: Running) -> dict[str, object]:
@@ -296,10 +301,11 @@ def trajectory_view(core: Core, trajectory: TrajectoryState) -> dict[str, object
 
 
 def tasks_view(core: Core, more: Iterable[str] = ()) -> list[dict[str, object]]:
-    """Return every task that is configured, was seen or is one ``more``: its share, its bounds, and its account."""
+    """Return every task that is configured, has actions or had some, or is one ``more``: share, bounds and account."""
     state = core.state
     views: list[dict[str, object]] = []
-    for name in sorted({*state.tasks, *core.accounts, *more}):
+    at_work = Counter(running.action.task for running in state.executing.all())
+    for name in sorted({*_known(core, at_work), *more}):
         spec = state.tasks.get(name, TaskSpec())
         account = core.accounts.get(name)
         views.append(
@@ -309,7 +315,7 @@ def tasks_view(core: Core, more: Iterable[str] = ()) -> list[dict[str, object]]:
                 "max_queued": spec.max_queued,
                 "caps": dict(spec.caps),
                 "queued": state.queue.by_task(name),
-                "running": sum(running.action.task == name for running in state.executing.all()),
+                "running": at_work[name],
                 **_measured(core, {} if account is None else account.used),
                 **({} if account is None else account.describe()),
             }

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Literal
 
@@ -37,7 +38,7 @@ from runtimes.sandbox.linux import (
 )
 from runtimes.sandbox.runner.client import INSIDE, ISOLATED, RUNNER, SocketStream, StreamClient, lost
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
-from runtimes.sandbox.sandbox import CreationGate, Sandbox
+from runtimes.sandbox.sandbox import CreationGate, Sandbox, to_its_end
 from runtimes.sandbox.snapshots import SNAPSHOTS, SnapshotSettings, SnapshotStore, pack, unpack
 from runtimes.sandbox.spec import (
     PROMISES,
@@ -169,7 +170,7 @@ class ProcessControl:
         return "out_of_memory" if self.oom_kills() > 0 else "its runner was ended"
 
     async def snapshot(self, spec: SandboxSpec, id: str, place: Path, limit_bytes: int) -> int:
-        return await asyncio.to_thread(keep_files, self.pid, self._directory, spec, place, limit_bytes)
+        return await to_its_end(partial(keep_files, self.pid, self._directory, spec, place, limit_bytes))
 
     async def remove(self) -> None:
         await asyncio.to_thread(self.end)
@@ -821,7 +822,7 @@ class ProcessProvider:
         directory, group = self._root / name, group_of(self._means.cgroup, name)
         egress = await self._guard.resolve(spec)
         uplink = None if egress is None else Uplink()
-        parent, block = 0, None
+        parent, blocks = 0, list[IdBlock]()
         record = SandboxRecord(
             name=name,
             token=secrets.token_hex(16),
@@ -832,15 +833,16 @@ class ProcessProvider:
             base="" if self._means.bubblewrap is not None else str(directory / "work"),
         )
         try:
-            if self._means.ids is not None:
-                block = await asyncio.to_thread(self._means.ids.claim)
-            await asyncio.to_thread(_lay_out, directory, record, self._means, block, self._bound, egress)
+            if (ids := self._means.ids) is not None:
+                await to_its_end(lambda: blocks.append(ids.claim()))
+            block = blocks[0] if blocks else None
+            await to_its_end(partial(_lay_out, directory, record, self._means, block, self._bound, egress))
             if group is not None:
                 group.make(memory_bytes=spec.memory_bytes, pids=spec.pids)
             files = self._snapshots_root / spec.snapshot if spec.snapshot else None
             base = 0 if block is None else block.base
             if files is not None:
-                await asyncio.to_thread(lay_out_work, files, directory, base=base, owners=self._means.root)
+                await to_its_end(partial(lay_out_work, files, directory, base=base, owners=self._means.root))
             parent = self._start(directory, spec, mounts, block, uplink)
             # A gateway that is killed from here on leaves a process behind: the next one must know of it.
             replace(record, pid=parent, started=started(parent), ready=False).write(directory)
@@ -848,9 +850,9 @@ class ProcessProvider:
             if group is not None:
                 group.enter(client.peer_pid)
             if files is not None:
-                await asyncio.to_thread(lay_out_tmp, files, client.peer_pid, base=base, owners=self._means.root)
+                await to_its_end(partial(lay_out_tmp, files, client.peer_pid, base=base, owners=self._means.root))
             if self._means.bubblewrap is not None:
-                await asyncio.to_thread(self._bound.hand_over, directory / "work")
+                await to_its_end(partial(self._bound.hand_over, directory / "work"))
             if egress is not None and uplink is not None:
                 await self._guard.enforce(egress, client.peer_pid)
                 await uplink.start(client.peer_pid, directory / "log")
@@ -864,8 +866,8 @@ class ProcessProvider:
                 raise Unsupported(f"a process sandbox cannot be made here: {error}", component=COMPONENT) from None
             raise
         finally:
-            if block is not None:
-                block.close()  # its runner has it
+            for claimed in blocks:
+                claimed.close()  # its runner has it
             if uplink is not None:
                 uplink.close()  # likewise
         return self._sandbox(directory, record, client, group, _provider_children(parent, uplink))

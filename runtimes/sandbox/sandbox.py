@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -50,6 +50,8 @@ from runtimes.sandbox.runner.client import COMPONENT, SandboxProcess, lost, out_
 from runtimes.sandbox.runner.runner import ENDED_MAX
 from runtimes.sandbox.snapshots import SNAPSHOTS, SnapshotStore
 from runtimes.sandbox.spec import SANDBOXES, ImageKeeper, ProviderInfo, SandboxRecord, is_held, read_records
+
+T = TypeVar("T")
 
 
 class RunnerClient(Protocol):
@@ -717,6 +719,16 @@ def _born_s(group: Path) -> float:
 
 #: Failures that say nothing about the engine's health.
 CALLERS_FAULT = (InvalidConfig, InvalidInput, Unsupported)
+
+
+async def to_its_end(work: Callable[[], T]) -> T:
+    """Do blocking work in a thread; if this is cancelled it is over, too: nothing is undone beside it."""
+    doing = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        await asyncio.wait([doing])
+        raise
 
 
 class CreationGate:

@@ -63,7 +63,8 @@ def connected(command: Callable[Concatenate[Client, _P], _R]) -> Callable[_P, _R
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         server, token = kwargs.pop("server"), kwargs.pop("token")
         retries = Retries(outage_s=OUTAGE_S, refused_s=None if kwargs.pop("retry_connrefused") else 0.0)
-        with Client(server, token=token, retries=retries) as client:  # type: ignore[arg-type]  # text, or None
+        # What a command opens stays when the command has ended: it has its idle_ttl.
+        with Client(server, token=token, retries=retries, lease_s=None) as client:  # type: ignore[arg-type]  # text, or None
             try:
                 return command(client, *args, **kwargs)
             except ConnectionFailed as error:

@@ -520,6 +520,7 @@ def steps(client: Client, task: str, step: int | None, expected: int | None, as_
             each.step,
             each.expected,
             each.living,
+            each.waiting,
             each.ended,
             show_time(each.opened_at),
             show_seconds(None if each.ended_at is None else (each.ended_at - each.opened_at).total_seconds()),
@@ -527,7 +528,7 @@ def steps(client: Client, task: str, step: int | None, expected: int | None, as_
         )
         for each in infos
     ]
-    show(table(("STEP", "EXPECTED", "LIVING", "ENDED", "OPENED", "TOOK", "ENDS IN"), rows))
+    show(table(("STEP", "EXPECTED", "LIVING", "WAITING", "ENDED", "OPENED", "TOOK", "ENDS IN"), rows))
 
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-[^}]*)?\}")

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from tangram.client import requests
-from tangram.client.aio_primitives import AsyncCallSlots, AsyncOpened, for_each, pause
+from tangram.client.aio_primitives import AsyncCallSlots, AsyncOpened, aside, for_each, pause
 from tangram.client.followers import LogFollower, SessionFollower
 from tangram.client.handlers import captured, definition_of
 from tangram.client.heartbeats import LEASE_S, Heartbeats
@@ -195,9 +195,10 @@ class AsyncConnectionPool(httpx.AsyncBaseTransport):
             connection = self._take()
             answer = await connection.handle_async_request(request)
         except BaseException:
-            self._slots.release()
-            if connection is not None:
-                await _close(connection)
+            if connection is None:
+                self._slots.release()
+            else:
+                await self.drop(connection)
             raise
         assert isinstance(answer.stream, httpx.AsyncByteStream)
         return httpx.Response(
@@ -211,6 +212,11 @@ class AsyncConnectionPool(httpx.AsyncBaseTransport):
         """Close the free connections."""
         while self._free:
             await self._free.pop()[1].aclose()
+
+    async def drop(self, connection: httpx.AsyncBaseTransport) -> None:
+        """Close it: nobody can use it again."""
+        self._slots.release()
+        await _close(connection)
 
     async def give_back(self, connection: httpx.AsyncBaseTransport) -> None:
         """Let the next request use it, and close those that were free for too long."""
@@ -274,8 +280,10 @@ class AsyncAnswerStream(httpx.AsyncByteStream):
         self._open = False
         try:
             await self._body.aclose()
-        finally:
-            await self._pool.give_back(self._connection)
+        except BaseException:  # cancelled in the midst of it: the transport takes its connection for used
+            await self._pool.drop(self._connection)
+            raise
+        await self._pool.give_back(self._connection)
 
 
 async def _close(connection: httpx.AsyncBaseTransport) -> None:
@@ -459,6 +467,7 @@ class AsyncTrajectory:
         workdir: str,
         sandbox: SandboxChoice | None = None,
         snapshot: str | None = None,
+        new: bool = False,
     ) -> None:
         self.id = id
         self._client = client
@@ -468,11 +477,20 @@ class AsyncTrajectory:
         self._workdir = workdir
         self._sandbox = sandbox
         self._snapshot = snapshot
+        self._new = new
         self._opened = False
         self._closed = False
+        #: Whether it lived before it was opened: what another has done is in its sandbox.
+        self.joined = False
+        #: Whether it was pickled: it is let go, and not ended, where this process ends.
+        self.shared = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.shared = True
+        return self.__dict__
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -483,20 +501,25 @@ class AsyncTrajectory:
         await self.close()
 
     async def open(self) -> Self:
-        """Make the sandbox as it was chosen, or find the one that lives; a closed handle begins anew.
+        """Make the sandbox as it was chosen, or join the one that lives; a closed handle begins anew.
 
-        Raises InvalidInputError for what the function does not allow, ConflictError if it lives in another sandbox.
+        ``joined`` says which, and joining is warned of. Raises ConflictError instead if it was to be ``new``, and if
+        it lives in another sandbox, and InvalidInputError for what the function does not allow.
         """
         chosen = (self._function, self._task, self._sandbox, self._snapshot, self._step)
-        request = requests.open_trajectory(self.id, *chosen, lease_s=self._client.heartbeats.lease_s)
-        was_held = self._opened and not self._closed
-        self._client.heartbeats.hold(self)
+        heartbeats = self._client.heartbeats
+        request = requests.open_trajectory(
+            self.id, *chosen, lease_s=heartbeats.lease_s, holder=heartbeats.holder, new=self._new
+        )
+        lives = self._opened and not self._closed
         try:
-            await self._client._send(request)
-        except BaseException:
-            if not was_held:
-                self._client.heartbeats.let_go(self)
+            self.joined = bool((await self._client._send(request)).joined)
+        except BaseException as error:
+            if requests.is_answer_lost(error):
+                heartbeats.give_up([self.id])
             raise
+        if self.joined and not lives:
+            requests.logger.warning("trajectory %s lived already: what is in its sandbox is there to be seen", self.id)
         return self._begin()
 
     def _begin(self) -> Self:
@@ -511,7 +534,10 @@ class AsyncTrajectory:
         Raises ConflictError while files are on their way, CapacityExceededError while its node is not reached.
         """
         self._living()
-        return await self._client._send(requests.take_snapshot(self.id))
+        heartbeats = self._client.heartbeats
+        taken = await self._client._send(requests.take_snapshot(self.id, heartbeats.holder))
+        heartbeats.know(taken.snapshot)
+        return taken
 
     async def fork(self, to: Sequence[str], *, step: int | None = None) -> Sequence[Self]:
         """Open trajectories that begin with its files as they are now, and return their handles: all, or none.
@@ -520,8 +546,15 @@ class AsyncTrajectory:
         name that lives. Each handle is to be closed, or entered.
         """
         self._living()
-        choices = (self.id, self._function, to, self._task, step, self._client.heartbeats.lease_s)
-        answer = await self._client._send(requests.fork(*choices))
+        heartbeats = self._client.heartbeats
+        choices = (self.id, self._function, to, self._task, step, heartbeats.lease_s, heartbeats.holder)
+        try:
+            answer = await self._client._send(requests.fork(*choices))
+        except BaseException as error:
+            if requests.is_answer_lost(error):
+                heartbeats.give_up(to)
+            raise
+        heartbeats.know(answer.snapshot.snapshot)
         return [self._forked(each.trajectory, answer.snapshot.snapshot) for each in answer.trajectories]
 
     def _forked(self, id: str, snapshot: str) -> Self:
@@ -579,8 +612,10 @@ class AsyncTrajectory:
             task=self._task,
             timeout_s=timeout_s,
             living=self._living(),
+            holder=self._client.heartbeats.holder,
         )
         begun = await self._client._send(request)
+        self._client.heartbeats.know(begun.id)
         return AsyncSessionHandle(self._client, begun.id, begun=True)
 
     def _directory(self, cwd: str | None) -> str | None:
@@ -668,8 +703,8 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
     token that a gateway of this user on this machine wrote down.
     ``ca`` is a file of the certificates that a gateway with TLS is known by (TANGRAM_CA; the system's without), and
     ``cert`` one of the client's own with its key (TANGRAM_CERT), if the gateway wants to know it.
-    A trajectory that it opened ends when for ``lease_s`` seconds neither this process was heard of nor an action used
-    it; a thread sends the heartbeats. None: it has its ``idle_ttl`` alone.
+    A trajectory that it opened ends with this client or process, and when for ``lease_s`` seconds neither was heard of
+    nor an action used it; a thread sends the heartbeats. None: it has its ``idle_ttl`` alone.
     With ``raise_failures`` an invocation that ended badly raises InvocationFailed instead of being returned.
     Every method raises the errors of `tangram.errors`.
 
@@ -726,9 +761,12 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
         await self.close()
 
     async def close(self) -> None:
-        """Close what is open in this process and event loop; no further call is possible."""
+        """End the trajectories that are still open, and close what is open in this process and event loop.
+
+        No further call is possible.
+        """
         self._closed = True
-        self.heartbeats.close()
+        await aside(self.heartbeats.close)
         link = self._opened.take()
         if link is not None:
             await link.http.aclose()
@@ -1019,7 +1057,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
 
     def trajectory(
         self,
-        id: str,
+        id: str | None = None,
         *,
         function: str = "shell",
         task: str | None = None,
@@ -1027,8 +1065,11 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
         workdir: str = "",
         sandbox: SandboxChoice | Mapping[str, Any] | None = None,
         snapshot: str | None = None,
+        new: bool = False,
     ) -> AsyncTrajectory:
         """Return a rollout's environment, made like ``function``'s sandbox on entering and removed on leaving.
+
+        Without an ``id`` it is a new one, with an id of its own. One that lives is joined, unless it is to be ``new``.
 
         It counts as a rollout of the ``step`` of its task, if one is named (`tell_step`).
         ``workdir`` is where its commands run and relative paths begin; the sandbox's own working directory by default.
@@ -1036,9 +1077,16 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
         idle_ttl, for example ``{"image": "swebench/x", "memory": "2Gi"}``; or ``snapshot`` is the one that it begins
         with, with the choices of the trajectory of which that was taken.
         """
-        chosen = requests.sandbox_choice(sandbox)
         return AsyncTrajectory(
-            self, id, function=function, task=task, step=step, workdir=workdir, sandbox=chosen, snapshot=snapshot
+            self,
+            id or requests.drawn_name(),
+            function=function,
+            task=task,
+            step=step,
+            workdir=workdir,
+            sandbox=requests.sandbox_choice(sandbox),
+            snapshot=snapshot,
+            new=new or id is None,
         )
 
     async def session(self, id: str) -> AsyncSessionHandle:

@@ -453,6 +453,12 @@ def _remedy() -> str:
     return f"; {where} (--server or {SERVER} names the address)"
 
 
+def is_answer_lost(error: BaseException) -> bool:
+    """Whether a request may have been granted though it failed: nobody knows the answer."""
+    known = isinstance(error, TangramError) and not isinstance(error, ConnectionFailed | UnreadableAnswerError)
+    return not known and not (isinstance(error, ConnectionFailed) and not error.detail.get("sent", True))
+
+
 def _is_foreign(error: httpx.TransportError) -> bool:
     """Whether the first line of the answer was none of HTTP/1.1; a peer that hung up said nothing."""
     return isinstance(error, httpx.RemoteProtocolError) and str(error).startswith("illegal ")
@@ -737,11 +743,20 @@ def open_trajectory(
     snapshot: str | None = None,
     step: int | None = None,
     lease_s: float | None = None,
+    holder: str | None = None,
+    new: bool = False,
 ) -> ApiRequest[TrajectoryInfo]:
     """Return the request that makes a trajectory's environment, or finds that it lives already."""
-    task = "default" if task is None else task
     opening = TrajectoryOpening(
-        function=function, task=task, step=step, sandbox=sandbox, snapshot=snapshot, lease_s=lease_s
+        function=function,
+        task="default" if task is None else task,
+        step=step,
+        sandbox=sandbox,
+        snapshot=snapshot,
+        lease_s=lease_s,
+        holder=holder,
+        opening=drawn_name(),
+        new=new,
     )
     return ApiRequest(
         method="PUT",
@@ -883,6 +898,11 @@ def trajectory_path(id: str) -> str:
     return f"/v1/trajectories/{quote(id, safe='')}"
 
 
+def drawn_name() -> str:
+    """Return a name for a trajectory that nobody else draws."""
+    return f"t-{secrets.token_hex(6)}"
+
+
 def _files_path(id: str) -> str:
     return f"{trajectory_path(id)}/files"
 
@@ -945,6 +965,7 @@ def open_session(
     task: str | None,
     timeout_s: float | None,
     living: bool,
+    holder: str | None = None,
 ) -> ApiRequest[InvocationResult]:
     """Return the request that begins a session; it carries a key, so that it can be sent again."""
     argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
@@ -957,7 +978,7 @@ def open_session(
         path=f"{trajectory_path(trajectory)}/sessions",
         read=read_invocation,
         headers=JSON_BODY | given_headers(headers) | (LIVING if living else {}),
-        content=json_body({**options, "argv": argv, "function": function, "terminal": size}),
+        content=json_body({**options, "argv": argv, "function": function, "terminal": size, "holder": holder}),
     )
 
 
@@ -992,12 +1013,13 @@ def steer_session(id: str, *, size: tuple[int, int] | None = None, signal: str |
     )
 
 
-def take_snapshot(trajectory: str) -> ApiRequest[SnapshotInfo]:
+def take_snapshot(trajectory: str, holder: str | None = None) -> ApiRequest[SnapshotInfo]:
     """Return the request that keeps the files of a trajectory's sandbox; sent twice it would keep them twice."""
     return ApiRequest(
         method="POST",
         path=f"/v1/trajectories/{quote(trajectory, safe='')}/snapshots",
         read=reader(SnapshotInfo),
+        params=present({"holder": holder}),
         repeatable=False,
         patient=True,
         lane="lasting",
@@ -1011,6 +1033,7 @@ def fork(
     task: str | None,
     step: int | None = None,
     lease_s: float | None = None,
+    holder: str | None = None,
 ) -> ApiRequest[ForkAnswer]:
     """Return the request that opens trajectories with the files of another; raises InvalidInputError for one text."""
     if isinstance(to, str) or not to:
@@ -1021,7 +1044,7 @@ def fork(
         read=reader(ForkAnswer),
         headers=JSON_BODY,
         content=msgspec.json.encode(
-            ForkRequest(function=function, to=tuple(to), task=task, step=step, lease_s=lease_s)
+            ForkRequest(function=function, to=tuple(to), task=task, step=step, lease_s=lease_s, holder=holder)
         ),
         repeatable=False,
         patient=True,

@@ -51,10 +51,18 @@ RUNS: dict[tuple[str, ...], set[str]] = {
         "callback_told_twice_differently",
         "file_shrinks",
     },
+    ("cancels",): {"left_behind", "lost_answers"},
     ("kills", "--kills", "1"): {"accepted_lost", "reward_wrong", "leftovers"},
 }
 #: Checks that hold however busy the machine is.
-STEADY = {"lost_after_kill", "run_twice_after_kill", "callback_told_twice_differently", "file_shrinks"}
+STEADY = {
+    "left_behind",
+    "lost_answers",
+    "lost_after_kill",
+    "run_twice_after_kill",
+    "callback_told_twice_differently",
+    "file_shrinks",
+}
 
 
 @pytest.mark.parametrize("words", RUNS, ids=lambda words: words[0])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.trajectory_records import ABANDONED_S, Leases
+from gateway import trajectory_records
+from gateway.trajectory_records import NOBODY, ConnectionPeer, Leases, UnreadAnswers
 from manager.errors import Conflict
-from tests.gateway.conftest import RunningGateway, until
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 
 
 class LeaseBench:
@@ -55,6 +59,7 @@ async def test_what_ended_is_told_and_forgotten() -> None:
     world.leases.renew(["t"], 10.0)
     del world.used_s["t"]
     assert world.leases.renew(["t", "unknown"], 10.0) == ["t", "unknown"]
+    world.leases.ended("t")
     world.used_s["t"] = world.now_s
     assert world.leases.left_s("t") is None
     assert await world.later(11.0) == {"t"}, "another of its name, which nobody has leased"
@@ -76,46 +81,101 @@ async def test_a_lease_out_of_bounds_is_refused(gateway: RunningGateway, lease_s
     assert "lease" in answer.json()["detail"]
 
 
-async def test_what_is_being_opened_is_held_and_let_go_of_by_who_held_it() -> None:
-    world = LeaseBench("t")
-    lease = world.leases.hold("t", 20.0)
-    assert world.leases.left_s("t") == 20.0
-    world.leases.abandon("t", lease)
-    assert world.leases.left_s("t") == ABANDONED_S
-    again = world.leases.hold("t", 20.0)  # the caller asks once more
-    world.leases.abandon("t", lease)
-    world.leases.let_go("t", lease)
-    assert world.leases.left_s("t") == 20.0, "the first request came to its end"
-    assert await world.later(21.0) == set()
-    world.leases.let_go("t", again)
-    assert world.leases.left_s("t") is None
+async def test_what_several_hold_ends_with_the_last_of_them() -> None:
+    world = LeaseBench("t", "u", "v")
+    for holder in ("one", "two"):
+        world.leases.renew(["t", "u"], 10.0, holder)
+    world.leases.hold("v", NOBODY, None)
+    world.leases.renew(["v"], 10.0, "one")
+    await world.leases.release(["t", "v", "unknown"], "one")
+    await world.leases.release(["t"], "stranger")
+    assert set(world.used_s) == {"t", "u", "v"}
+    await world.leases.release(["t"], "two")
+    assert await world.later(5.0) == {"u", "v"}
+    world.leases.renew(["u"], 10.0, "two")
+    assert await world.later(6.0) == {"u", "v"}, "one of both holds it yet"
+    assert await world.later(6.0) == {"v"}, "whoever made it asked for no lease"
 
 
-async def test_who_goes_away_while_its_trajectory_is_made_leaves_it_to_end_soon(
-    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+async def test_what_its_client_never_learned_of_is_undone_when_the_connection_closes(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    making, made = asyncio.Event(), asyncio.Event()
-    opened = gateway.app.engine.open_trajectory
+    monkeypatch.setattr(trajectory_records, "UNREAD_S", 0.05)
+    answers, undone = UnreadAnswers(), list[str]()
+    first, second, third = ConnectionPeer(), ConnectionPeer(), ConnectionPeer()
 
-    async def slowly(*arguments: Any, **named: Any) -> None:
+    def undo(name: str) -> Callable[[], Awaitable[object]]:
+        return partial(asyncio.to_thread, undone.append, name)
+
+    for name in ("lost", "known", "again", "late"):
+        answers.expect(first, "one", name, undo(name))
+    answers.known("one", ["known", "never made"])
+    answers.known("stranger", ["lost"])
+    answers.expect(second, "one", "again", undo("again"))
+    answers.expect(third, "one", "read", undo("read"))
+    third.asks()
+    assert [answers.awaits("one", name) for name in ("lost", "known", "again", "read")] == [True, False, True, False]
+    for peer in (first, third):
+        peer.close()
+    answers.known("one", ["late"])  # who lives speaks over another connection
+    await until(lambda: undone == ["lost"])
+    answers.expect(third, "one", "late", undo("late"))
+    await until(lambda: undone == ["lost", "late"])
+    answers.leave()
+    second.close()
+    assert not answers.awaits("one", "again"), "the gateway itself closes its connections"
+    await asyncio.sleep(0)
+    assert undone == ["lost", "late"]
+
+
+async def test_a_request_that_is_sent_again_joins_what_it_made() -> None:
+    world = LeaseBench("t")
+    world.leases.begin("t", "opening")
+    assert not world.leases.joins("t", "opening")
+    assert world.leases.joins("t", "another") and world.leases.joins("t", None) and world.leases.joins("u", "opening")
+    world.leases.ended("t")
+    assert world.leases.joins("t", "opening")
+
+
+async def test_leases_survive_a_restart_of_the_gateway(tmp_path: Path) -> None:
+    bench = GatewayBench(tmp_path)
+    async with serving(bench) as first:
+        body = {"function": "echo", "lease_s": 300, "holder": "one"}
+        assert (await first.http.put("/v1/trajectories/t", json=body)).status_code == 200
+        first.app.stop(keep_environments=True)
+    async with serving(bench) as second:
+        info = (await second.http.get("/v1/trajectories/t")).json()
+        assert 200 < info["lease_left_s"] <= 300
+        await second.http.post("/v1/leases", json={"holder": "one", "released": ["t"]})
+        assert second.app.engine.trajectory("t") is None
+
+
+@pytest.mark.parametrize("waits_for", ["the opening", "memory"])
+async def test_who_goes_away_while_its_trajectory_is_made_takes_it_along(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    making, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def never(*arguments: Any, **named: Any) -> None:
         making.set()
-        await made.wait()
-        await opened(*arguments, **named)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
 
-    monkeypatch.setattr(gateway.app.engine, "open_trajectory", slowly)
-    body = {"function": "echo", "lease_s": 300}
+    body = {"function": "echo"}
+    if waits_for == "the opening":
+        monkeypatch.setattr(gateway.app.runtimes.environments, "ensure", never)
+    else:
+        monkeypatch.setattr(gateway.app.engine, "open_trajectory", never)
     async with httpx.AsyncClient(base_url=gateway.http.base_url, headers=gateway.http.headers) as client:
         request = asyncio.create_task(client.put("/v1/trajectories/left", json=body))
         await making.wait()
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-    await asyncio.sleep(0.2)  # the connection closes
-    made.set()
-    await until(lambda: 0.0 < (gateway.app.leases.left_s("left") or 0.0) <= ABANDONED_S)
-    assert gateway.app.engine.trajectory("left") is not None, "it may be asked for again"
-    kept = (await gateway.http.put("/v1/trajectories/kept", json=body)).json()
-    assert kept["lease_left_s"] > ABANDONED_S, "who stays is held for what it asked"
+    await asyncio.wait_for(cancelled.wait(), DEADLINE_S)
+    await until(lambda: gateway.app.engine.trajectory("left") is None)
 
 
 async def test_an_opening_that_is_refused_changes_no_lease_of_who_lives(

@@ -209,6 +209,57 @@ async def test_an_opening_whose_caller_goes_while_it_waits_for_memory_holds_none
     assert rig.living() == []
 
 
+async def test_who_opens_stands_in_the_queue_with_task_cause_and_turn(rig: EngineRig) -> None:
+    large = replace(FUNCTION, sandbox=SandboxSpec(memory_bytes=900))
+    await rig.engine.open_trajectory("t", "default", FUNCTION)
+    opening = [asyncio.create_task(rig.engine.open_trajectory(name, "late", large)) for name in ("u", "v")]
+    await asyncio.sleep(0)
+    first, second = rig.waiting()
+    for entry, name in ((first, "u"), (second, "v")):
+        assert (entry["function"], entry["task"], entry["trajectory"]) == ("(opening)", "late", name)
+        assert "bytes of memory" in str(entry["waits_for"])
+    assert [task["queued"] for task in rig.engine.tasks() if task["task"] == "late"] == [2]
+    await rig.engine.end_trajectory("t")
+    await opening[0]
+    assert [entry["trajectory"] for entry in rig.waiting()] == ["v"]
+    await rig.engine.end_trajectory("u")
+    await opening[1]
+    assert rig.waiting() == []
+
+
+async def test_one_of_two_who_open_the_same_may_go_and_the_last_takes_it_along(rig: EngineRig) -> None:
+    large = replace(FUNCTION, sandbox=SandboxSpec(memory_bytes=900))
+    await rig.engine.open_trajectory("t", "default", FUNCTION)
+    for goes, stays in ((0, 1), (1, 0)):
+        both = [asyncio.create_task(rig.engine.open_trajectory("u", "default", large)) for _ in range(2)]
+        await asyncio.sleep(0)
+        both[goes].cancel()
+        await asyncio.gather(both[goes], return_exceptions=True)
+        assert rig.engine.trajectory("u") is not None
+        await rig.engine.end_trajectory("t")
+        await both[stays]
+        await rig.engine.open_trajectory("u", "default", large)
+        await rig.engine.end_trajectory("u")
+        await rig.engine.open_trajectory("t", "default", FUNCTION)
+    both = [asyncio.create_task(rig.engine.open_trajectory("u", "default", large)) for _ in range(2)]
+    await asyncio.sleep(0)
+    for each in both:
+        each.cancel()
+    await asyncio.gather(*both, return_exceptions=True)
+    assert rig.engine.trajectory("u") is None
+
+
+async def test_who_waits_to_open_is_sent_to_the_next_gateway(rig: EngineRig) -> None:
+    large = replace(FUNCTION, sandbox=SandboxSpec(memory_bytes=900))
+    await rig.engine.open_trajectory("t", "default", FUNCTION)
+    waits = asyncio.create_task(rig.engine.open_trajectory("u", "default", large))
+    await asyncio.sleep(0)
+    assert await rig.engine.drain(5.0) == 0
+    with pytest.raises(Draining, match="the gateway is shutting down"):
+        await waits
+    assert rig.engine.trajectory("u") is None
+
+
 async def test_draining_lets_running_work_end_and_starts_nothing_more(rig: EngineRig) -> None:
     rig.steps["a"] = ScriptStep(held=True)
     (running,) = rig.submit(action("a"))

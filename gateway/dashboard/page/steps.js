@@ -8,10 +8,10 @@ const STEP_ROWS = 3;
 // The steps of each task, that opened last first.
 export function stepsByTask(steps) {
   const found = new Map();
-  for (const [name, [expected, living, ended, opened, end, expectedEnd]] of Object.entries(steps || {})) {
+  for (const [name, [expected, living, ended, opened, end, expectedEnd, waiting]] of Object.entries(steps || {})) {
     const at = name.lastIndexOf("/"), task = name.slice(0, at);
     if (!found.has(task)) found.set(task, []);
-    found.get(task).push({task, number: name.slice(at + 1), expected, living, ended, opened, end, expectedEnd});
+    found.get(task).push({task, number: name.slice(at + 1), expected, living, ended, opened, end, expectedEnd, waiting});
   }
   for (const each of found.values()) each.sort((one, other) => other.opened - one.opened);
   return found;
@@ -24,7 +24,7 @@ export function stepText(step) {
 
 function stateText(step) {
   const done = step.expected === null ? `${count(step.ended)} ended` : `${count(step.ended)} of ${count(step.expected)}`;
-  return `step ${step.number}: ${done}, ${step.end === null ? `${count(step.living)} living` : `took ${duration(step.end - step.opened)}`}`;
+  return `step ${step.number}: ${done}, ${step.end === null ? `${count(step.living)} living${step.waiting ? `, ${count(step.waiting)} waiting` : ""}` : `took ${duration(step.end - step.opened)}`}`;
 }
 
 const endText = (step) => step.end !== null || step.expectedEnd === null ? "" : `ends in ~${duration(Math.max(1000, step.expectedEnd - store.now()))}`;

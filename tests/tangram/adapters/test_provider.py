@@ -61,7 +61,10 @@ def test_a_step_of_the_task_goes_with_what_counts_for_it(scripted: ScriptedGatew
     assert [call.headers.get("x-step") for call in scripted.calls] == ["7", "7", "8", "9", None]
 
 
-async def test_both_forms_do_the_same(scripted: ScriptedGateway, tmp_path: Path) -> None:
+async def test_both_forms_do_the_same(
+    scripted: ScriptedGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tangram.client.requests.drawn_name", lambda: "drawn")
     (tmp_path / "in" / "deep").mkdir(parents=True)
     (tmp_path / "in" / "deep" / "run.sh").write_text("true")
     (tmp_path / "in" / "deep" / "run.sh").chmod(0o755)

@@ -227,8 +227,8 @@ async def test_a_step_is_told_named_and_listed(served: Served) -> None:
     await served("trajectories", "open", "t", "--function", "echo", "--task", "math", "--step", "7")
     _, out, _ = await served("steps", "math")
     head, row = (line.split() for line in out.splitlines())
-    assert head[:4] == ["STEP", "EXPECTED", "LIVING", "ENDED"]
-    assert row[:4] == ["7", "3", "1", "1"]
+    assert head[:5] == ["STEP", "EXPECTED", "LIVING", "WAITING", "ENDED"]
+    assert row[:5] == ["7", "3", "1", "0", "1"]
     assert (await served("steps", "math", "8"))[1].split() == ["STEP", *head[1:]], "nobody has told of it"
     status, _, err = await served("steps", "math", "--expected", "3")
     assert status != 0 and "name it" in err
