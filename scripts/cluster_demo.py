@@ -297,7 +297,7 @@ async def _upheaval(run: DemoRun, hosts: RayHosts, client: AsyncClient) -> None:
     async with asyncio.timeout(JOIN_S):
         while {each.node for each in await client.nodes() if each.state == "ready"} <= known:  # noqa: ASYNC110
             await asyncio.sleep(0.25)
-    run.say("its steward holds the reservation, its daemon has joined by a ticket, and it serves")
+    run.say("its actor holds the reservation, its daemon has joined by a ticket, and it serves")
 
 
 async def _trajectory(run: DemoRun, client: AsyncClient, number: int) -> None:
@@ -380,10 +380,10 @@ def _told(counts: Counter[str]) -> str:
 
 def _until_ray(hosts: RayHosts, count: int) -> None:
     """Wait until Ray knows so many machines; raises TimeoutError."""
-    keeper = ROOT / "runtimes/node/ray/keeper.py"
+    driver = ROOT / "runtimes/node/ray/driver.py"
     deadline_s = time.monotonic() + JOIN_S
     while time.monotonic() < deadline_s:
-        asked = [hosts.python, str(keeper), "look", hosts.address]
+        asked = [hosts.python, str(driver), "look", hosts.address]
         with suppress(subprocess.TimeoutExpired, ValueError):
             done = subprocess.run(asked, capture_output=True, timeout=JOIN_S, check=False)
             if len(json.loads(done.stdout)["nodes"]) >= count:

@@ -34,8 +34,8 @@ from runtimes.node.daemon import (
     NodeModels,
     NodeRuntimes,
 )
-from runtimes.node.ray.keeper import RayMembers, RayNode, Reservation
-from runtimes.node.ray.process import KEEPER
+from runtimes.node.ray.driver import RayMembers, RayNode, Reservation
+from runtimes.node.ray.process import DRIVER
 from tangram import Client
 from tangram.cli.options import Duration, connected, json_option
 from tangram.cli.output import print_json, say, show, show_seconds, table, visible
@@ -417,11 +417,11 @@ def check(
 
 
 def look(python: str, address: str, within_s: float) -> dict[str, Any]:
-    """Return what a keeper sees there; raises RayUnseen with Ray's words."""
+    """Return what a driver sees there; raises RayUnseen with Ray's words."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         done = subprocess.run(
-            [python, str(KEEPER), "look", address], capture_output=True, timeout=within_s, env=environment
+            [python, str(DRIVER), "look", address], capture_output=True, timeout=within_s, env=environment
         )
     except subprocess.TimeoutExpired:
         raise RayUnseen(f"{address} did not answer within {within_s:g} s", component="cluster") from None

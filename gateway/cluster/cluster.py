@@ -75,7 +75,7 @@ from runtimes.node.protocol import (
     NodeRefused,
     NodeWelcome,
 )
-from runtimes.node.ray.process import KeeperProcess
+from runtimes.node.ray.process import RayDriverProcess
 from runtimes.node.remote import RemoteNode, unfitness
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.files import SandboxFiles
@@ -351,7 +351,15 @@ class Cluster:
         self.local: LocalNode | None = None
         self.ray: RayNodes | None = None
         if config.ray is not None:
-            self.ray = RayNodes(config.ray, self, ticket_ttl_s=config.ticket_ttl_s, clock=clock)
+            self.ray = RayNodes(
+                config.ray,
+                ticket=self.ticket,
+                is_heard=self.joined,
+                drain=self.ray_drains,
+                report=self.ray_said,
+                ticket_ttl_s=config.ticket_ttl_s,
+                clock=clock,
+            )
         #: Where nodes join, as they reach it and as this machine does.
         self.address = self.near = ""
         self._listener: NodeListener | None = None
@@ -460,7 +468,7 @@ class Cluster:
         if self.local is not None:
             self.local.open()
         if self.ray is not None and self._config.ray is not None:
-            self.ray.open(KeeperProcess(self._config.ray, self.ray.hear, clock=self._clock))
+            self.ray.open(RayDriverProcess(self._config.ray, self.ray.hear, clock=self._clock))
 
     async def watch_for_ever(self, trouble: Trouble) -> None:
         """Ask again and again whether sandboxes can be made on this machine, unless its daemon does so itself."""

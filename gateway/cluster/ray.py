@@ -1,41 +1,27 @@
 """The machines of a Ray cluster as nodes: each that holds its reservation gets a ticket, and joins by it over our door.
 
-Ray is a child process away (`runtimes.node.ray`). What is known here is built anew from what the keeper says: a daemon
-that was started by the gateway before is found by its steward and not started twice.
+Ray is a child process away (`runtimes.node.ray`). What is known here is built anew from what the driver says: a daemon
+that was started by the gateway before is found by its actor and not started twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
 from manager.clock import Clock
 from manager.errors import CodedError
-from runtimes.node.ray.messages import (
-    AnyKeeperMessage,
-    DaemonReleased,
-    DaemonStarted,
-    KeeperRefused,
-    RayConnected,
-    RayNodeAlive,
-    RayNodeDead,
-    RayNodeDraining,
-    ReservationWaiting,
-    StewardFailed,
-    StewardReady,
-)
-from runtimes.node.ray.process import RaySettings
+from runtimes.node.ray.process import RayDriverProcess, RayMessage, RaySettings
 from tangram.types import NodeTicket, RayMachineState, RayMachineStatus
 
 #: Seconds between two looks at who has not joined yet, and longest wait until such a one gets another ticket.
 LOOK_S, AGAIN_MAX_S = 1.0, 600.0
-#: Seconds after which a machine that a new keeper has not spoken of is forgotten.
+#: Seconds after which a machine that a new driver has not spoken of is forgotten.
 UNTOLD_S = 60.0
 #: Seconds for daemons to end and reservations to be given back at the end of a gateway that releases them.
 RELEASE_S = 90.0
@@ -43,24 +29,6 @@ RELEASE_S = 90.0
 PROBLEMS_MAX = 8
 #: In Ray's words for a machine that was ended on purpose.
 ENDED = "received SIGTERM"
-
-
-class MachineKeeper(Protocol):
-    """What is asked of the keeper: `runtimes.node.ray.process.KeeperProcess`."""
-
-    def warning(self) -> str | None: ...
-    def start_daemon(self, node: str, command: list[str], environment: Mapping[str, str], state_dir: str) -> None: ...
-    def release(self, node: str, *, kill: bool = False) -> None: ...
-    def run(self) -> Awaitable[None]: ...
-
-
-class NodeOffice(Protocol):
-    """What is asked of the cluster about the nodes that join it."""
-
-    def ticket(self, name: str) -> NodeTicket: ...
-    def joined(self, name: str) -> bool: ...
-    def ray_drains(self, name: str, why: str) -> None: ...
-    def ray_said(self, name: str, why: str, final: bool) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -73,40 +41,54 @@ class RayMachine:
     labels: Mapping[str, str]
     since_s: float
     state: RayMachineState = "found"
-    why: str = "its steward is being made"
-    #: Whether a steward holds what is reserved.
+    why: str = "its actor is being made"
+    #: Whether an actor holds what is reserved.
     held: bool = False
     #: Tickets handed over since it last joined, and when the next one is due.
     tickets: int = 0
     again_s: float = 0.0
-    #: When a new keeper began that has not spoken of it; None once it has.
+    #: When a new driver began that has not spoken of it; None once it has.
     untold_s: float | None = None
 
 
 class RayNodes:
     """Starts daemons by tickets, and says how far each machine is. Use from one event loop."""
 
-    def __init__(self, settings: RaySettings, office: NodeOffice, *, ticket_ttl_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: RaySettings,
+        *,
+        ticket: Callable[[str], NodeTicket],
+        is_heard: Callable[[str], bool],
+        drain: Callable[[str, str], None],
+        report: Callable[[str, str, bool], None],
+        ticket_ttl_s: float,
+        clock: Clock,
+    ) -> None:
+        """``ticket`` and ``is_heard`` are of a node; ``drain`` has Ray take one away soon, and says why.
+
+        ``report`` is called with what Ray says of a node's machine, and whether it was ended on purpose.
+        """
         self._settings = settings
-        self._office = office
+        self._ticket, self._is_heard, self._drain, self._report = ticket, is_heard, drain, report
         self._ticket_ttl_s = ticket_ttl_s
         self._clock = clock
         self._machines: dict[str, RayMachine] = {}
-        self._keeper: MachineKeeper | None = None
+        self._driver: RayDriverProcess | None = None
         self._tasks: list[asyncio.Future[None]] = []
         #: Set when no machine holds a reservation any more.
         self._released = asyncio.Event()
         self._log = structlog.get_logger("gateway.cluster")
 
-    def open(self, keeper: MachineKeeper) -> None:
-        """Have a keeper run, and machines join, until `close`."""
-        self._keeper = keeper
-        self._tasks = [asyncio.ensure_future(keeper.run()), asyncio.ensure_future(self._look_for_ever())]
+    def open(self, driver: RayDriverProcess) -> None:
+        """Have a driver run, and machines join, until `close`."""
+        self._driver = driver
+        self._tasks = [asyncio.ensure_future(driver.run()), asyncio.ensure_future(self._look_for_ever())]
 
     async def close(self) -> None:
-        """End the keeper; daemons stay, or are ended first if so configured."""
-        if self._settings.at_end == "release" and self._keeper is not None:
-            away = self._keeper.warning()
+        """End the driver; daemons stay, or are ended first if so configured."""
+        if self._settings.at_end == "release" and self._driver is not None:
+            away = self._driver.warning()
             if away is None:
                 await self._release_all()
             else:
@@ -118,9 +100,9 @@ class RayNodes:
     def left(self, node: str) -> None:
         """A node was drained and is gone: its machine is given back to Ray."""
         machine = self._owner(node)
-        if machine is not None and machine.held and self._keeper is not None:
+        if machine is not None and machine.held and self._driver is not None:
             self._move(machine, "released", "its node was drained")
-            self._keeper.release(machine.id)
+            self._driver.release(machine.id)
 
     # -- for people
 
@@ -141,40 +123,30 @@ class RayNodes:
 
     def warnings(self) -> list[str]:
         """Return what should be looked at: Ray is away, or machines wait or fail."""
-        away = None if self._keeper is None else self._keeper.warning()
+        away = None if self._driver is None else self._driver.warning()
         told = [each for each in self.status() if each.state in ("waiting", "failed")]
         found = [f"{each.node}: {each.why}" for each in told[:PROBLEMS_MAX]]
         more = [f"{len(told) - PROBLEMS_MAX} more machines of Ray's wait or fail"] if len(told) > PROBLEMS_MAX else []
         return [*([] if away is None else [away]), *found, *more]
 
-    # -- what the keeper says
+    # -- what the driver says
 
-    def hear(self, message: AnyKeeperMessage) -> None:
+    def hear(self, message: RayMessage) -> None:
         """Take in one message."""
-        match message:
-            case RayConnected():
-                self._log.info("a Ray cluster is seen", ray=message.version, keeper=message.pid)
-                for machine in self._machines.values():
-                    machine.untold_s = self._clock.now()
-            case RayNodeAlive():
+        machine = self._machines.get(message.node)
+        match message.kind:
+            case "connected":
+                self._log.info("a Ray cluster is seen", ray=message.version, driver=message.pid)
+                for each in self._machines.values():
+                    each.untold_s = self._clock.now()
+            case "alive":
                 self._found(message)
-            case RayNodeDead():
+            case "dead":
                 self._died(message)
-            case (
-                RayNodeDraining()
-                | ReservationWaiting()
-                | StewardReady()
-                | StewardFailed()
-                | DaemonStarted()
-                | DaemonReleased()
-                | KeeperRefused()
-            ):
-                if message.node in self._machines:
-                    self._heard_of(self._machines[message.node], message)
-            case _:
-                pass
+            case _ if machine is not None:
+                self._heard_of(machine, message)
 
-    def _found(self, message: RayNodeAlive) -> None:
+    def _found(self, message: RayMessage) -> None:
         machine = self._machines.get(message.node)
         if machine is None:
             machine = RayMachine(
@@ -188,50 +160,48 @@ class RayNodes:
             self._log.info("a machine of Ray's is to be a node", machine=machine.id, node=machine.node)
         machine.untold_s = None
         if self._owner(machine.node) is machine:
-            self._office.ray_said(machine.node, "Ray has it", False)
+            self._report(machine.node, "Ray has it", False)
 
-    def _died(self, message: RayNodeDead) -> None:
+    def _died(self, message: RayMessage) -> None:
         machine = self._machines.get(message.node)
         if machine is None:
             return
         self._forget(machine)
         self._log.warning("Ray has lost a machine", machine=machine.id, node=machine.node, why=message.why)
         if self._owner(machine.node) is None:
-            self._office.ray_said(machine.node, f"Ray: {message.why}", ENDED in message.why)
+            self._report(machine.node, f"Ray: {message.why}", ENDED in message.why)
 
-    def _heard_of(self, machine: RayMachine, message: AnyKeeperMessage) -> None:
-        match message:
-            case StewardReady():
+    def _heard_of(self, machine: RayMachine, message: RayMessage) -> None:
+        match message.kind:
+            case "actor":
                 self._hold(machine)
-            case DaemonStarted(daemon=0):
+            case "started" if not message.daemon:
                 told = message.why or f"see daemon.log in {self._state_dir(machine)} there"
                 self._move(machine, "failed", f"its daemon did not come up: {told}")
-            case ReservationWaiting():
-                self._move(machine, "waiting", message.text())
-            case StewardFailed():
+            case "waiting":
+                self._move(machine, "waiting", message.reservation())
+            case "actor_failed":
                 machine.held = False
                 self._note_released()
-                self._move(machine, "failed", f"its steward failed: {message.why}")
-            case KeeperRefused() if machine.state == "released":
+                self._move(machine, "failed", f"its actor failed: {message.why}")
+            case "refused" if machine.state == "released":
                 machine.held = False  # there is nothing to give back any more
                 self._note_released()
-            case KeeperRefused() if machine.state == "starting":
+            case "refused" if machine.state == "starting":
                 self._move(machine, "failed", message.why)
-            case RayNodeDraining():
+            case "draining":
                 if self._owner(machine.node) is machine:
-                    self._office.ray_drains(machine.node, "Ray drains its machine")
+                    self._drain(machine.node, "Ray drains its machine")
                 self._move(machine, "draining", "Ray drains it")
-            case DaemonReleased():
+            case "released":
                 machine.held = False
                 self._log.info("a machine is given back to Ray", node=machine.node, its_daemon_has_gone=message.gone)
                 self._note_released()
-            case _:
-                pass
 
     # -- joining
 
     def _hold(self, machine: RayMachine) -> None:
-        """Its steward is there: use it, or give it back if its node was drained under this gateway.
+        """Its actor is there: use it, or give it back if its node was drained under this gateway.
 
         Nothing is started on a machine that Ray drains.
         """
@@ -239,8 +209,8 @@ class RayNodes:
         self._released.clear()
         if machine.state not in ("released", "draining"):
             self._start(machine)
-        elif machine.state == "released" and self._keeper is not None:
-            self._keeper.release(machine.id)
+        elif machine.state == "released" and self._driver is not None:
+            self._driver.release(machine.id)
 
     async def _look_for_ever(self) -> None:
         while True:
@@ -259,7 +229,7 @@ class RayNodes:
     def _look_at(self, machine: RayMachine, now_s: float) -> None:
         if self._owner(machine.node) is not machine:
             return
-        if self._office.joined(machine.node):
+        if self._is_heard(machine.node):
             machine.tickets = 0
             machine.again_s = now_s + self._ticket_ttl_s
             self._move(machine, "serving", "")
@@ -269,8 +239,8 @@ class RayNodes:
             self._start(machine)
 
     def _start(self, machine: RayMachine) -> None:
-        """Have a machine's steward start its daemon, or watch over the one that lives, with a ticket to join by."""
-        now_s, keeper = self._clock.now(), self._keeper
+        """Have a machine's actor start its daemon, or watch over the one that lives, with a ticket to join by."""
+        now_s, driver = self._clock.now(), self._driver
         owner = self._owner(machine.node)
         if owner is not None and owner is not machine:
             told = f"machine {owner.id[:12]} of Ray's is node {machine.node} already: tell them apart in cluster.ray"
@@ -279,13 +249,13 @@ class RayNodes:
         machine.again_s = now_s + min(AGAIN_MAX_S, self._ticket_ttl_s * 2.0 ** min(machine.tickets, 20))
         machine.tickets += 1
         try:
-            ticket = self._office.ticket(machine.node)
+            ticket = self._ticket(machine.node)
         except CodedError as error:
             self._move(machine, "failed", f"no ticket for it: {error.message}")
             return
         self._move(machine, "starting", "its daemon is started, and has not joined yet")
-        if keeper is not None:
-            keeper.start_daemon(machine.id, self._command(machine, ticket), {}, self._state_dir(machine))
+        if driver is not None:
+            driver.start_daemon(machine.id, self._command(machine, ticket), {}, self._state_dir(machine))
 
     def _command(self, machine: RayMachine, ticket: NodeTicket) -> list[str]:
         told = {
@@ -303,7 +273,7 @@ class RayNodes:
 
     # -- names
 
-    def _name_of(self, message: RayNodeAlive) -> str:
+    def _name_of(self, message: RayMessage) -> str:
         name = self._settings.name.replace("{address}", message.address).replace("{id}", message.node[:12])
         return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
 
@@ -316,7 +286,7 @@ class RayNodes:
         return next((each for each in named if each.held), named[0] if named else None)
 
     def _move(self, machine: RayMachine, state: RayMachineState, why: str) -> None:
-        """Note how far it is. One that was given back stays so, whatever becomes of its steward."""
+        """Note how far it is. One that was given back stays so, whatever becomes of its actor."""
         if machine.state == "released" or (machine.state, machine.why) == (state, why):
             return
         if machine.state != state:
@@ -332,12 +302,12 @@ class RayNodes:
     # -- the end
 
     async def _release_all(self) -> None:
-        assert self._keeper is not None
+        assert self._driver is not None
         self._note_released()
         for machine in self._machines.values():
             self._move(machine, "released", "the gateway ends")
             if machine.held:
-                self._keeper.release(machine.id)
+                self._driver.release(machine.id)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._released.wait(), RELEASE_S)
 

@@ -1,4 +1,4 @@
-"""`cluster.ray` with a real gateway, stewards and daemons; Ray itself is a script (`make ray` has a real one)."""
+"""`cluster.ray` with a real gateway, actors and daemons; Ray itself is a script (`make ray` has a real one)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OURS = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "gateway"]
 
 
 class RayMachines:
-    """What Ray knows, in a file that the scripted keeper reads, and where the daemons of its machines are."""
+    """What Ray knows, in a file that the scripted driver reads, and where the daemons of its machines are."""
 
     def __init__(self, directory: Path, provider: str) -> None:
         self._directory = directory
@@ -37,7 +37,7 @@ class RayMachines:
         self._write()
         configured = {"sandbox": {"provider": provider, "image": "tangram-base:bookworm", "memory": "128Mi"}}
         (directory / "node.yaml").write_text(yaml.safe_dump({**configured, "node": {"memory": "1Gi"}}))
-        script = Path(__file__).with_name("scripted_keeper.py")
+        script = Path(__file__).with_name("scripted_driver.py")
         python = directory / "python"
         python.write_text(f"#!/bin/sh\nexec {sys.executable} {script} {directory}\n")
         python.chmod(0o755)
@@ -63,9 +63,9 @@ class RayMachines:
         part.replace(self._directory / "machines.json")
 
     @property
-    def keeper(self) -> int:
+    def driver(self) -> int:
         with suppress(OSError, ValueError):
-            return int((self._directory / "keeper.pid").read_text())
+            return int((self._directory / "driver.pid").read_text())
         return 0
 
     def daemon(self, name: str) -> int:
@@ -113,7 +113,7 @@ def killed(pid: int, next_pid: Callable[[], int]) -> None:
     until(lambda: next_pid() not in (0, pid), "there is another one")
 
 
-def test_machines_join_by_themselves_and_their_daemons_outlive_keeper_and_gateway(
+def test_machines_join_by_themselves_and_their_daemons_outlive_driver_and_gateway(
     start_gateway: StartGateway, machines: RayMachines
 ) -> None:
     for id in ("m1", "m2"):
@@ -126,7 +126,7 @@ def test_machines_join_by_themselves_and_their_daemons_outlive_keeper_and_gatewa
     assert all(daemons.values())
     mine = gateway.submit("there", TALE, trajectory="t")
     begun(gateway, mine)
-    killed(machines.keeper, lambda: machines.keeper)
+    killed(machines.driver, lambda: machines.driver)
     listen = gateway.door[0]
     gateway.kill()
     gateway.listen_at(listen)

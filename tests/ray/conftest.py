@@ -1,4 +1,4 @@
-"""Clusters for the tests, one for each module, and a keeper of the gateway's on each."""
+"""Clusters for the tests, one for each module, and a driver of the gateway's on each."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
-from runtimes.node.ray.messages import AnyKeeperMessage, DaemonReleased, DaemonStarted, RayConnected, StewardReady
-from runtimes.node.ray.process import KeeperProcess, RaySettings
+from runtimes.node.ray.process import RayDriverProcess, RayMessage, RaySettings
 
 #: The interpreter that has Ray; `.ci/ray-tests` makes it.
 PYTHON = os.environ.get("TANGRAM_RAY_PYTHON", "")
 DEADLINE_S = 120.0
 HERE = Path(__file__).parent
 POOL = "tangram-pool"
-M = TypeVar("M")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -76,7 +74,7 @@ class RealCluster:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self.end_daemons()  # a steward starts the daemon of a dead one again as long as it lives
+            self.end_daemons()  # an actor starts the daemon of a dead one again as long as it lives
             if self._process.stdout is not None:
                 self._process.stdout.close()
             self._log.close()
@@ -97,29 +95,27 @@ class RealCluster:
 
 
 class KeptCluster:
-    """A cluster, the gateway's keeper on it, what that has said, and daemons on its machines."""
+    """A cluster, the gateway's driver on it, what that has said, and daemons on its machines."""
 
     def __init__(self, cluster: RealCluster, directory: Path, **settings: Any) -> None:
         self.cluster = cluster
         self.directory = directory
         cluster.places.append(directory)
-        self.said: list[AnyKeeperMessage] = []
+        self.said: list[RayMessage] = []
         usual: dict[str, Any] = {"address": cluster.address, "python": PYTHON, "labels": {POOL: "*"}}
-        self.keeper = KeeperProcess(RaySettings(**(usual | settings)), self.said.append)
+        self.driver = RayDriverProcess(RaySettings(**(usual | settings)), self.said.append)
 
-    async def heard(self, kind: type[M], node: str | None = None, count: int = 1) -> M:
+    async def heard(self, kind: str, node: str | None = None, count: int = 1) -> RayMessage:
         """The ``count``th message of a kind, about a machine if one is named."""
 
-        def found() -> list[M]:
-            return [
-                each for each in self.said if isinstance(each, kind) and node in (None, getattr(each, "node", None))
-            ]
+        def found() -> list[RayMessage]:
+            return [each for each in self.said if each.kind == kind and node in (None, each.node)]
 
-        await until(lambda: len(found()) >= count, lambda: f"{kind.__name__} of {node}: {self.said}")
+        await until(lambda: len(found()) >= count, lambda: f"{kind} of {node}: {self.said}")
         return found()[count - 1]
 
-    async def keeper_pid(self, count: int = 1) -> int:
-        return (await self.heard(RayConnected, count=count)).pid
+    async def driver_pid(self, count: int = 1) -> int:
+        return (await self.heard("connected", count=count)).pid
 
     def state_dir(self, node: str) -> Path:
         return self.directory / node[:12]
@@ -132,22 +128,22 @@ class KeptCluster:
         return 0
 
     def start(self, node: str) -> None:
-        """Have a machine's daemon started, as a gateway does whenever a steward is ready."""
+        """Have a machine's daemon started, as a gateway does whenever an actor is ready."""
         place = str(self.state_dir(node))
-        self.keeper.start_daemon(node, [sys.executable, str(HERE / "daemon.py"), place], {"OWN": "yes"}, place)
+        self.driver.start_daemon(node, [sys.executable, str(HERE / "daemon.py"), place], {"OWN": "yes"}, place)
 
     async def served(self, node: str) -> tuple[int, int]:
-        """Wait until a machine's steward and daemon are there; their pids."""
-        await self.heard(StewardReady, node)
+        """Wait until a machine's actor and daemon are there; their pids."""
+        await self.heard("actor", node)
         self.start(node)
-        started = await self.heard(DaemonStarted, node)
+        started = await self.heard("started", node)
         assert started.daemon == self.daemon(node) != 0
         return started.pid, started.daemon
 
     async def gone(self, node: str) -> None:
-        """Take a machine away, and its daemon: the next test's keeper finds neither."""
-        self.keeper.release(node, kill=True)
-        await self.heard(DaemonReleased, node)
+        """Take a machine away, and its daemon: the next test's driver finds neither."""
+        self.driver.release(node, kill=True)
+        await self.heard("released", node)
         self.cluster.ask("remove", node)
 
 
@@ -182,12 +178,12 @@ def cluster() -> Iterator[RealCluster]:
 
 @pytest.fixture
 def keep(cluster: RealCluster, tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[KeptCluster]]:
-    """Makes the gateway's keeper on the module's cluster; arguments are settings of `RaySettings`."""
+    """Makes the gateway's driver on the module's cluster; arguments are settings of `RaySettings`."""
 
     @asynccontextmanager
     async def running(**settings: Any) -> AsyncIterator[KeptCluster]:
         made = KeptCluster(cluster, tmp_path, **settings)
-        task = asyncio.create_task(made.keeper.run())
+        task = asyncio.create_task(made.driver.run())
         try:
             yield made
         finally:

@@ -1,4 +1,4 @@
-"""What of Ray's may die: keeper, steward, daemon, raylet. A machine's daemon outlives all but itself."""
+"""What of Ray's may die: driver, actor, daemon, raylet. A machine's daemon outlives all but itself."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ import signal
 
 import pytest
 
-from runtimes.node.ray.messages import DaemonStarted, RayNodeDead, StewardReady
 from tests.ray.conftest import POOL, RealCluster, until
 from tests.ray.test_machines import Keep
 
 pytestmark = pytest.mark.slow
 
 
-async def test_a_keeper_that_is_killed_finds_its_stewards_again(cluster: RealCluster, keep: Keep) -> None:
-    node = cluster.add("keeper")
-    async with keep(labels={POOL: "keeper"}) as kept:
-        steward, daemon = await kept.served(node)
-        os.kill(await kept.keeper_pid(), signal.SIGKILL)
-        await kept.keeper_pid(count=2)
-        assert (await kept.heard(StewardReady, node, count=2)).pid == steward
+async def test_a_driver_that_is_killed_finds_its_actors_again(cluster: RealCluster, keep: Keep) -> None:
+    node = cluster.add("driver")
+    async with keep(labels={POOL: "driver"}) as kept:
+        actor, daemon = await kept.served(node)
+        os.kill(await kept.driver_pid(), signal.SIGKILL)
+        await kept.driver_pid(count=2)
+        assert (await kept.heard("actor", node, count=2)).pid == actor
         assert kept.daemon(node) == daemon
         await kept.gone(node)
 
 
-async def test_a_steward_that_is_killed_is_replaced_and_finds_the_daemon(cluster: RealCluster, keep: Keep) -> None:
-    node = cluster.add("steward")
-    async with keep(labels={POOL: "steward"}) as kept:
-        steward, daemon = await kept.served(node)
-        os.kill(steward, signal.SIGKILL)
-        assert (await kept.heard(StewardReady, node, count=2)).pid != steward
+async def test_a_actor_that_is_killed_is_replaced_and_finds_the_daemon(cluster: RealCluster, keep: Keep) -> None:
+    node = cluster.add("actor")
+    async with keep(labels={POOL: "actor"}) as kept:
+        actor, daemon = await kept.served(node)
+        os.kill(actor, signal.SIGKILL)
+        assert (await kept.heard("actor", node, count=2)).pid != actor
         kept.start(node)
-        assert (await kept.heard(DaemonStarted, node, count=2)).daemon == daemon
+        assert (await kept.heard("started", node, count=2)).daemon == daemon
         await kept.gone(node)
 
 
@@ -50,5 +49,5 @@ async def test_a_raylet_that_is_killed_is_told_and_its_daemon_lives(cluster: Rea
     async with keep(labels={POOL: "raylet"}) as kept:
         _, daemon = await kept.served(node)
         cluster.ask("kill", node, "raylet")
-        assert (await kept.heard(RayNodeDead, node)).why
+        assert (await kept.heard("dead", node)).why
         assert kept.daemon(node) == daemon

@@ -27,7 +27,7 @@ def daemon(place: Path, node: str) -> int:
 
 
 def serves(gateway: ClusterGateway, node: str) -> bool:
-    """Whether a machine's steward is known, and its node is there."""
+    """Whether a machine's actor is known, and its node is there."""
     with gateway.client() as client:
         return node in [each.node for each in client.ray_machines() if each.state == "serving"]
 
@@ -69,7 +69,7 @@ def test_machines_of_a_real_cluster_serve_a_gateway_and_are_given_back(cluster: 
         gateway.kill()
         gateway.listen_at(listen)
         gateway.start()
-        until(lambda: serves(gateway, names[1]), "the steward is found again")
+        until(lambda: serves(gateway, names[1]), "the actor is found again")
         assert [daemon(place, name) for name in names] == before, "they outlive raylet and gateway"
         assert ran_on(gateway, "u") in names
         with gateway.client() as client:

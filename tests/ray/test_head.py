@@ -18,8 +18,8 @@ async def test_a_head_that_is_killed_costs_a_warning_and_neither_gateway_nor_dae
     node = cluster.add("head")
     async with keep(labels={POOL: "head"}) as kept:
         _, daemon = await kept.served(node)
-        await until(lambda: kept.keeper.warning() is None)
+        await until(lambda: kept.driver.warning() is None)
         cluster.ask("kill", "head", "gcs_server")
-        await until(lambda: kept.keeper.warning() is not None)
-        assert "unreachable" in str(kept.keeper.warning())
+        await until(lambda: kept.driver.warning() is not None)
+        assert "unreachable" in str(kept.driver.warning())
         assert kept.daemon(node) == daemon and alive(os.getpid())

@@ -1,4 +1,4 @@
-"""The gateway's side of the keeper: a child process that is watched, and started again when it dies or is silent."""
+"""The gateway's side of the driver: a child process that is watched, and started again when it dies or is silent."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import structlog
 
 from manager.clock import Clock, MonotonicClock
 from manager.function import Setting
-from runtimes.node.ray.messages import AnyKeeperMessage, KeeperPong, RayConnected, RayUnreachable
 
-KEEPER = Path(__file__).with_name("keeper.py")
+DRIVER = Path(__file__).with_name("driver.py")
 BACKOFF_S, BACKOFF_MAX_S = 1.0, 30.0
-#: Longest line of a keeper; a longer one ends it.
+#: Longest line of a driver; a longer one ends it.
 LINE_MAX_BYTES = 2**20
 #: Of what Ray says on standard error, kept for the next message.
 COMPLAINT_MAX_BYTES = 4096
@@ -57,27 +56,72 @@ class RaySettings:
     ] = "keep"
     #: Seconds after which a reservation that waits is told of.
     waiting_s: float = 30.0
-    #: Seconds between two looks whether the keeper lives.
+    #: Seconds between two looks whether the driver lives.
     ping_s: float = 2.0
-    #: Seconds of silence after which a keeper is started again.
+    #: Seconds of silence after which a driver is started again.
     silent_s: float = 10.0
 
 
-class KeeperProcess:
-    """Runs a keeper for ever; what it says is handed over, and what it is told is dropped while there is none."""
+class RayMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the driver; its ``kind`` says which fields count.
+
+    ``connected`` to the cluster, or it is ``unreachable``; a ``pong``. Of a machine that is wanted: it is ``alive`` or
+    ``dead`` (by itself this ends nothing: its daemon's own link says more), ``draining``, or ``waiting`` for what is to
+    be reserved there, which others hold. Its ``actor`` holds that, or has ``actor_failed`` and is made again. A command
+    that was done, ``started`` or ``released``, or ``refused``.
+    """
+
+    kind: Literal[
+        "connected", "unreachable", "pong", "alive", "dead", "draining", "waiting", "actor", "actor_failed",
+        "started", "released", "refused",
+    ]  # fmt: skip
+    #: Ray's id of a machine.
+    node: str = ""
+    why: str = ""
+    #: Of the driver or the actor.
+    pid: int = 0
+    version: str = ""
+    #: Seconds since the driver saw the cluster.
+    looked_ago_s: float = 0.0
+    address: str = ""
+    labels: Mapping[str, str] = {}
+    #: What is to be reserved, for how long it waits, and what nobody holds there; empty if Ray does not say.
+    cpus: float = 0.0
+    gpus: float = 0.0
+    waited_s: float = 0.0
+    free: Mapping[str, float] = {}
+    gpu_ids: tuple[str, ...] = ()
+    #: Pid of the daemon that was to be started; 0 if it did not come up.
+    daemon: int = 0
+    #: Whether the daemon of a machine that was given back has gone.
+    gone: bool = False
+
+    def reservation(self) -> str:
+        """Describe what a machine waits for, for logs and warnings."""
+        parts = []
+        for name, wanted in {"CPU": self.cpus, "GPU": self.gpus}.items():
+            if wanted:
+                free = f", {self.free[name]:g} free" if name in self.free else ", none free" if self.free else ""
+                parts.append(f"{wanted:g} {name}s asked{free}")
+        asked = "; ".join(parts) or "nothing asked, and Ray makes no actor there"
+        return f"Ray node {self.node[:12]} waits for its reservation since {self.waited_s:g} s: {asked}"
+
+
+class RayDriverProcess:
+    """Runs a driver for ever; what it says is handed over, and what it is told is dropped while there is none."""
 
     def __init__(
         self,
         settings: RaySettings,
-        on_message: Callable[[AnyKeeperMessage], None],
+        on_message: Callable[[RayMessage], None],
         *,
         clock: Clock | None = None,
-        keeper: Path = KEEPER,
+        driver: Path = DRIVER,
     ) -> None:
         self._settings = settings
         self._on_message = on_message
         self._clock = clock or MonotonicClock()
-        self._keeper = keeper
+        self._driver = driver
         self._process: asyncio.subprocess.Process | None = None
         self._heard_s = 0.0
         self._away_since_s: float | None = self._clock.now()
@@ -94,7 +138,7 @@ class KeeperProcess:
         return f"ray: unreachable for {self._clock.now() - self._away_since_s:.0f} s: {self._why}"
 
     def start_daemon(self, node: str, command: list[str], environment: Mapping[str, str], state_dir: str) -> None:
-        """Have a machine's steward start its daemon; what comes of it is a message."""
+        """Have a machine's actor start its daemon; what comes of it is a message."""
         told = {"kind": "start", "node": node, "command": command, "environment": environment, "state_dir": state_dir}
         self._send(told)
 
@@ -103,20 +147,20 @@ class KeeperProcess:
         self._send({"kind": "release", "node": node, "kill": kill})
 
     async def run(self) -> None:
-        """Keep a keeper running until cancelled; stewards and daemons stay."""
+        """Keep a driver running until cancelled; actors and daemons stay."""
         failures = 0
         while True:
             began_s = self._clock.now()
             try:
                 await self._once()
             except OSError as error:
-                self._why = f"the keeper cannot be started: {error}"
+                self._why = f"the driver cannot be started: {error}"
             finally:
                 await self._end()
             if self._away_since_s is None:
                 self._away_since_s = self._clock.now()
             failures = 0 if self._clock.now() - began_s > BACKOFF_MAX_S else failures + 1
-            self._log.warning("the keeper has ended", why=self._why, said=self._complaint.decode(errors="replace"))
+            self._log.warning("the driver has ended", why=self._why, said=self._complaint.decode(errors="replace"))
             await asyncio.sleep(min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** max(0, failures - 1)))
 
     async def _once(self) -> None:
@@ -125,7 +169,7 @@ class KeeperProcess:
         self._complaint, self._heard_s = b"", self._clock.now()
         self._process = await asyncio.create_subprocess_exec(
             settings.python or sys.executable,
-            str(self._keeper),
+            str(self._driver),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -154,29 +198,27 @@ class KeeperProcess:
     async def _read(self) -> None:
         """Hand over what it says until it says no more."""
         assert self._process is not None and self._process.stdout is not None
-        decoder = msgspec.json.Decoder(AnyKeeperMessage)
+        decoder = msgspec.json.Decoder(RayMessage)
         try:
             while line := await self._process.stdout.readline():
                 self._heard(decoder.decode(line))
         except (msgspec.MsgspecError, ValueError) as error:
-            self._why = f"the keeper says what nobody understands: {error}"
+            self._why = f"the driver says what nobody understands: {error}"
 
-    def _heard(self, message: AnyKeeperMessage) -> None:
+    def _heard(self, message: RayMessage) -> None:
         self._heard_s = self._clock.now()
-        match message:
-            case RayConnected():
+        match message.kind:
+            case "connected":
                 self._away_since_s = None
-            case KeeperPong():
+            case "pong":
                 self._looked(message.looked_ago_s, message.why)
-            case RayUnreachable():
+            case "unreachable":
                 self._why = message.why
-            case _:
-                pass
-        if not isinstance(message, KeeperPong):
+        if message.kind != "pong":
             self._on_message(message)
 
     def _looked(self, ago_s: float, why: str) -> None:
-        """The keeper last saw the cluster so long ago; a look is due every second."""
+        """The driver last saw the cluster so long ago; a look is due every second."""
         if not why and ago_s <= self._settings.silent_s:
             self._away_since_s = None
         elif self._away_since_s is None:
@@ -188,7 +230,7 @@ class KeeperProcess:
         while True:
             await asyncio.sleep(self._settings.ping_s)
             if self._clock.now() - self._heard_s > self._settings.silent_s:
-                self._why = f"the keeper was silent for {self._settings.silent_s:g} s"
+                self._why = f"the driver was silent for {self._settings.silent_s:g} s"
                 self._kill()
                 return
             self._send({"kind": "ping"})
@@ -200,12 +242,12 @@ class KeeperProcess:
             self._complaint = (self._complaint + said)[-COMPLAINT_MAX_BYTES:]
 
     def _send(self, message: Mapping[str, object]) -> None:
-        """Write a line; without a keeper it is dropped: the next one is told anew by what it says."""
+        """Write a line; without a driver it is dropped: the next one is told anew by what it says."""
         process = self._process
         if process is None or process.stdin is None or process.returncode is not None or process.stdin.is_closing():
             return
         if process.stdin.transport.get_write_buffer_size() > LINE_MAX_BYTES:
-            self._why = "the keeper does not read"
+            self._why = "the driver does not read"
             self._kill()
             return
         process.stdin.write(msgspec.json.encode(message) + b"\n")
@@ -216,7 +258,7 @@ class KeeperProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _end(self) -> None:
-        """The keeper is gone for certain, with whatever it has forked."""
+        """The driver is gone for certain, with whatever it has forked."""
         process, self._process = self._process, None
         if process is None:
             return

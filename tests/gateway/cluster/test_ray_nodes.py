@@ -9,25 +9,13 @@ from typing import Any
 from gateway.cluster.ray import UNTOLD_S, RayNodes
 from manager.clock import VirtualClock
 from manager.errors import InvalidInput
-from runtimes.node.ray.messages import (
-    DaemonReleased,
-    DaemonStarted,
-    KeeperRefused,
-    RayConnected,
-    RayNodeAlive,
-    RayNodeDead,
-    RayNodeDraining,
-    ReservationWaiting,
-    StewardFailed,
-    StewardReady,
-)
-from runtimes.node.ray.process import RaySettings
+from runtimes.node.ray.process import RayDriverProcess, RayMessage, RaySettings
 from tangram.types import NodeTicket
 
 TTL_S = 120.0
 
 
-class ScriptedKeeper:
+class ScriptedDriver(RayDriverProcess):
     """Writes down what it is asked."""
 
     def __init__(self) -> None:
@@ -51,7 +39,7 @@ class ScriptedKeeper:
         await asyncio.Event().wait()
 
 
-class ScriptedOffice:
+class ScriptedNodes:
     """A cluster whose nodes join when the test says so."""
 
     def __init__(self) -> None:
@@ -79,25 +67,34 @@ class ScriptedOffice:
 
 
 class Scene:
-    """Machines of Ray's, a keeper and a cluster that a test plays."""
+    """Machines of Ray's, a driver and a cluster that a test plays."""
 
     def __init__(self, **settings: Any) -> None:
-        self.keeper, self.office, self.clock = ScriptedKeeper(), ScriptedOffice(), VirtualClock()
-        self.nodes = RayNodes(RaySettings(**settings), self.office, ticket_ttl_s=TTL_S, clock=self.clock)
+        self.driver, self.office, self.clock = ScriptedDriver(), ScriptedNodes(), VirtualClock()
+        office = self.office
+        self.nodes = RayNodes(
+            RaySettings(**settings),
+            ticket=office.ticket,
+            is_heard=office.joined,
+            drain=office.ray_drains,
+            report=office.ray_said,
+            ticket_ttl_s=TTL_S,
+            clock=self.clock,
+        )
 
     async def __aenter__(self) -> Scene:
-        self.nodes.open(self.keeper)
-        self.nodes.hear(RayConnected(pid=1, version="2"))
+        self.nodes.open(self.driver)
+        self.nodes.hear(RayMessage(kind="connected", pid=1, version="2"))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.nodes.close()
 
     def alive(self, id: str, address: str = "10.0.0.1", **labels: str) -> None:
-        self.nodes.hear(RayNodeAlive(node=id, address=address, labels=labels))
+        self.nodes.hear(RayMessage(kind="alive", node=id, address=address, labels=labels))
 
     def ready(self, id: str) -> None:
-        self.nodes.hear(StewardReady(node=id, gpu_ids=(), daemon=0, deaths=0, pid=7))
+        self.nodes.hear(RayMessage(kind="actor", node=id, gpu_ids=(), daemon=0, pid=7))
 
     def pass_s(self, seconds: float) -> None:
         self.clock.advance_to(self.clock.now() + seconds)
@@ -113,7 +110,7 @@ async def test_a_machine_that_holds_its_reservation_joins_by_a_ticket_of_its_own
         scene.alive("a" * 56, pool="x", **{"ray.io/node-id": "aa"})
         assert scene.states == [("ray-10.0.0.1", "found")] and not scene.office.issued
         scene.ready("a" * 56)
-        assert scene.keeper.started == [
+        assert scene.driver.started == [
             (
                 "a" * 56,
                 [
@@ -151,7 +148,7 @@ async def test_who_does_not_join_gets_another_ticket_later_each_time() -> None:
         for waited_s, tickets in ((TTL_S - 1, 1), (2, 2), (TTL_S, 2), (TTL_S, 3), (4 * TTL_S, 4)):
             scene.pass_s(waited_s)
             assert len(scene.office.issued) == tickets
-        assert [command[command.index("--ticket") + 1] for _, command, _ in scene.keeper.started] == [
+        assert [command[command.index("--ticket") + 1] for _, command, _ in scene.driver.started] == [
             "t1",
             "t2",
             "t3",
@@ -167,25 +164,25 @@ async def test_a_node_that_is_not_heard_is_given_time_and_then_a_ticket() -> Non
         scene.pass_s(1.0)
         scene.office.here.clear()
         scene.pass_s(1.0)
-        assert scene.states == [("ray-10.0.0.1", "starting")] and len(scene.keeper.started) == 1
+        assert scene.states == [("ray-10.0.0.1", "starting")] and len(scene.driver.started) == 1
         scene.pass_s(TTL_S)
-        assert len(scene.keeper.started) == 2
+        assert len(scene.driver.started) == 2
 
 
 async def test_what_keeps_a_machine_from_joining_is_told() -> None:
     async with Scene(name="{id}") as scene:
         for id in ("waits", "dies", "mute", "refused"):
             scene.alive(id)
-        scene.nodes.hear(ReservationWaiting(node="waits", cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 1.0}))
-        scene.nodes.hear(StewardFailed(node="dies", why="ActorDiedError", again_in_s=2.0))
+        scene.nodes.hear(RayMessage(kind="waiting", node="waits", cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 1.0}))
+        scene.nodes.hear(RayMessage(kind="actor_failed", node="dies", why="ActorDiedError"))
         scene.ready("mute")
-        scene.nodes.hear(DaemonStarted(node="mute", gpu_ids=(), daemon=0, deaths=0, pid=7))
+        scene.nodes.hear(RayMessage(kind="started", node="mute", gpu_ids=(), daemon=0, pid=7))
         scene.ready("refused")
-        scene.nodes.hear(KeeperRefused(node="refused", why="no steward is ready"))
-        scene.keeper.away = "ray: unreachable for 3 s: gone"
+        scene.nodes.hear(RayMessage(kind="refused", node="refused", why="no actor is ready"))
+        scene.driver.away = "ray: unreachable for 3 s: gone"
         told = "\n".join(scene.nodes.warnings())
         assert dict(scene.states) == {"waits": "waiting", "dies": "failed", "mute": "failed", "refused": "failed"}
-        for words in ("unreachable for 3 s", "4 CPUs asked, 1 free", "ActorDiedError", "daemon.log", "no steward"):
+        for words in ("unreachable for 3 s", "4 CPUs asked, 1 free", "ActorDiedError", "daemon.log", "no actor"):
             assert words in told
         scene.ready("dies")
         assert dict(scene.states)["dies"] == "starting"
@@ -196,10 +193,10 @@ async def test_a_ticket_that_cannot_be_had_is_asked_for_again() -> None:
         scene.office.refuses = True
         scene.alive("m")
         scene.ready("m")
-        assert scene.states == [("ray-10.0.0.1", "failed")] and not scene.keeper.started
+        assert scene.states == [("ray-10.0.0.1", "failed")] and not scene.driver.started
         scene.office.refuses = False
         scene.pass_s(TTL_S)
-        assert scene.states == [("ray-10.0.0.1", "starting")] and len(scene.keeper.started) == 1
+        assert scene.states == [("ray-10.0.0.1", "starting")] and len(scene.driver.started) == 1
 
 
 async def test_two_machines_of_one_name_are_told_apart_or_told_of() -> None:
@@ -209,16 +206,16 @@ async def test_two_machines_of_one_name_are_told_apart_or_told_of() -> None:
             scene.ready(id)
         assert [state for _, state in scene.states] == ["failed", "starting"]
         assert "ray-{id}" in scene.nodes.warnings()[0]
-        scene.nodes.hear(RayNodeDead(node="old", why="received SIGTERM"))
+        scene.nodes.hear(RayMessage(kind="dead", node="old", why="received SIGTERM"))
         assert scene.office.said[-1] == ("ray-10.0.0.1", False), "its machine is there, as another node of Ray's"
         scene.pass_s(1.0)
         assert scene.states == [("ray-10.0.0.1", "starting")]
-        assert [id for id, _, _ in scene.keeper.started] == ["old", "new"]
+        assert [id for id, _, _ in scene.driver.started] == ["old", "new"]
     async with Scene(name="r-{id}", state_dir="/s/{name}") as scene:
         for id in ("old", "new"):
             scene.alive(id, "fd00::1")
             scene.ready(id)
-        assert [place for _, _, place in scene.keeper.started] == ["/s/r-old", "/s/r-new"]
+        assert [place for _, _, place in scene.driver.started] == ["/s/r-old", "/s/r-new"]
 
 
 async def test_an_address_that_is_no_name_is_made_one() -> None:
@@ -230,52 +227,52 @@ async def test_an_address_that_is_no_name_is_made_one() -> None:
 async def test_rays_word_is_passed_on_and_ended_machines_are_told_as_such() -> None:
     async with Scene() as scene:
         scene.alive("m")
-        scene.nodes.hear(RayNodeDraining(node="m", deadline_ms=1.0))
+        scene.nodes.hear(RayMessage(kind="draining", node="m"))
         assert scene.office.drained == ["ray-10.0.0.1"] and scene.states == [("ray-10.0.0.1", "draining")]
-        scene.nodes.hear(RayNodeDead(node="m", why="Expected termination: received SIGTERM"))
+        scene.nodes.hear(RayMessage(kind="dead", node="m", why="Expected termination: received SIGTERM"))
         scene.alive("n")
-        scene.nodes.hear(RayNodeDead(node="n", why="health check failed"))
+        scene.nodes.hear(RayMessage(kind="dead", node="n", why="health check failed"))
         name = "ray-10.0.0.1"
         assert scene.office.said == [(name, False), (name, True), (name, False), (name, False)]
         assert scene.states == []
 
 
-async def test_a_drained_node_is_given_back_and_stays_so_for_the_next_keeper() -> None:
+async def test_a_drained_node_is_given_back_and_stays_so_for_the_next_driver() -> None:
     async with Scene() as scene:
         scene.alive("m")
         scene.ready("m")
         scene.nodes.left("ray-10.0.0.1")
-        scene.nodes.hear(DaemonReleased(node="m", gone=True))
-        scene.nodes.hear(RayConnected(pid=2, version="2"))
+        scene.nodes.hear(RayMessage(kind="released", node="m", gone=True))
+        scene.nodes.hear(RayMessage(kind="connected", pid=2, version="2"))
         scene.alive("m")
         scene.ready("m")
         scene.pass_s(10 * TTL_S)
-        assert scene.keeper.given_back == ["m", "m"] and len(scene.keeper.started) == 1
+        assert scene.driver.given_back == ["m", "m"] and len(scene.driver.started) == 1
         assert scene.states == [("ray-10.0.0.1", "released")]
 
 
-async def test_a_drained_node_stays_given_back_whatever_becomes_of_its_steward() -> None:
+async def test_a_drained_node_stays_given_back_whatever_becomes_of_its_actor() -> None:
     async with Scene() as scene:
         scene.alive("m")
         scene.ready("m")
         scene.nodes.left("ray-10.0.0.1")
-        scene.nodes.hear(StewardFailed(node="m", why="ActorDiedError", again_in_s=2.0))
-        scene.nodes.hear(ReservationWaiting(node="m", cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 0.0}))
-        scene.nodes.hear(RayNodeDraining(node="m", deadline_ms=1.0))
+        scene.nodes.hear(RayMessage(kind="actor_failed", node="m", why="ActorDiedError"))
+        scene.nodes.hear(RayMessage(kind="waiting", node="m", cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 0.0}))
+        scene.nodes.hear(RayMessage(kind="draining", node="m"))
         assert scene.nodes.warnings() == []
         scene.ready("m")
         scene.pass_s(10 * TTL_S)
-        assert scene.keeper.given_back == ["m", "m"] and len(scene.keeper.started) == 1
+        assert scene.driver.given_back == ["m", "m"] and len(scene.driver.started) == 1
         assert scene.states == [("ray-10.0.0.1", "released")]
 
 
 async def test_nothing_is_started_on_a_machine_that_ray_drains() -> None:
     async with Scene() as scene:
         scene.alive("m")
-        scene.nodes.hear(RayNodeDraining(node="m", deadline_ms=1.0))
+        scene.nodes.hear(RayMessage(kind="draining", node="m"))
         scene.ready("m")
         scene.pass_s(10 * TTL_S)
-        assert not scene.keeper.started and scene.states == [("ray-10.0.0.1", "draining")]
+        assert not scene.driver.started and scene.states == [("ray-10.0.0.1", "draining")]
 
 
 async def test_why_a_daemon_could_not_be_started_is_told_and_it_is_tried_again_later_each_time() -> None:
@@ -283,53 +280,57 @@ async def test_why_a_daemon_could_not_be_started_is_told_and_it_is_tried_again_l
         scene.alive("m")
         scene.ready("m")
         why = "PermissionError: [Errno 13] Permission denied"
-        scene.nodes.hear(DaemonStarted(node="m", gpu_ids=(), daemon=0, deaths=0, pid=7, why=why))
+        scene.nodes.hear(RayMessage(kind="started", node="m", gpu_ids=(), daemon=0, pid=7, why=why))
         assert why in scene.nodes.warnings()[0]
         scene.pass_s(TTL_S - 1)
-        assert len(scene.keeper.started) == 1
+        assert len(scene.driver.started) == 1
         scene.pass_s(1)
-        assert len(scene.keeper.started) == 2
+        assert len(scene.driver.started) == 2
 
 
-async def test_a_machine_of_which_a_new_keeper_says_nothing_is_forgotten() -> None:
+async def test_a_machine_of_which_a_new_driver_says_nothing_is_forgotten() -> None:
     async with Scene(name="{id}") as scene:
         scene.alive("stays")
         scene.alive("went")
-        scene.nodes.hear(RayConnected(pid=2, version="2"))
+        scene.nodes.hear(RayMessage(kind="connected", pid=2, version="2"))
         scene.alive("stays")
         scene.pass_s(UNTOLD_S + 1)
         assert scene.states == [("stays", "found")]
 
 
-async def test_a_steward_that_is_found_again_watches_over_its_daemon_again() -> None:
+async def test_a_actor_that_is_found_again_watches_over_its_daemon_again() -> None:
     async with Scene() as scene:
         scene.alive("m")
         scene.ready("m")
         scene.office.here.add("ray-10.0.0.1")
         scene.pass_s(1.0)
         scene.ready("m")
-        assert [id for id, _, _ in scene.keeper.started] == ["m", "m"]
+        assert [id for id, _, _ in scene.driver.started] == ["m", "m"]
 
 
 async def test_the_end_of_the_gateway_keeps_or_releases_as_configured() -> None:
     async with Scene() as kept:
         kept.alive("m")
         kept.ready("m")
-    assert kept.keeper.given_back == []
+    assert kept.driver.given_back == []
     async with Scene(at_end="release", name="{id}") as scene:
         for id in ("m", "n", "lost"):
             scene.alive(id)
             scene.ready(id)
 
         def answer(node: str) -> None:
-            gone = KeeperRefused(node=node, why="none") if node == "lost" else DaemonReleased(node=node, gone=True)
+            gone = (
+                RayMessage(kind="refused", node=node, why="none")
+                if node == "lost"
+                else RayMessage(kind="released", node=node, gone=True)
+            )
             scene.nodes.hear(gone)
 
-        scene.keeper.on_release = answer
-    assert scene.keeper.given_back == ["m", "n", "lost"]
+        scene.driver.on_release = answer
+    assert scene.driver.given_back == ["m", "n", "lost"]
 
 
-async def test_the_end_of_the_gateway_waits_for_no_steward_that_has_died_and_starts_nothing() -> None:
+async def test_the_end_of_the_gateway_waits_for_no_actor_that_has_died_and_starts_nothing() -> None:
     async with Scene(at_end="release", name="{id}") as scene:
         for id in ("m", "late"):
             scene.alive(id)
@@ -338,12 +339,12 @@ async def test_the_end_of_the_gateway_waits_for_no_steward_that_has_died_and_sta
         def answer(node: str) -> None:
             if node == "m":
                 scene.ready("late")
-                scene.nodes.hear(StewardFailed(node="m", why="ActorDiedError", again_in_s=2.0))
+                scene.nodes.hear(RayMessage(kind="actor_failed", node="m", why="ActorDiedError"))
             else:
-                scene.nodes.hear(DaemonReleased(node=node, gone=True))
+                scene.nodes.hear(RayMessage(kind="released", node=node, gone=True))
 
-        scene.keeper.on_release = answer
+        scene.driver.on_release = answer
         async with asyncio.timeout(10.0):
             await scene.nodes.close()
-    assert [id for id, _, _ in scene.keeper.started] == ["m"]
-    assert scene.keeper.given_back == ["m", "late"]
+    assert [id for id, _, _ in scene.driver.started] == ["m"]
+    assert scene.driver.given_back == ["m", "late"]

@@ -1,4 +1,4 @@
-"""What the keeper decides, from what Ray says: no Ray, no clock."""
+"""What the driver decides, from what Ray says: no Ray, no clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtimes.node.ray.keeper import (
+from runtimes.node.ray.driver import (
     BACKOFF_MAX_S,
     WAITING_AGAIN_S,
     WAITING_S,
@@ -36,32 +36,32 @@ def told(acts: Iterable[Act]) -> list[str]:
     return [str(act.message.get("kind", act.kind)) for act in acts]
 
 
-def test_a_machine_that_is_there_is_told_once_and_gets_one_steward() -> None:
-    keeper = members()
-    assert told(keeper.look([machine("n1")], {}, 0.0)) == ["alive", "make"]
-    assert told(keeper.look([machine("n1")], {}, 1.0)) == []
-    assert told(keeper.answered("n1", {"gpu_ids": ["0"]})) == ["steward"]
-    assert told(keeper.answered("n1", {"gpu_ids": ["0"]})) == [], "an answer to a later question says nothing new"
-    assert told(keeper.look([machine("n1")], {}, WAITING_S * 10)) == []
+def test_a_machine_that_is_there_is_told_once_and_gets_one_actor() -> None:
+    driver = members()
+    assert told(driver.look([machine("n1")], {}, 0.0)) == ["alive", "make"]
+    assert told(driver.look([machine("n1")], {}, 1.0)) == []
+    assert told(driver.answered("n1", {"gpu_ids": ["0"]})) == ["actor"]
+    assert told(driver.answered("n1", {"gpu_ids": ["0"]})) == [], "an answer to a later question says nothing new"
+    assert told(driver.look([machine("n1")], {}, WAITING_S * 10)) == []
 
 
 def test_labels_choose_machines_and_a_star_takes_any_value() -> None:
     nodes = [machine("n1", pool="a"), machine("n2", pool="b"), machine("n3")]
     for wanted, chosen in (({"pool": "a"}, {"n1"}), ({"pool": "*"}, {"n1", "n2"}), ({}, {"n1", "n2", "n3"})):
-        keeper = members(wanted)
-        keeper.look(nodes, {}, 0.0)
-        assert set(keeper.known) == chosen
-    keeper = members({"pool": "*", "zone": "x"})
-    assert keeper.look(nodes, {}, 0.0) == []
+        driver = members(wanted)
+        driver.look(nodes, {}, 0.0)
+        assert set(driver.known) == chosen
+    driver = members({"pool": "*", "zone": "x"})
+    assert driver.look(nodes, {}, 0.0) == []
 
 
 def test_no_more_machines_are_taken_than_are_asked_for_and_the_next_takes_the_place_of_one_that_goes() -> None:
-    keeper = RayMembers({}, head=False, reservation=ALL, most=2)
+    driver = RayMembers({}, head=False, reservation=ALL, most=2)
     nodes = [machine("n1"), machine("n2"), machine("n3")]
-    keeper.look(nodes, {}, 0.0)
-    assert set(keeper.known) == {"n1", "n2"}
-    keeper.look([machine("n1", alive=False), *nodes[1:]], {}, 1.0)
-    assert set(keeper.known) == {"n2", "n3"}
+    driver.look(nodes, {}, 0.0)
+    assert set(driver.known) == {"n1", "n2"}
+    driver.look([machine("n1", alive=False), *nodes[1:]], {}, 1.0)
+    assert set(driver.known) == {"n2", "n3"}
 
 
 def test_the_head_is_left_alone_unless_it_is_asked_for() -> None:
@@ -70,74 +70,74 @@ def test_the_head_is_left_alone_unless_it_is_asked_for() -> None:
 
 
 def test_what_is_reserved_is_a_number_or_all_of_the_machine() -> None:
-    keeper = members(reservation=Reservation(cpus=None, gpus=2.0))
-    keeper.look([machine("n1")], {}, 0.0)
-    assert keeper.reservation("n1") == (64.0, 2.0)
+    driver = members(reservation=Reservation(cpus=None, gpus=2.0))
+    driver.look([machine("n1")], {}, 0.0)
+    assert driver.reservation("n1") == (64.0, 2.0)
     assert Reservation(cpus=0.0, gpus=None).on(RayNode(id="n", alive=True)) == (0.0, 0.0)
 
 
 def test_a_reservation_that_waits_is_told_after_half_a_minute_and_again_later() -> None:
-    keeper = members(reservation=Reservation(cpus=None, gpus=4.0))
-    keeper.look([machine("n1")], {}, 100.0)
-    assert keeper.look([machine("n1")], {}, 100.0 + WAITING_S - 1) == []
-    (act,) = keeper.look([machine("n1")], {}, 100.0 + WAITING_S)
+    driver = members(reservation=Reservation(cpus=None, gpus=4.0))
+    driver.look([machine("n1")], {}, 100.0)
+    assert driver.look([machine("n1")], {}, 100.0 + WAITING_S - 1) == []
+    (act,) = driver.look([machine("n1")], {}, 100.0 + WAITING_S)
     assert act.message == {"kind": "waiting", "node": "n1", "cpus": 64.0, "gpus": 4.0, "waited_s": 30}
-    assert keeper.look([machine("n1")], {}, 100.0 + WAITING_S + WAITING_AGAIN_S - 1) == []
-    assert told(keeper.look([machine("n1")], {}, 100.0 + WAITING_S + WAITING_AGAIN_S)) == ["waiting"]
-    keeper.answered("n1", {})
-    assert keeper.look([machine("n1")], {}, 10_000.0) == []
+    assert driver.look([machine("n1")], {}, 100.0 + WAITING_S + WAITING_AGAIN_S - 1) == []
+    assert told(driver.look([machine("n1")], {}, 100.0 + WAITING_S + WAITING_AGAIN_S)) == ["waiting"]
+    driver.answered("n1", {})
+    assert driver.look([machine("n1")], {}, 10_000.0) == []
 
 
-def test_a_steward_that_died_is_made_again_later_each_time() -> None:
-    keeper, now_s, waits = members(), 0.0, []
-    keeper.look([machine("n1")], {}, now_s)
+def test_a_actor_that_died_is_made_again_later_each_time() -> None:
+    driver, now_s, waits = members(), 0.0, []
+    driver.look([machine("n1")], {}, now_s)
     for _ in range(8):
-        forget, failed = keeper.failed("n1", "ActorDiedError", now_s)
-        assert (forget.kind, failed.message["kind"]) == ("forget", "steward_failed")
+        forget, failed = driver.failed("n1", "ActorDiedError", now_s)
+        assert (forget.kind, failed.message["kind"]) == ("forget", "actor_failed")
         wait_s = float(str(failed.message["again_in_s"]))
-        assert keeper.look([machine("n1")], {}, now_s + wait_s - 0.5) == []
+        assert driver.look([machine("n1")], {}, now_s + wait_s - 0.5) == []
         now_s += wait_s
-        assert told(keeper.look([machine("n1")], {}, now_s)) == ["make"]
+        assert told(driver.look([machine("n1")], {}, now_s)) == ["make"]
         waits.append(wait_s)
     assert waits == sorted(waits) and waits[0] < waits[2] and waits[-1] == BACKOFF_MAX_S
-    keeper.answered("n1", {})
-    assert keeper.failed("n1", "again", now_s)[1].message["again_in_s"] == waits[0], "a steward that came up was well"
+    driver.answered("n1", {})
+    assert driver.failed("n1", "again", now_s)[1].message["again_in_s"] == waits[0], "an actor that came up was well"
 
 
 def test_a_machine_that_is_dead_is_told_with_rays_reason_and_may_come_back() -> None:
-    keeper = members()
-    keeper.look([machine("n1")], {}, 0.0)
+    driver = members()
+    driver.look([machine("n1")], {}, 0.0)
     dead = RayNode(id="n1", alive=False, why="received SIGTERM")
-    forget, message = keeper.look([dead], {}, 1.0)
+    forget, message = driver.look([dead], {}, 1.0)
     assert forget.kind == "forget" and message.message == {"kind": "dead", "node": "n1", "why": "received SIGTERM"}
-    assert keeper.look([dead], {}, 2.0) == [], "the dead of a cluster stay on its list"
-    assert told(keeper.look([machine("n1")], {}, 3.0)) == ["alive", "make"]
+    assert driver.look([dead], {}, 2.0) == [], "the dead of a cluster stay on its list"
+    assert told(driver.look([machine("n1")], {}, 3.0)) == ["alive", "make"]
 
 
 def test_a_head_that_forgot_its_machines_counts_them_as_dead() -> None:
-    keeper = members()
-    keeper.look([machine("n1")], {}, 0.0)
-    assert told(keeper.look([], {}, 1.0)) == ["forget", "dead"]
+    driver = members()
+    driver.look([machine("n1")], {}, 0.0)
+    assert told(driver.look([], {}, 1.0)) == ["forget", "dead"]
 
 
-def test_a_drain_is_told_once_and_no_steward_is_made_there_any_more() -> None:
-    keeper = members()
-    keeper.look([machine("n1")], {}, 0.0)
-    keeper.failed("n1", "died", 0.0)
-    (act,) = keeper.look([machine("n1")], {"n1": 5000.0}, 100.0)
+def test_a_drain_is_told_once_and_no_actor_is_made_there_any_more() -> None:
+    driver = members()
+    driver.look([machine("n1")], {}, 0.0)
+    driver.failed("n1", "died", 0.0)
+    (act,) = driver.look([machine("n1")], {"n1": 5000.0}, 100.0)
     assert act.message == {"kind": "draining", "node": "n1", "deadline_ms": 5000.0}
-    assert keeper.look([machine("n1")], {"n1": 5000.0}, 200.0) == []
+    assert driver.look([machine("n1")], {"n1": 5000.0}, 200.0) == []
 
 
 def test_what_answers_late_for_a_machine_that_is_gone_does_nothing() -> None:
-    keeper = members()
-    assert keeper.answered("n1", {}) == [] and keeper.failed("n1", "x", 0.0) == []
+    driver = members()
+    assert driver.answered("n1", {}) == [] and driver.failed("n1", "x", 0.0) == []
 
 
 @given(st.integers(0, 2**32))
-def test_whatever_happens_a_machine_has_at_most_one_steward_and_every_death_was_alive(seed: int) -> None:
-    chance, keeper, now_s = random.Random(seed), members({"pool": "*"}), 0.0
-    stewards: Counter[str] = Counter()
+def test_whatever_happens_a_machine_has_at_most_one_actor_and_every_death_was_alive(seed: int) -> None:
+    chance, driver, now_s = random.Random(seed), members({"pool": "*"}), 0.0
+    actors: Counter[str] = Counter()
     alive: set[str] = set()
     for _ in range(60):
         now_s += chance.choice((0.1, 1.0, 45.0))
@@ -149,15 +149,15 @@ def test_whatever_happens_a_machine_has_at_most_one_steward_and_every_death_was_
                     for number in range(3)
                     if chance.random() < 0.9
                 ]
-                acts = keeper.look(nodes, {name: 1.0} if chance.random() < 0.1 else {}, now_s)
+                acts = driver.look(nodes, {name: 1.0} if chance.random() < 0.1 else {}, now_s)
             case 2:
-                acts = keeper.answered(name, {}) if keeper.known.get(name) and stewards[name] else []
+                acts = driver.answered(name, {}) if driver.known.get(name) and actors[name] else []
             case _:
-                acts = keeper.failed(name, "x", now_s) if stewards[name] else []
+                acts = driver.failed(name, "x", now_s) if actors[name] else []
         for act in acts:
-            stewards[act.node] += {"make": 1, "forget": -stewards[act.node]}.get(act.kind, 0)
+            actors[act.node] += {"make": 1, "forget": -actors[act.node]}.get(act.kind, 0)
             kind = act.message.get("kind")
             assert (kind == "alive") <= (act.node not in alive) and (kind == "dead") <= (act.node in alive)
             alive = alive | {act.node} if kind == "alive" else alive - {act.node} if kind == "dead" else alive
-        assert all(count in (0, 1) for count in stewards.values())
-        assert alive == set(keeper.known)
+        assert all(count in (0, 1) for count in actors.values())
+        assert alive == set(driver.known)

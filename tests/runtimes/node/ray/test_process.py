@@ -1,4 +1,4 @@
-"""The gateway's side of a keeper, against children that do what a test wrote."""
+"""The gateway's side of a driver, against children that do what a test wrote."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ import msgspec
 import pytest
 
 from manager.clock import Clock, VirtualClock
-from runtimes.node.ray.messages import (
-    AnyKeeperMessage,
-    KeeperRefused,
-    RayConnected,
-    RayNodeAlive,
-    RayUnreachable,
-    ReservationWaiting,
-)
-from runtimes.node.ray.process import KeeperProcess, RaySettings
+from runtimes.node.ray.process import RayDriverProcess, RayMessage, RaySettings
 
 DEADLINE_S = 60.0
 #: Says that it is connected, answers pings, and says of each command which line it was.
@@ -61,12 +53,12 @@ sys.stdin.read()
 @asynccontextmanager
 async def running(
     program: str, directory: Path, clock: Clock | None = None
-) -> AsyncIterator[tuple[KeeperProcess, list[AnyKeeperMessage]]]:
-    """A keeper of this program, and what it has said."""
-    keeper, said = directory / "keeper.py", list[AnyKeeperMessage]()
-    keeper.write_text(program)
+) -> AsyncIterator[tuple[RayDriverProcess, list[RayMessage]]]:
+    """A driver of this program, and what it has said."""
+    driver, said = directory / "driver.py", list[RayMessage]()
+    driver.write_text(program)
     settings = RaySettings(address="head:6379", ping_s=0.05, silent_s=60.0)
-    process = KeeperProcess(settings, said.append, keeper=keeper, clock=clock)
+    process = RayDriverProcess(settings, said.append, driver=driver, clock=clock)
     task = asyncio.create_task(process.run())
     try:
         yield process, said
@@ -83,9 +75,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await event.wait()
 
 
-def pids(said: list[AnyKeeperMessage]) -> list[int]:
-    """Of each keeper that has connected."""
-    return [message.pid for message in said if isinstance(message, RayConnected)]
+def pids(said: list[RayMessage]) -> list[int]:
+    """Of each driver that has connected."""
+    return [message.pid for message in said if message.kind == "connected"]
 
 
 def alive(pid: int) -> bool:
@@ -93,20 +85,20 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def test_a_keeper_is_configured_and_told_what_to_do(tmp_path: Path) -> None:
+async def test_a_driver_is_configured_and_told_what_to_do(tmp_path: Path) -> None:
     async with running(OBEDIENT, tmp_path) as (process, said):
         await until(lambda: bool(said))
-        assert isinstance(said[0], RayConnected) and said[0].version == "head:6379"
+        assert said[0].kind == "connected" and said[0].version == "head:6379"
         process.start_daemon("n1", ["tangram"], {"A": "b"}, "/s")
         process.release("n1")
         await until(lambda: len(said) == 3)
-        commands = [msgspec.json.decode(message.why) for message in said if isinstance(message, KeeperRefused)]
+        commands = [msgspec.json.decode(message.why) for message in said if message.kind == "refused"]
         assert [command["kind"] for command in commands] == ["start", "release"]
         assert commands[0]["environment"] == {"A": "b"} and commands[0]["state_dir"] == "/s"
         await until(lambda: process.warning() is None)
 
 
-async def test_a_keeper_that_was_killed_is_started_again(tmp_path: Path) -> None:
+async def test_a_driver_that_was_killed_is_started_again(tmp_path: Path) -> None:
     async with running(OBEDIENT, tmp_path) as (process, said):
         await until(lambda: bool(said))
         os.kill(pids(said)[0], signal.SIGKILL)
@@ -115,7 +107,7 @@ async def test_a_keeper_that_was_killed_is_started_again(tmp_path: Path) -> None
         await until(lambda: process.warning() is None)
 
 
-async def test_a_keeper_that_is_silent_is_killed_and_started_again(tmp_path: Path) -> None:
+async def test_a_driver_that_is_silent_is_killed_and_started_again(tmp_path: Path) -> None:
     clock = VirtualClock()
     async with running(SILENT, tmp_path, clock) as (_, said):
         await until(lambda: bool(said))
@@ -124,7 +116,7 @@ async def test_a_keeper_that_is_silent_is_killed_and_started_again(tmp_path: Pat
         assert not alive(pids(said)[0])
 
 
-async def test_a_keeper_that_speaks_nonsense_is_ended_and_said_so(tmp_path: Path) -> None:
+async def test_a_driver_that_speaks_nonsense_is_ended_and_said_so(tmp_path: Path) -> None:
     async with running(GARBLED, tmp_path) as (process, _):
         await until(lambda: process.starts == 2)
         assert "nobody understands" in str(process.warning())
@@ -139,19 +131,19 @@ async def test_a_cluster_that_does_not_answer_is_a_warning_with_its_age(tmp_path
 async def test_a_refusal_is_told_in_rays_words(tmp_path: Path) -> None:
     async with running(REFUSED, tmp_path) as (process, said):
         await until(lambda: bool(said))
-        assert said[0] == RayUnreachable(why="ConnectionError: token")
+        assert said[0] == RayMessage(kind="unreachable", why="ConnectionError: token")
         assert "ConnectionError: token" in str(process.warning())
 
 
 async def test_an_interpreter_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
-    process = KeeperProcess(RaySettings(python="/nowhere/python"), lambda _: None)
+    process = RayDriverProcess(RaySettings(python="/nowhere/python"), lambda _: None)
     task = asyncio.create_task(process.run())
     await until(lambda: "cannot be started" in str(process.warning()))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_the_end_of_the_gateway_ends_the_keeper(tmp_path: Path) -> None:
+async def test_the_end_of_the_gateway_ends_the_driver(tmp_path: Path) -> None:
     async with running(OBEDIENT, tmp_path) as (_, said):
         await until(lambda: bool(said))
     assert not alive(pids(said)[0])
@@ -164,25 +156,25 @@ async def test_the_gateways_own_variables_stay_with_it_and_rays_go_along(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of the cluster")
     async with running(ENVIRONMENT, tmp_path) as (_, said):
         await until(lambda: bool(said))
-        assert isinstance(said[0], RayUnreachable)
+        assert said[0].kind == "unreachable"
         names = said[0].why.split()
         assert "RAY_AUTH_TOKEN" in names and "TANGRAM_TOKEN" not in names
 
 
-def test_what_is_sent_without_a_keeper_is_dropped() -> None:
-    KeeperProcess(RaySettings(), lambda _: None).release("n1")
+def test_what_is_sent_without_a_driver_is_dropped() -> None:
+    RayDriverProcess(RaySettings(), lambda _: None).release("n1")
 
 
 def test_a_reservation_that_waits_says_what_was_asked_and_what_is_free() -> None:
-    waiting = ReservationWaiting(node="abcdef0123456789", cpus=64.0, gpus=0.0, waited_s=30.0, free={"CPU": 2.0})
-    assert waiting.text() == "Ray node abcdef012345 waits for its reservation since 30 s: 64 CPUs asked, 2 free"
-    waiting = ReservationWaiting(node="n", cpus=0.0, gpus=2.0, waited_s=31.0, free={"CPU": 2.0})
-    assert waiting.text().endswith("2 GPUs asked, none free")
-    waiting = ReservationWaiting(node="n", cpus=1.0, gpus=0.0, waited_s=31.0, free={})
-    assert waiting.text().endswith("1 CPUs asked")
+    waiting = RayMessage(kind="waiting", node="abcdef0123456789", cpus=64.0, gpus=0.0, waited_s=30.0, free={"CPU": 2.0})
+    assert waiting.reservation() == "Ray node abcdef012345 waits for its reservation since 30 s: 64 CPUs asked, 2 free"
+    waiting = RayMessage(kind="waiting", node="n", cpus=0.0, gpus=2.0, waited_s=31.0, free={"CPU": 2.0})
+    assert waiting.reservation().endswith("2 GPUs asked, none free")
+    waiting = RayMessage(kind="waiting", node="n", cpus=1.0, gpus=0.0, waited_s=31.0, free={})
+    assert waiting.reservation().endswith("1 CPUs asked")
 
 
 def test_messages_are_read_by_their_kind() -> None:
     line = b'{"kind": "alive", "node": "n1", "address": "10.0.0.1", "labels": {"pool": "a"}, "later": true}'
-    read = msgspec.json.decode(line, type=AnyKeeperMessage)
-    assert read == RayNodeAlive(node="n1", address="10.0.0.1", labels={"pool": "a"})
+    read = msgspec.json.decode(line, type=RayMessage)
+    assert read == RayMessage(kind="alive", node="n1", address="10.0.0.1", labels={"pool": "a"})

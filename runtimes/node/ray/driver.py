@@ -1,8 +1,8 @@
-"""The keeper: a child process that holds Ray, for a gateway that must not.
+"""The driver: a child process that holds Ray, for a gateway that must not.
 
-It finds the machines of a cluster, puts a steward on each that is wanted, with what is to be reserved there, and says
-what it sees. It keeps nothing that matters and may be killed at any moment: stewards and daemons live on, and the next
-keeper finds them. It imports nothing of ours, so that an interpreter with the cluster's own Ray can run this file.
+It finds the machines of a cluster, puts an actor on each that is wanted, with what is to be reserved there, and says
+what it sees. It keeps nothing that matters and may be killed at any moment: actors and daemons live on, and the next
+driver finds them. It imports nothing of ours, so that an interpreter with the cluster's own Ray can run this file.
 
 JSON lines: commands on standard input, messages on standard output. ``ray.nodes()`` is the word about who is there,
 asked every second (3.5 ms for 500 nodes); Ray publishes neither drains nor what it holds back.
@@ -26,7 +26,7 @@ from typing import Any
 NAMESPACE = "tangram"
 #: Seconds between two looks at the cluster; until a reservation that waits is told of; and until it is told again.
 LOOK_S, WAITING_S, WAITING_AGAIN_S = 1.0, 30.0, 300.0
-#: First and longest wait after a steward could not be made or did not answer.
+#: First and longest wait after an actor could not be made or did not answer.
 BACKOFF_S, BACKOFF_MAX_S = 2.0, 60.0
 #: Seconds that a call of Ray's may take before it counts as unanswered.
 CALL_S = 10.0
@@ -50,7 +50,7 @@ class RayNode:
 
 @dataclass(frozen=True)
 class Reservation:
-    """What a steward holds on its machine, in Ray's units; None for all that the machine has."""
+    """What an actor holds on its machine, in Ray's units; None for all that the machine has."""
 
     cpus: float | None = 0.0
     gpus: float | None = 0.0
@@ -64,7 +64,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Act:
-    """Something to be done: ``make`` or ``forget`` a steward, or a message to ``tell``."""
+    """Something to be done: ``make`` or ``forget`` an actor, or a message to ``tell``."""
 
     kind: str
     node: str
@@ -77,7 +77,7 @@ class KnownNode:
 
     node: RayNode
     #: absent, asked (of Ray, may wait for its reservation) or ready.
-    steward: str = "absent"
+    actor: str = "absent"
     asked_s: float = 0.0
     told_s: float | None = None
     failures: int = 0
@@ -109,7 +109,7 @@ class RayMembers:
         self.known: dict[str, KnownNode] = {}
 
     def wants(self, node: RayNode) -> bool:
-        """Return whether a steward belongs there."""
+        """Return whether an actor belongs there."""
         if node.head and not self._head:
             return False
         return all(
@@ -147,13 +147,13 @@ class RayMembers:
         return [Act("forget", id), Act("tell", id, {"kind": "dead", "node": id, "why": why})]
 
     def _due(self, known: KnownNode, now_s: float) -> list[Act]:
-        """A steward that is to be made, or that has waited for its reservation for long."""
+        """An actor that is to be made, or that has waited for its reservation for long."""
         id = known.node.id
-        if known.steward == "absent" and known.draining_ms is None and now_s >= known.again_s:
-            known.steward, known.asked_s, known.told_s = "asked", now_s, None
+        if known.actor == "absent" and known.draining_ms is None and now_s >= known.again_s:
+            known.actor, known.asked_s, known.told_s = "asked", now_s, None
             return [Act("make", id)]
         last_s = known.asked_s + self._waiting_s if known.told_s is None else known.told_s + WAITING_AGAIN_S
-        if known.steward == "asked" and now_s >= last_s:
+        if known.actor == "asked" and now_s >= last_s:
             known.told_s = now_s
             cpus, gpus = self._reservation.on(known.node)
             waited_s = round(now_s - known.asked_s)
@@ -161,26 +161,26 @@ class RayMembers:
         return []
 
     def reservation(self, id: str) -> tuple[float, float]:
-        """Return CPUs and GPUs that the steward of a known machine holds."""
+        """Return CPUs and GPUs that the actor of a known machine holds."""
         return self._reservation.on(self.known[id].node)
 
     def answered(self, id: str, facts: Mapping[str, object]) -> list[Act]:
-        """A steward has answered: its reservation is held."""
+        """An actor has answered: its reservation is held."""
         known = self.known.get(id)
         if known is None:
             return []
-        fresh = known.steward != "ready"
-        known.steward, known.failures = "ready", 0
-        return [Act("tell", id, {"kind": "steward", "node": id, **facts})] if fresh else []
+        fresh = known.actor != "ready"
+        known.actor, known.failures = "ready", 0
+        return [Act("tell", id, {"kind": "actor", "node": id, **facts})] if fresh else []
 
     def failed(self, id: str, why: str, now_s: float) -> list[Act]:
-        """A steward could not be made, or has died: it is made again, later each time."""
+        """An actor could not be made, or has died: it is made again, later each time."""
         known = self.known.get(id)
         if known is None:
             return []
         wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0**known.failures)
-        known.steward, known.failures, known.again_s = "absent", min(known.failures + 1, 30), now_s + wait_s
-        told = {"kind": "steward_failed", "node": id, "why": why[:1000], "again_in_s": wait_s}
+        known.actor, known.failures, known.again_s = "absent", min(known.failures + 1, 30), now_s + wait_s
+        told = {"kind": "actor_failed", "node": id, "why": why[:1000], "again_in_s": wait_s}
         return [Act("forget", id), Act("tell", id, told)]
 
 
@@ -194,7 +194,7 @@ class RayCluster:
 
         self.ray = ray
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-        self._steward = _steward_class(ray)
+        self._actor = _actor_class(ray)
         self._gcs: Any = None
 
     def nodes(self) -> list[RayNode]:
@@ -227,11 +227,11 @@ class RayCluster:
             return {}
         return {str(id): dict(resources) for id, resources in available_resources_per_node().items()}
 
-    def steward(self, node: str, cpus: float, gpus: float) -> Any:
-        """The steward of a machine, the same one for every keeper; it waits for its reservation by itself."""
+    def actor(self, node: str, cpus: float, gpus: float) -> Any:
+        """The actor of a machine, the same one for every driver; it waits for its reservation by itself."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        return self._steward.options(
+        return self._actor.options(
             name=f"tangram-node:{node}",
             namespace=NAMESPACE,
             lifetime="detached",
@@ -248,25 +248,25 @@ class RayCluster:
         return list(self.ray.wait(references, num_returns=len(references), timeout=0)[0]) if references else []
 
 
-def _steward_class(ray: Any) -> Any:
-    """The steward as an actor class that travels by value, as no machine of the cluster has our modules."""
-    spec = importlib.util.spec_from_file_location("tangram_steward", Path(__file__).with_name("steward.py"))
+def _actor_class(ray: Any) -> Any:
+    """The actor as an actor class that travels by value, as no machine of the cluster has our modules."""
+    spec = importlib.util.spec_from_file_location("tangram_actor", Path(__file__).with_name("actor.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["tangram_steward"] = module
+    sys.modules["tangram_actor"] = module
     spec.loader.exec_module(module)
     ray.cloudpickle.register_pickle_by_value(module)
-    return ray.remote(module.NodeSteward)
+    return ray.remote(module.NodeActor)
 
 
-class Keeper:
+class RayDriver:
     """Carries out what `RayMembers` decides, and what the gateway asks."""
 
     def __init__(self, cluster: RayCluster, members: RayMembers, tell: Callable[[Mapping[str, object]], None]) -> None:
         self._cluster = cluster
         self._members = members
         self._tell = tell
-        self.stewards: dict[str, Any] = {}
+        self.actors: dict[str, Any] = {}
         #: Answers that are awaited: which machine, what was asked, and since when.
         self._awaited: dict[Any, tuple[str, str, float]] = {}
 
@@ -280,14 +280,14 @@ class Keeper:
     def command(self, given: Mapping[str, Any]) -> None:
         """``start``: the daemon of a machine; ``release``: end it and give back what is reserved."""
         node = str(given["node"])
-        steward = self.stewards.get(node)
-        if steward is None:
-            self._tell({"kind": "refused", "node": node, "why": f"no steward is ready on {node}"})
+        actor = self.actors.get(node)
+        if actor is None:
+            self._tell({"kind": "refused", "node": node, "why": f"no actor is ready on {node}"})
         elif given["kind"] == "start":
-            asked = steward.start.remote(given["command"], given["environment"], given["state_dir"])
+            asked = actor.start.remote(given["command"], given["environment"], given["state_dir"])
             self._awaited[asked] = (node, "start", time.monotonic())
         else:
-            self._awaited[steward.stop.remote(bool(given.get("kill")))] = (node, "release", time.monotonic())
+            self._awaited[actor.stop.remote(bool(given.get("kill")))] = (node, "release", time.monotonic())
 
     def _carry_out(self, acts: Iterable[Act]) -> None:
         for act in acts:
@@ -295,7 +295,7 @@ class Keeper:
                 case "make":
                     self._make(act.node)
                 case "forget":
-                    self.stewards.pop(act.node, None)
+                    self.actors.pop(act.node, None)
                     self._awaited = {ref: asked for ref, asked in self._awaited.items() if asked[0] != act.node}
                 case _ if act.message.get("kind") == "waiting":
                     self._tell({**act.message, "free": self._free(act.node)})
@@ -311,9 +311,9 @@ class Keeper:
 
     def _make(self, node: str) -> None:
         try:
-            steward = self._cluster.steward(node, *self._members.reservation(node))
-            self._awaited[steward.facts.remote()] = (node, "facts", time.monotonic())
-            self.stewards[node] = steward
+            actor = self._cluster.actor(node, *self._members.reservation(node))
+            self._awaited[actor.facts.remote()] = (node, "facts", time.monotonic())
+            self.actors[node] = actor
         except Exception as error:  # noqa: BLE001  # Ray's own, of many kinds
             self._carry_out(self._members.failed(node, f"{type(error).__name__}: {error}", time.monotonic()))
 
@@ -324,7 +324,7 @@ class Keeper:
                 continue
             try:
                 answer = self._cluster.ray.get(reference, timeout=CALL_S)
-            except Exception as error:  # noqa: BLE001  # the steward's, or of what became of it
+            except Exception as error:  # noqa: BLE001  # the actor's, or of what became of it
                 self._carry_out(self._members.failed(node, f"{type(error).__name__}: {error}", time.monotonic()))
                 continue
             self._answered(node, asked, answer)
@@ -338,20 +338,20 @@ class Keeper:
                 self._tell({"kind": "started", "node": node, **answer})
             case _:
                 with contextlib.suppress(Exception):
-                    self._cluster.ray.kill(self.stewards.pop(node))
+                    self._cluster.ray.kill(self.actors.pop(node))
                 self._tell({"kind": "released", "node": node, "gone": bool(answer)})
 
     def _ask_again(self) -> None:
-        """Ask each ready steward how it is: one that was killed answers with an error."""
+        """Ask each ready actor how it is: one that was killed answers with an error."""
         asked = {node for node, _, _ in self._awaited.values()}
-        for node, steward in self.stewards.items():
+        for node, actor in self.actors.items():
             known = self._members.known.get(node)
-            if known is not None and known.steward == "ready" and node not in asked:
-                self._awaited[steward.facts.remote()] = (node, "facts", time.monotonic())
+            if known is not None and known.actor == "ready" and node not in asked:
+                self._awaited[actor.facts.remote()] = (node, "facts", time.monotonic())
 
 
 def look_once(address: str) -> int:
-    """Print what a keeper would see there, as one JSON object; its status is 1 if the cluster cannot be reached."""
+    """Print what a driver would see there, as one JSON object; its status is 1 if the cluster cannot be reached."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     seen: dict[str, object] = {"python": "{}.{}.{}".format(*sys.version_info[:3]), "nodes": []}
@@ -412,24 +412,24 @@ def main() -> int:
         most=given["most"],
     )
     try:
-        keeper = Keeper(RayCluster(given["address"]), members, tell)
+        driver = RayDriver(RayCluster(given["address"]), members, tell)
     except Exception as error:  # noqa: BLE001  # a wrong token, another version, nobody there
         tell({"kind": "unreachable", "why": f"{type(error).__name__}: {error}"[:1000]})
         return 1
-    tell({"kind": "connected", "pid": os.getpid(), "version": keeper._cluster.ray.__version__})
-    _keep(keeper, commands, tell, sight)
+    tell({"kind": "connected", "pid": os.getpid(), "version": driver._cluster.ray.__version__})
+    _keep(driver, commands, tell, sight)
     return 0
 
 
 def _keep(
-    keeper: Keeper,
+    driver: RayDriver,
     commands: queue.Queue[Mapping[str, Any] | None],
     tell: Callable[[Mapping[str, object]], None],
     sight: Sight,
 ) -> None:
     while True:
         try:
-            keeper.look()
+            driver.look()
             sight.looked_s, sight.why = time.monotonic(), ""
         except Exception as error:  # noqa: BLE001  # the head is away: it may come back, or Ray ends this process
             sight.why = f"{type(error).__name__}: {error}"[:1000]
@@ -442,7 +442,7 @@ def _keep(
                 break
             if command is None:
                 return
-            keeper.command(command)
+            driver.command(command)
 
 
 def _read(

@@ -1,4 +1,4 @@
-"""The steward: what Ray holds on one machine. It starts that machine's daemon, and starts it again when it has died.
+"""The actor: what Ray holds on one machine. It starts that machine's daemon, and starts it again when it has died.
 
 Run as a detached actor of Ray's by value, so it knows the standard library only. The daemon is no child of it: Ray
 kills what its workers have forked, and a daemon must outlive actor, raylet and head. It is known by its pid file.
@@ -28,7 +28,7 @@ WELL_S = 120.0
 START_S = 30.0
 #: Seconds that a daemon which is to end may wait for what runs on its machine.
 DRAIN_S = 10.0
-#: A steward that no keeper has asked for so long, and whose daemon is gone, gives back what it holds.
+#: An actor that no driver has asked for so long, and whose daemon is gone, gives back what it holds.
 UNASKED_S = 300.0
 #: The kernel's PF_EXITING, in the flags of /proc/PID/stat.
 EXITING = 0x4
@@ -53,7 +53,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
-class NodeSteward:
+class NodeActor:
     """Sees to it that one daemon lives here. Its methods may be called from several threads."""
 
     def __init__(
@@ -78,7 +78,7 @@ class NodeSteward:
         self._deaths = 0
         self._began_s = 0.0
         self._stopped = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="tangram-steward", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="tangram-actor", daemon=True)
         self._watcher.start()
 
     def facts(self) -> dict[str, object]:
@@ -91,7 +91,7 @@ class NodeSteward:
         """Start the daemon unless one lives, and watch it from now on; ``why`` says what kept it from being started.
 
         ``{gpus}`` in the command stands for the ids of the devices, separated by commas. ``environment`` is added to
-        what is kept of our own. Nothing is raised: the keeper would take a full disk for a dead steward.
+        what is kept of our own. Nothing is raised: the driver would take a full disk for a dead actor.
         """
         try:
             with self._lock:

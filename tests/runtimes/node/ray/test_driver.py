@@ -1,4 +1,4 @@
-"""The keeper against a cluster that does what a test says: commands, answers, failures."""
+"""The driver against a cluster that does what a test says: commands, answers, failures."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from runtimes.node.ray.keeper import Keeper, RayCluster, RayMembers, RayNode, Reservation
+from runtimes.node.ray.driver import RayCluster, RayDriver, RayMembers, RayNode, Reservation
 
 
 @dataclass(eq=False)
 class Answer:
-    """A reference to what a steward will have answered."""
+    """A reference to what an actor will have answered."""
 
     value: object = None
     error: Exception | None = None
@@ -33,8 +33,8 @@ class Method:
 
 
 @dataclass(eq=False)
-class ScriptedSteward:
-    """A steward whose answers the test gives."""
+class ScriptedActor:
+    """An actor whose answers the test gives."""
 
     facts: Method = field(default_factory=Method)
     start: Method = field(default_factory=Method)
@@ -42,7 +42,7 @@ class ScriptedSteward:
 
 
 class ScriptedRay:
-    """`ray` as far as the keeper calls it."""
+    """`ray` as far as the driver calls it."""
 
     def __init__(self) -> None:
         self.killed: list[object] = []
@@ -52,8 +52,8 @@ class ScriptedRay:
             raise reference.error
         return reference.value
 
-    def kill(self, steward: object) -> None:
-        self.killed.append(steward)
+    def kill(self, actor: object) -> None:
+        self.killed.append(actor)
 
 
 class ScriptedCluster:
@@ -62,7 +62,7 @@ class ScriptedCluster:
     def __init__(self) -> None:
         self.ray = ScriptedRay()
         self.listed = [RayNode(id="n1", alive=True, resources={"CPU": 4.0})]
-        self.made: list[tuple[str, float, float, ScriptedSteward]] = []
+        self.made: list[tuple[str, float, float, ScriptedActor]] = []
         self.refuses: Exception | None = None
         self.free: Mapping[str, Mapping[str, float]] = {}
 
@@ -75,10 +75,10 @@ class ScriptedCluster:
     def available(self) -> Mapping[str, Mapping[str, float]]:
         return self.free
 
-    def steward(self, node: str, cpus: float, gpus: float) -> ScriptedSteward:
+    def actor(self, node: str, cpus: float, gpus: float) -> ScriptedActor:
         if self.refuses is not None:
             raise self.refuses
-        self.made.append((node, cpus, gpus, ScriptedSteward()))
+        self.made.append((node, cpus, gpus, ScriptedActor()))
         return self.made[-1][3]
 
     def ready(self, references: list[Answer]) -> list[Answer]:
@@ -86,11 +86,11 @@ class ScriptedCluster:
 
 
 @dataclass
-class KeeperBench:
-    """A keeper, its cluster, and what it has said."""
+class DriverBench:
+    """A driver, its cluster, and what it has said."""
 
     cluster: ScriptedCluster
-    keeper: Keeper
+    driver: RayDriver
     said: list[Mapping[str, Any]]
 
     def kinds(self) -> list[str]:
@@ -100,10 +100,10 @@ class KeeperBench:
 
 
 @pytest.fixture
-def bench() -> KeeperBench:
+def bench() -> DriverBench:
     cluster, said = ScriptedCluster(), list[Mapping[str, Any]]()
     members = RayMembers({}, head=False, reservation=Reservation(cpus=None))
-    return KeeperBench(cluster, Keeper(cast(RayCluster, cluster), members, said.append), said)
+    return DriverBench(cluster, RayDriver(cast(RayCluster, cluster), members, said.append), said)
 
 
 def give(method: Method, value: object = None, error: Exception | None = None) -> None:
@@ -112,75 +112,75 @@ def give(method: Method, value: object = None, error: Exception | None = None) -
     answer.value, answer.error, answer.there = value, error, True
 
 
-def ready(bench: KeeperBench) -> ScriptedSteward:
-    """A steward that holds its reservation."""
-    bench.keeper.look()
-    steward = bench.cluster.made[-1][3]
-    give(steward.facts, {"gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7})
-    bench.keeper.look()
-    return steward
+def ready(bench: DriverBench) -> ScriptedActor:
+    """An actor that holds its reservation."""
+    bench.driver.look()
+    actor = bench.cluster.made[-1][3]
+    give(actor.facts, {"gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7})
+    bench.driver.look()
+    return actor
 
 
-def test_a_steward_is_made_with_what_is_to_be_reserved_and_told_when_it_holds_it(bench: KeeperBench) -> None:
-    bench.keeper.look()
+def test_a_actor_is_made_with_what_is_to_be_reserved_and_told_when_it_holds_it(bench: DriverBench) -> None:
+    bench.driver.look()
     assert bench.cluster.made[0][:3] == ("n1", 4.0, 0.0) and bench.kinds() == ["alive"]
     give(bench.cluster.made[0][3].facts, {"gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7})
-    bench.keeper.look()
-    assert bench.said == [{"kind": "steward", "node": "n1", "gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7}]
+    bench.driver.look()
+    assert bench.said == [{"kind": "actor", "node": "n1", "gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7}]
     assert len(bench.cluster.made) == 1
 
 
-def test_a_daemon_is_started_by_the_steward_and_its_pid_is_told(bench: KeeperBench) -> None:
-    steward = ready(bench)
+def test_a_daemon_is_started_by_the_actor_and_its_pid_is_told(bench: DriverBench) -> None:
+    actor = ready(bench)
     bench.kinds()
     start = {"kind": "start", "node": "n1", "command": ["tangram"], "environment": {"A": "b"}, "state_dir": "/s"}
-    bench.keeper.command(start)
-    assert steward.start.calls[0][0] == (["tangram"], {"A": "b"}, "/s")
-    give(steward.start, {"gpu_ids": [], "daemon": 99, "deaths": 0, "pid": 7})
-    bench.keeper.look()
+    bench.driver.command(start)
+    assert actor.start.calls[0][0] == (["tangram"], {"A": "b"}, "/s")
+    give(actor.start, {"gpu_ids": [], "daemon": 99, "deaths": 0, "pid": 7})
+    bench.driver.look()
     assert bench.said == [{"kind": "started", "node": "n1", "gpu_ids": [], "daemon": 99, "deaths": 0, "pid": 7}]
 
 
-def test_a_steward_that_dies_while_it_is_asked_is_made_again(bench: KeeperBench) -> None:
-    steward = ready(bench)
+def test_a_actor_that_dies_while_it_is_asked_is_made_again(bench: DriverBench) -> None:
+    actor = ready(bench)
     bench.kinds()
-    give(steward.facts, error=RuntimeError("ActorDiedError: killed"))
-    bench.keeper.look()
-    assert bench.kinds() == ["steward_failed"]
-    bench.keeper.command({"kind": "start", "node": "n1", "command": [], "environment": {}, "state_dir": "/s"})
+    give(actor.facts, error=RuntimeError("ActorDiedError: killed"))
+    bench.driver.look()
+    assert bench.kinds() == ["actor_failed"]
+    bench.driver.command({"kind": "start", "node": "n1", "command": [], "environment": {}, "state_dir": "/s"})
     assert bench.kinds() == ["refused"], "until the next one is there"
 
 
-def test_a_cluster_that_makes_no_actor_is_told_in_its_words(bench: KeeperBench) -> None:
+def test_a_cluster_that_makes_no_actor_is_told_in_its_words(bench: DriverBench) -> None:
     bench.cluster.refuses = ValueError("ActorUnschedulableError: the node is gone")
-    bench.keeper.look()
+    bench.driver.look()
     assert bench.said[-1]["why"] == "ValueError: ActorUnschedulableError: the node is gone"
 
 
-def test_what_is_released_ends_its_daemon_and_gives_back_the_reservation(bench: KeeperBench) -> None:
-    steward = ready(bench)
+def test_what_is_released_ends_its_daemon_and_gives_back_the_reservation(bench: DriverBench) -> None:
+    actor = ready(bench)
     bench.kinds()
-    bench.keeper.command({"kind": "release", "node": "n1", "kill": True})
-    assert steward.stop.calls[0][0] == (True,)
-    give(steward.stop, True)
-    bench.keeper.look()
-    assert bench.said == [{"kind": "released", "node": "n1", "gone": True}] and bench.cluster.ray.killed == [steward]
+    bench.driver.command({"kind": "release", "node": "n1", "kill": True})
+    assert actor.stop.calls[0][0] == (True,)
+    give(actor.stop, True)
+    bench.driver.look()
+    assert bench.said == [{"kind": "released", "node": "n1", "gone": True}] and bench.cluster.ray.killed == [actor]
 
 
-def test_a_released_machine_is_left_alone(bench: KeeperBench) -> None:
-    steward = ready(bench)
-    bench.keeper.command({"kind": "release", "node": "n1"})
-    give(steward.stop, True)
+def test_a_released_machine_is_left_alone(bench: DriverBench) -> None:
+    actor = ready(bench)
+    bench.driver.command({"kind": "release", "node": "n1"})
+    give(actor.stop, True)
     for _ in range(3):
-        bench.keeper.look()
-    assert len(bench.cluster.made) == 1 and "n1" not in bench.keeper.stewards
+        bench.driver.look()
+    assert len(bench.cluster.made) == 1 and "n1" not in bench.driver.actors
 
 
-def test_an_answer_for_a_machine_that_has_gone_is_dropped(bench: KeeperBench) -> None:
-    bench.keeper.look()
-    steward = bench.cluster.made[0][3]
+def test_an_answer_for_a_machine_that_has_gone_is_dropped(bench: DriverBench) -> None:
+    bench.driver.look()
+    actor = bench.cluster.made[0][3]
     bench.cluster.listed = [RayNode(id="n1", alive=False, why="received SIGTERM")]
-    bench.keeper.look()
-    give(steward.facts, {"gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7})
-    bench.keeper.look()
+    bench.driver.look()
+    give(actor.facts, {"gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7})
+    bench.driver.look()
     assert bench.kinds() == ["alive", "dead"]

@@ -1,6 +1,6 @@
-"""A keeper without Ray: says what a keeper says of the machines that a file names, with a real steward for each.
+"""A driver without Ray: says what a driver says of the machines that a file names, with a real actor for each.
 
-Run by path, as the real one is: ``scripted_keeper.py DIRECTORY``. ``machines.json`` there has what Ray would know, by
+Run by path, as the real one is: ``scripted_driver.py DIRECTORY``. ``machines.json`` there has what Ray would know, by
 id: labels, and whether the reservation waits or the machine drains. It is read again five times a second.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 LOOK_S = 0.2
 WALL = threading.Lock()
-#: Machines by id, as last told: their facts, and their steward once it is ready.
+#: Machines by id, as last told: their facts, and their actor once it is ready.
 told: dict[str, dict[str, Any]] = {}
-stewards: dict[str, Any] = {}
+actors: dict[str, Any] = {}
 
 
 def tell(kind: str, **message: object) -> None:
@@ -27,13 +27,13 @@ def tell(kind: str, **message: object) -> None:
         print(json.dumps({"kind": kind, **message}), flush=True)
 
 
-def steward_class() -> Any:
-    """The real steward, by its path, as the real keeper takes it."""
-    spec = importlib.util.spec_from_file_location("steward", ROOT / "runtimes/node/ray/steward.py")
+def actor_class() -> Any:
+    """The real actor, by its path, as the real driver takes it."""
+    spec = importlib.util.spec_from_file_location("actor", ROOT / "runtimes/node/ray/actor.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.NodeSteward
+    return module.NodeActor
 
 
 def look(directory: Path, make: Any) -> None:
@@ -47,9 +47,9 @@ def look(directory: Path, make: Any) -> None:
         if facts.get("waiting"):
             if before is None:
                 tell("waiting", node=id, cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 1.0})
-        elif id not in stewards:
-            stewards[id] = make([])
-            tell("steward", node=id, **stewards[id].facts())
+        elif id not in actors:
+            actors[id] = make([])
+            tell("actor", node=id, **actors[id].facts())
         if facts.get("draining") and not (before or {}).get("draining"):
             tell("draining", node=id, deadline_ms=1e12)
     for id in [id for id in told if id not in machines]:
@@ -59,22 +59,22 @@ def look(directory: Path, make: Any) -> None:
 
 def obey(command: dict[str, Any]) -> None:
     id = command["node"]
-    if id not in stewards:
-        tell("refused", node=id, why="no steward is ready")
+    if id not in actors:
+        tell("refused", node=id, why="no actor is ready")
     elif command["kind"] == "start":
-        tell("started", node=id, **stewards[id].start(command["command"], command["environment"], command["state_dir"]))
+        tell("started", node=id, **actors[id].start(command["command"], command["environment"], command["state_dir"]))
     else:
-        tell("released", node=id, gone=stewards[id].stop(bool(command.get("kill"))))
+        tell("released", node=id, gone=actors[id].stop(bool(command.get("kill"))))
 
 
 def main() -> None:
     directory, ended = Path(sys.argv[1]), threading.Event()
     json.loads(sys.stdin.readline())
     tell("connected", pid=os.getpid(), version="none")
-    (directory / "keeper.pid").write_text(str(os.getpid()))
+    (directory / "driver.pid").write_text(str(os.getpid()))
 
     def look_for_ever() -> None:
-        make = steward_class()
+        make = actor_class()
         while not ended.wait(LOOK_S):
             look(directory, make)
 
