@@ -288,13 +288,25 @@ def extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def opened_directory(path: str | os.PathLike[str], flags: int = 0) -> Iterator[int]:
+def opened_directory(path: str | os.PathLike[str], flags: int = 0, dir_fd: int | None = None) -> Iterator[int]:
     """Yield the descriptor of a directory; raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags, dir_fd=dir_fd)
     try:
         yield fd
     finally:
         os.close(fd)
+
+
+def entered(root: int, parts: Iterable[str]) -> int:
+    """Return a directory below an open one, to be entered, not read; raises OSError, also for a link on the way."""
+    fd = os.dup(root)
+    for part in parts:
+        above = fd
+        try:
+            fd = os.open(part, ENTERED, dir_fd=above)
+        finally:
+            os.close(above)
+    return fd
 
 
 def as_it_was(mode: int, kind: str) -> int:
@@ -362,7 +374,9 @@ class Extraction:
     def __exit__(self, *_: object) -> None:
         try:
             for path, mode, mtime_ns in reversed(self._directories):
-                self._set_directory(self._directory(parts_of(path), make=False), mode, mtime_ns)
+                fd = self._directory(parts_of(path), make=False)
+                with suppress(PermissionError), opened_directory(".", dir_fd=fd) as opened:
+                    self._set(opened, mode, mtime_ns)
         finally:
             os.close(self._entered)
 
@@ -436,11 +450,8 @@ class Extraction:
             return
         fd = self._directory(parts)
         if self._faithful:
-            opened = os.open(".", os.O_RDONLY | os.O_CLOEXEC, dir_fd=fd)
-            try:
+            with opened_directory(".", dir_fd=fd) as opened:
                 self._own(opened, entry)
-            finally:
-                os.close(opened)
         self._note(parts, entry.mode, entry.mtime_ns)
 
     def _hard_link(self, parts: list[str], entry: Entry) -> None:
@@ -546,15 +557,7 @@ class Extraction:
         within = self._followed.rstrip("/") + "/"
         if not (true + "/").startswith(within):
             raise refused("/".join(parts), "leaves the directory", "outside")
-        fd = os.dup(self._root)
-        for part in true[len(within) :].split("/"):
-            if part:
-                above = fd
-                try:
-                    fd = os.open(part, ENTERED, dir_fd=above)
-                finally:
-                    os.close(above)
-        return fd
+        return entered(self._root, parts_of(true[len(within) :]))
 
     def _note(self, parts: list[str], mode: int, mtime_ns: int | None) -> None:
         path = "/".join(parts)
@@ -563,23 +566,11 @@ class Extraction:
             raise Refused("too_large", "", f"the paths of the directories take more than {NAMES_MAX_BYTES} bytes")
         self._directories.append((path, self._mode(mode, DIRECTORY), mtime_ns))
 
-    def _set_directory(self, fd: int, mode: int, mtime_ns: int | None) -> None:
-        try:
-            opened = os.open(".", os.O_RDONLY | os.O_CLOEXEC, dir_fd=fd)
-        except PermissionError:
-            return  # it is another's, who lets us write
-        try:
-            self._set(opened, mode, mtime_ns)
-        finally:
-            os.close(opened)
-
     def _set(self, fd: int, mode: int, mtime_ns: int | None) -> None:
-        try:
+        with suppress(PermissionError):  # it is another's, who lets us write
             os.fchmod(fd, mode)
             if mtime_ns is not None:
                 os.utime(fd, ns=(mtime_ns, mtime_ns))
-        except PermissionError:
-            pass  # it is another's, who lets us write
 
     def _own(self, fd: int, entry: Entry) -> None:
         """Give a file or directory its owner and attributes; the owner first, as that takes setuid away."""

@@ -22,7 +22,16 @@ from typing import IO, Annotated, Literal
 
 import structlog
 
-from manager.errors import ActionFailed, CapacityExceeded, CodedError, InvalidConfig, TooLarge, Unsupported, exhaustion
+from manager.errors import (
+    ActionFailed,
+    CapacityExceeded,
+    CodedError,
+    Conflict,
+    InvalidConfig,
+    TooLarge,
+    Unsupported,
+    exhaustion,
+)
 from manager.function import AUTO, Isolation, Network, SandboxSpec, Setting
 from runtimes.sandbox.disk import RUN_BYTES, RUN_FILES, DiskBound, DiskWatch, WalkBound, files_max, is_bounded
 from runtimes.sandbox.egress import Egress, EgressGuard
@@ -50,6 +59,7 @@ from runtimes.sandbox.spec import (
     require_user,
     require_workdir,
 )
+from tangram.archive import entered, opened_directory, parts_of
 
 COMPONENT = "sandbox.process"
 #: In a snapshot's directory.
@@ -68,12 +78,16 @@ def keep_files(pid: int, directory: Path, spec: SandboxSpec, place: Path, limit_
         message = f"the sandbox's files take {size_bytes} bytes or more; at most {limit_bytes} may be kept"
         return TooLarge(f"{message} (sandbox.snapshots.total_max)", component=COMPONENT)
 
-    root = Path(f"/proc/{pid}/root")
-    own = _is_another(root)
-    work = root / spec.workdir.lstrip("/") if own else directory / "work"
     size_bytes = 0
-    for name, found in ((WORK, work), (TMP, root / "tmp")) if own else ((WORK, work),):
-        with _open(found) as fd:
+    with ExitStack() as opened:
+        root = opened.enter_context(_root_of(pid))
+        if root < 0:
+            found = {WORK: opened.enter_context(opened_directory(directory / "work"))}
+        else:
+            found = {
+                name: opened.enter_context(inside(root, path)) for name, path in ((WORK, spec.workdir), (TMP, "/tmp"))
+            }
+        for name, fd in found.items():
             left_bytes = limit_bytes - size_bytes
             size_bytes += pack(fd, place / name, base=_base(pid), left_bytes=left_bytes, too_large=too_large)
     return size_bytes
@@ -81,41 +95,59 @@ def keep_files(pid: int, directory: Path, spec: SandboxSpec, place: Path, limit_
 
 def lay_out_work(files: Path, directory: Path, *, base: int, owners: bool) -> None:
     """Fill the working directory of a sandbox that is being made; raises OSError."""
-    with _open(directory / "work") as fd:
+    with opened_directory(directory / "work") as fd:
         unpack(files / WORK, fd, base=base, owners=owners)
 
 
 def lay_out_tmp(files: Path, pid: int, *, base: int, owners: bool) -> None:
     """Fill /tmp of a sandbox in which no command has run yet; raises OSError."""
-    root = Path(f"/proc/{pid}/root")
-    if (files / TMP).exists() and _is_another(root):
-        with _open(root / "tmp") as fd:
-            unpack(files / TMP, fd, base=base, owners=owners)
+    with _root_of(pid) as root:
+        if root >= 0 and (files / TMP).exists():
+            with inside(root, "/tmp") as fd:
+                unpack(files / TMP, fd, base=base, owners=owners)
 
 
-def _is_another(root: Path) -> bool:
-    """Return whether a root directory is not this process's own, and may be entered."""
+@contextmanager
+def _root_of(pid: int) -> Iterator[int]:
+    """Yield the root directory of a process; -1 if it is this process's own, or may not be entered."""
+    with ExitStack() as opened:
+        root = -1
+        try:
+            root = opened.enter_context(opened_directory(f"/proc/{pid}/root"))
+        except FileNotFoundError:
+            raise lost("the sandbox's first process is gone") from None
+        except PermissionError:
+            pass
+        yield -1 if root < 0 or os.path.samestat(os.fstat(root), Path("/").stat()) else root
+
+
+def _plain(path: str) -> str:
+    """Return an absolute path without detours."""
+    return os.path.normpath("/" + path.lstrip("/"))
+
+
+@contextmanager
+def inside(root: int, path: str) -> Iterator[int]:
+    """Yield a directory of a sandbox, reached part by part: a link on the way leads elsewhere here than inside.
+
+    Raises Conflict for such a link, and OSError.
+    """
     try:
-        return not root.samefile("/")
-    except PermissionError:
-        return False
-    except FileNotFoundError:
-        raise lost("the sandbox's first process is gone") from None
+        fd = entered(root, parts_of(_plain(path)[1:]))
+    except NotADirectoryError:
+        message = f"{path} in the sandbox cannot be reached without following a link: its files cannot be kept"
+        raise Conflict(message, component=COMPONENT) from None
+    try:
+        with opened_directory(".", dir_fd=fd) as opened:
+            yield opened
+    finally:
+        os.close(fd)
 
 
 def _base(pid: int) -> int:
     """Return the machine's id of user 0 of a process, which is its own where no ids are mapped."""
     first, second, _ = Path(f"/proc/{pid}/uid_map").read_text(encoding="ascii").splitlines()[0].split()
     return int(second) if first == "0" else 0
-
-
-@contextmanager
-def _open(directory: Path) -> Iterator[int]:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 class ProcessControl:
@@ -660,6 +692,8 @@ logger = structlog.get_logger("sandbox.process")
 
 PROVIDER_START_S = 15.0
 FILES_MAX = 4096
+#: Where the user of every process sandbox may write; a working directory in there has ancestors that are its own.
+WRITABLE = ("/tmp/", "/dev/shm/")
 #: The user of a sandbox of `user: auto`, in its own block of ids.
 OWN_UID = 1000
 #: Where bubblewrap finds the filter of system calls and the user namespace, and what the sandbox holds while it lives:
@@ -774,6 +808,11 @@ class ProcessProvider:
         if self._means.bubblewrap is not None and spec.workdir.startswith("/usr/"):
             message = f"sandbox.workdir: {spec.workdir} lies in /usr, read-only in process sandboxes; choose another"
             raise Unsupported(message, component=COMPONENT)
+        if self._means.bubblewrap is not None and not self._means.root and _plain(spec.workdir).startswith(WRITABLE):
+            message = (
+                f"sandbox.workdir: its own user can put another directory in place of {spec.workdir}, as the gateway "
+            )
+            raise Unsupported(message + "is not root; choose one outside of /tmp and /dev/shm", component=COMPONENT)
 
     async def _check_network(self, spec: SandboxSpec) -> None:
         """Raise Unsupported where a network cannot be held to what it promises: egress is never the host's own."""

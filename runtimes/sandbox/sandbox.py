@@ -392,7 +392,8 @@ class Sandbox:
     async def snapshot(self, id: str, place: Path, limit_bytes: int) -> int:
         """Keep its files as they are now (`SandboxControl.snapshot`), while its processes stand still.
 
-        Raises Conflict while files are on their way in or out; those that are asked for meanwhile wait.
+        Those that will not are ended, where no control group holds them. Raises Conflict while files are on their way
+        in or out; those that are asked for meanwhile wait.
         """
         async with self._copying:
             self._require()
@@ -402,6 +403,8 @@ class Sandbox:
             running = not self._frozen
             await self.quiesce(Background.FREEZE)
             try:
+                if self._resting:
+                    await self._client.rest(resting=True, still=True)
                 return await self._control.snapshot(self.spec, id, place, limit_bytes)
             finally:
                 if running and self.alive:

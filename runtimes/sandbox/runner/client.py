@@ -881,9 +881,12 @@ class StreamClient(asyncio.BufferedProtocol):
             self.resumable = {claim: one for claim, one in self.resumable.items() if not claim.startswith(claims)}
         self._write(encode_json(wire.KEEP, 0, {"claim": claims, "lasting": detached}))
 
-    async def rest(self, *, resting: bool) -> None:
-        """Stop every process in the sandbox but the runner, or let them run again."""
-        await self._ask(wire.REST, {"resting": resting}, RunnerAnswer())
+    async def rest(self, *, resting: bool, still: bool = False) -> None:
+        """Stop every process in the sandbox but the runner, or let them run again.
+
+        What does not stand ``still`` then is ended.
+        """
+        await self._ask(wire.REST, {"resting": resting, "still": still}, RunnerAnswer())
 
     def lend(self, fd: int) -> bool:
         """Lend the runner a descriptor, which it thaws its sandbox with at its end; return False if none can pass."""

@@ -67,6 +67,8 @@ PENDING_MAX_BYTES = 1 * 2**20
 TICK_S = 0.01
 #: Seconds after which what must rest is stopped again, as a process can arrange to be continued.
 REST_S = 1.0
+#: Looks, one each TICK_S, at whether what was stopped stands still.
+LOOKS = 3
 #: Times that the end of all processes is asked for at our own end.
 ENDS_MAX = 500
 #: Seconds after SIGKILL at which a process that will not die is reported instead of awaited.
@@ -1430,6 +1432,15 @@ class ProcessTree:
             _kill(pid, signal.SIGSTOP)
         self.rest_s = now + REST_S if others else float("inf")
 
+    def hold_still(self) -> None:
+        """End what does not stand still though it was stopped: it would change files while they are copied."""
+        for look in range(LOOKS):
+            time.sleep(TICK_S)
+            table = _processes()
+            for pid in _descendants(self.pid, table):
+                if table[pid][1] in "RS":
+                    _kill(pid, signal.SIGKILL if look else signal.SIGSTOP)
+
     def resume(self) -> None:
         """Let those run that were stopped by `rest`."""
         self.rest_s = None
@@ -1713,10 +1724,12 @@ class Jobs:
         except OSError:
             pass  # it has ended just now
 
-    def rest(self, number: int, *, resting: bool) -> None:
-        """Stop every process, or let them run again."""
+    def rest(self, number: int, *, resting: bool, still: bool) -> None:
+        """Stop every process, and end what is not ``still`` then, or let them run again."""
         if resting:
             self.tree.rest(time.monotonic())
+            if still:
+                self.tree.hold_still()
         elif self.tree.rest_s is not None:
             self.tree.resume()
         self.link.send(DONE, number, b"{}")
@@ -2203,7 +2216,7 @@ class Runner:
             elif kind == STEER:
                 self.jobs.steer(number, request)
             elif kind == REST:
-                self.jobs.rest(number, resting=request["resting"])
+                self.jobs.rest(number, resting=request["resting"], still=request["still"])
         except Exception as error:
             job = self.jobs.running.get(number)
             if job is None:

@@ -18,13 +18,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from manager.errors import CapacityExceeded, CodedError, InvalidInput, NotFound, Reason, Unsupported
+from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidInput, NotFound, Reason, Unsupported
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.process import Means, ProcessProvider
+from runtimes.sandbox.process import Means, ProcessProvider, inside
 from runtimes.sandbox.runner.client import unmade
 from runtimes.sandbox.sandbox import CreationGate, Sandbox
 from runtimes.sandbox.spec import SandboxRecord
+from tangram.archive import opened_directory
 from tests.runtimes.sandbox.conftest import unique
 
 DEADLINE_S = 60.0
@@ -76,6 +77,47 @@ async def live(state_dir):
 state_dir = Path(sys.argv[1])
 (state_dir / "state-id").touch()
 print(json.dumps(asyncio.run(live(state_dir))))
+"""
+
+
+#: A gateway's sandbox whose user puts a link to what is the gateway's in place of its working directory, and a fork.
+WAY_OUT = """
+import asyncio, sys
+from pathlib import Path
+from manager.errors import CodedError
+from manager.function import SandboxSpec
+from runtimes.sandbox.command import Command
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+
+async def attack(state_dir, workdir):
+    provider = make_provider(ProviderSettings(kind="process", state_dir=state_dir))
+    (state_dir / "kept").mkdir()
+    (state_dir / "w").mkdir()
+    (state_dir / "w" / "admin.token").write_text("of the gateway")
+    try:
+        sandbox = await provider.create(SandboxSpec(workdir=workdir), name="one", labels={}, mounts={})
+        await sandbox.run(Command(shell=f"mv /tmp/a /tmp/b; ln -s {state_dir} /tmp/a", cwd="/"))
+        await sandbox.snapshot("s", state_dir / "kept", 2**30)
+    except CodedError as error:
+        print("refused", error.code)
+    await provider.close()
+    print("read" if any(b"of the gateway" in each.read_bytes() for each in state_dir.glob("kept/*")) else "held")
+
+asyncio.run(attack(Path(sys.argv[1]), sys.argv[2]))
+"""
+#: Goes on whenever it is stopped: its timers continue it.
+RESTLESS = """
+import ctypes, os, signal, time
+signal.signal(signal.SIGCONT, lambda *_: None)
+rt = ctypes.CDLL("librt.so.1")
+event = (ctypes.c_int * 16)(0, 0, 18, 0)  # struct sigevent: SIGCONT
+for ms in range(1, 31):  # a signal that is taken back when the process is stopped silences its timer
+    timer, every = ctypes.c_void_p(), (ctypes.c_long * 4)(0, ms * 10**6, 0, ms * 10**6)
+    assert rt.timer_create(1, event, ctypes.byref(timer)) == 0
+    assert rt.timer_settime(timer, 0, every, None) == 0
+open("pid", "w").write(str(os.getpid()))
+while True:
+    time.sleep(1000)
 """
 
 
@@ -264,7 +306,7 @@ async def test_a_disk_that_is_full_while_a_sandbox_is_recorded_leaves_no_process
     assert not list((state_dir / "sandboxes").glob("*"))
 
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def as_nobody(*words: str) -> subprocess.CompletedProcess[str]:
@@ -317,3 +359,34 @@ def test_bubblewrap_holds_for_a_gateway_that_is_not_root(python: str) -> None:
     assert told["caps"] == ["CapEff:", "0000000000000000", "NoNewPrivs:", "1"]
     assert told["adopted"] == [{"a": "b"}, "data"]
     assert told["leaked"] == []
+
+
+@pytest.mark.parametrize("workdir", ["/tmp/a/w", "/workspace/../tmp/a/w", "//tmp/a/w"])
+def test_a_fork_reads_nothing_of_a_gateway_that_is_not_root(python: str, workdir: str) -> None:
+    state_dir = Path(f"/var/tmp/tangram-nobody-{os.getpid()}")
+    state_dir.mkdir(mode=0o700)
+    os.chown(state_dir, NOBODY, NOBODY)
+    try:
+        lived = as_nobody(python, "-c", WAY_OUT, str(state_dir), workdir)
+    finally:
+        shutil.rmtree(state_dir)
+    assert lived.stdout.splitlines()[-2:] == ["refused unsupported", "held"], lived.stdout + lived.stderr[-3000:]
+
+
+def test_a_directory_of_a_sandbox_is_reached_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "root" / "real").mkdir(parents=True)
+    (tmp_path / "root" / "a").symlink_to(tmp_path)
+    with opened_directory(tmp_path / "root") as root:
+        with inside(root, "/real/../real") as fd:
+            assert os.path.samestat(os.fstat(fd), (tmp_path / "root" / "real").stat())
+        with pytest.raises(Conflict, match="link"), inside(root, "/a/root"):
+            pass
+
+
+async def test_what_will_not_stand_still_is_ended_before_files_are_kept(sandbox: Sandbox, tmp_path: Path) -> None:
+    await sandbox.write_file("restless.py", RESTLESS.encode())
+    await sh(sandbox, "sleep 1000 >/dev/null 2>&1 & echo $! > patient")
+    await sh(sandbox, "python3 restless.py >/dev/null 2>&1 & while [ ! -s pid ]; do sleep 0.01; done")
+    await sandbox.snapshot("s", tmp_path, 2**30)
+    ended = await sh(sandbox, "for each in pid patient; do kill -0 $(cat $each) 2>/dev/null && echo $each; done")
+    assert ended.stdout == b"patient\n"
