@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import pwd
 import resource
 import secrets
 import select
@@ -525,6 +526,10 @@ def _can_divide(group: Cgroup | None) -> bool:
         probe.remove()
 
 
+#: What every process sandbox sees of the host.
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib")
+#: From this id on users are people.
+USERS_FROM = 1000
 #: Host files that programs need and that tell nothing.
 ETC = (
     "nsswitch.conf", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime",
@@ -549,7 +554,7 @@ def box_of(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str
     options += ["--ro-bind", "/usr", "/usr"]
     # Before what is bound below it: the gateway's own Python may live in /tmp.
     options += ["--perms", "1777", "--size", str(spec.disk_bytes), "--tmpfs", "/tmp"]
-    shown = _shown(path)
+    shown = shown_places(path)
     for parent in _parents([*mounts.values(), spec.workdir, *shown, "/etc/passwd"]):
         options += ["--perms", "0755", "--dir", parent]
     options += ["--perms", "0700" if means.ids is None else "0711", "--dir", INSIDE]
@@ -576,18 +581,40 @@ def _parents(places: Sequence[str]) -> list[str]:
     return sorted(matches - {"/", "/usr", *(f"/usr/{name}" for name in ("local", "bin", "lib"))})
 
 
-def _shown(path: str) -> list[str]:
-    """Return the host's directories, beside the system's own, that hold the programs of a PATH and the runner's Python.
+def shown_places(path: str) -> list[str]:
+    """Return what of the host, beside the system's own, a PATH and the runner's Python show to process sandboxes.
 
-    Of a virtual environment that is itself and what its Python really is.
+    That is each directory that is named, and where its python3 belongs to an installation, that whole.
     """
-    matches = [sys.base_prefix]
-    for directory in path.split(":"):
-        python = Path(directory, "python3")
-        places = (python.parent, python.resolve().parent)
-        matches += [str(place.parent if place.name == "bin" else place) for place in places]
-    system = ("/usr", "/bin", "/sbin", "/lib")
-    return [each for each in dict.fromkeys(matches) if each != "/" and not each.startswith(system)]
+    shown = [Path(sys.base_prefix)]
+    for directory in filter(None, path.split(":")):
+        places = (Path(directory), Path(directory, "python3").resolve().parent)
+        others = [each for each in places if not _is_system(each)]
+        shown += [each.parent if _is_installation(each.parent) else each for each in others]
+    return [str(each) for each in dict.fromkeys(shown) if not _is_system(each)]
+
+
+def _is_system(place: Path) -> bool:
+    return any(map(place.is_relative_to, SYSTEM))
+
+
+def require_shown(path: str, state_dir: Path) -> None:
+    """Raise InvalidConfig if sandboxes would see somebody's home or the gateway's state with a PATH."""
+    users = [user for user in pwd.getpwall() if user.pw_uid in (0, os.geteuid()) or user.pw_uid >= USERS_FROM]
+    private = [*(Path(user.pw_dir) for user in users), Path("~").expanduser(), state_dir.resolve()]
+    for place in shown_places(path):
+        for each in private:
+            if each.is_relative_to(place):
+                raise InvalidConfig(
+                    f"sandbox.path: every process sandbox would see {place}, and so {each}; "
+                    "name a directory that holds programs only",
+                    component=COMPONENT,
+                )
+
+
+def _is_installation(place: Path) -> bool:
+    """Return whether a directory is that of a Python with its libraries."""
+    return (place / "pyvenv.cfg").exists() or any(place.glob("lib/python3*/os.py"))
 
 
 # The way out of a process sandbox: slirp4netns, a network stack in user space, on a tap in the sandbox's namespace.
@@ -720,9 +747,14 @@ class ProcessProvider:
         name_servers: Sequence[str] = (),
         snapshots: SnapshotSettings | None = None,
     ) -> None:
-        """``path`` is the PATH of commands. Raises Unsupported if a filter is wanted and none can be made."""
+        """``path`` is the PATH of commands. Raises InvalidConfig for one that shows too much.
+
+        Raises Unsupported if a filter is wanted and none can be made.
+        """
         self._means = means
         self._path = path
+        if means.bubblewrap is not None:
+            require_shown(path, state_dir)
         #: In what it is weaker than it could be, besides what it sees itself.
         self._told = tuple(weakenings)
         self._filter = compiled(seccomp) if means.bubblewrap is not None and seccomp != "none" else b""

@@ -86,8 +86,8 @@ class RunnerClient(Protocol):
 
     async def list_files(self, path: str, *, user: str = "") -> list[FileStat]: ...
 
-    async def rest(self, *, resting: bool) -> None:
-        """Stop every process but the runner, or let them run again."""
+    async def rest(self, *, resting: bool, still: bool = False) -> None:
+        """Stop every process but the runner, or let them run again; what does not stand ``still`` then is ended."""
 
     def lend(self, fd: int) -> bool:
         """Lend the runner what it lets its sandbox's processes go with, for its own end; False if that cannot be."""

@@ -298,13 +298,13 @@ class AttachClient:
     async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
         return await self._again(lambda client: client.list_files(path, user=user))
 
-    async def rest(self, *, resting: bool) -> None:
+    async def rest(self, *, resting: bool, still: bool = False) -> None:
         """Stop its processes, or let them run again. What has just been cut off is not waited for to be stopped."""
         client = self._client
         if not resting:
             await self._again(lambda client: client.rest(resting=False))
         elif client is not None and not client.lost.is_set():
-            await client.rest(resting=True)
+            await client.rest(resting=True, still=still)
 
     def lend(self, fd: int) -> bool:
         """Return False: a descriptor does not pass through an engine."""

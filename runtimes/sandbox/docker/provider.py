@@ -750,7 +750,7 @@ class ExecClient:
     def keep(self, claims: str, *, detached: bool) -> None:
         """Do nothing: a ``docker exec`` ends with its gateway."""
 
-    async def rest(self, *, resting: bool) -> None:
+    async def rest(self, *, resting: bool, still: bool = False) -> None:
         await self._script(STOP_SCRIPT if resting else CONTINUE_SCRIPT, user="0")
 
     def lend(self, fd: int) -> bool:

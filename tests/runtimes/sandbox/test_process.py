@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import pwd
 import shutil
 import site
 import subprocess
@@ -18,11 +19,22 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidInput, NotFound, Reason, Unsupported
+from manager.errors import (
+    CapacityExceeded,
+    CodedError,
+    Conflict,
+    InvalidConfig,
+    InvalidInput,
+    NotFound,
+    Reason,
+    Unsupported,
+)
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.process import Means, ProcessProvider, inside
+from runtimes.sandbox.process import Means, ProcessProvider, inside, require_shown, shown_places
+from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.runner.client import unmade
+from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.sandbox import CreationGate, Sandbox
 from runtimes.sandbox.spec import SandboxRecord
 from tangram.archive import opened_directory
@@ -390,3 +402,39 @@ async def test_what_will_not_stand_still_is_ended_before_files_are_kept(sandbox:
     await sandbox.snapshot("s", tmp_path, 2**30)
     ended = await sh(sandbox, "for each in pid patient; do kill -0 $(cat $each) 2>/dev/null && echo $each; done")
     assert ended.stdout == b"patient\n"
+
+
+@pytest.mark.parametrize("user", ["own", "other"])
+def test_a_path_shows_no_home_and_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str) -> None:
+    home = tmp_path / "home" / "me"
+    (home / "bin").mkdir(parents=True)
+    (home / "lib" / "python3.11").mkdir(parents=True)
+    if user == "own":
+        monkeypatch.setenv("HOME", str(home))
+    else:
+        entry = pwd.struct_passwd(("me", "x", 1234, 1234, "", str(home), ""))
+        monkeypatch.setattr(pwd, "getpwall", lambda: [entry])
+    require_shown(f"/usr/bin:{home}/bin", tmp_path / "state")
+    assert str(home) not in shown_places(f"/usr/bin:{home}/bin") and f"{home}/bin" in shown_places(f"{home}/bin")
+    (home / "lib" / "python3.11" / "os.py").touch()  # a Python of the home's own needs the whole home
+    for path, state_dir in (
+        (f"{home}/bin", tmp_path / "state"),
+        (f"{tmp_path}/home", tmp_path),
+        (f"{home}/x", home / "x"),
+    ):
+        with pytest.raises(InvalidConfig, match=r"sandbox\.path"):
+            require_shown(path, state_dir)
+
+
+async def test_of_a_directory_of_programs_its_neighbours_are_not_seen(state_dir: Path) -> None:
+    (state_dir / "tools" / "bin").mkdir(parents=True)
+    (state_dir / "tools" / "secret").write_text("of the host")
+    path = f"{state_dir}/tools/bin:{DEFAULT_PATH}"
+    provider = make_provider(ProviderSettings(kind="process", state_dir=state_dir / "state", path=path))
+    made = await provider.create(SandboxSpec(), name=unique("path"), labels={}, mounts={})
+    try:
+        seen = await sh(made, f"ls {state_dir}/tools; cat {state_dir}/tools/secret")
+        assert seen.stdout == b"bin\n", seen
+    finally:
+        await made.close()
+        await provider.close()
