@@ -1,7 +1,7 @@
 """Whole steps of a core under load, timed: what an end, a submission or a burst costs beside the reading of a document.
 
-Times are of this thread on its processor. The document is a committed file of 100 kB, read by ``json.loads`` between
-the steps: a slow or busy machine is as slow at both, so the quotient says what the code costs.
+Times are of this thread on its processor. The document is a committed file of 100 kB, read by ``json.loads``: a slow
+machine is as slow at both, so the quotient says what the code costs.
 """
 
 from __future__ import annotations
@@ -11,63 +11,62 @@ import heapq
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from bench.report import median, percentile
+from bench.report import median
 from manager.action import Action, Amdahl, Outcome, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec
 from manager.core.core import Core
-from manager.events import Command, Event, Execute, Finished, Resize, Submitted, Tick, WakeAt
+from manager.events import (
+    CancelRequested,
+    Command,
+    Event,
+    Execute,
+    Finished,
+    NodeJoined,
+    NodeLost,
+    Resize,
+    Settle,
+    Submitted,
+    Tick,
+    WakeAt,
+)
 from manager.simulation.simulator import cluster
 from manager.simulation.workloads import coding
 
 #: What a gateway answers when it is asked for its pools and its queue: 100 kB.
 DOCUMENT = Path(__file__).with_name("document.json").read_text(encoding="utf-8")
-#: Steps between which the document is read, and how often in a row: but for the first it is warm in the caches.
-READ_EVERY = 50
-READINGS = 5
+#: How often the document is read: but for the first time it is warm in the caches.
+READINGS = 100
 TASKS = ("coding", "search", "judging")
 #: Median seconds with one core, by whether more cores help: a test suite, a shell command.
 MEDIAN_S = {True: 80.0, False: 0.5}
 SIGMA = 0.6
 #: What a trajectory holds of its node.
 MEMORY_BYTES = 2**26
+#: How a short action ends.
+DONE = Outcome(state=State.SUCCEEDED, execution_s=0.5)
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """Seconds of steps, and of the readings of the document in between."""
-
-    steps_s: list[float] = field(default_factory=list)
-    document_s: list[float] = field(default_factory=list)
-
-    def step(self, core: Core, events: list[Event], now_s: float) -> list[Command]:
-        """Time one step; the document is read before it, if it is time."""
-        if len(self.steps_s) % READ_EVERY == 0:
-            self.read(READINGS)
+def reading_s() -> float:
+    """Return the seconds of a reading of the document, the middle of several."""
+    found = []
+    for _ in range(READINGS):
         begin = time.thread_time()
-        commands = core.step(events, now_s)
-        self.steps_s.append(time.thread_time() - begin)
-        return commands
+        json.loads(DOCUMENT)
+        found.append(time.thread_time() - begin)
+    return median(found)
 
-    def read(self, times: int) -> None:
-        """Time readings of the document."""
-        for _ in range(times):
-            begin = time.thread_time()
-            json.loads(DOCUMENT)
-            self.document_s.append(time.thread_time() - begin)
 
-    @property
-    def document_ms(self) -> float:
-        return 1e3 * median(self.document_s)
-
-    def over_document(self, share: float) -> float:
-        """Return the step that ``share`` of the steps stay below, in readings of the document."""
-        return percentile(self.steps_s, share) / median(self.document_s)
+def step_s(core: Core, events: list[Event], now_s: float) -> tuple[float, list[Command]]:
+    """Return what one step takes, and what it tells."""
+    begin = time.thread_time()
+    commands = core.step(events, now_s)
+    return time.thread_time() - begin, commands
 
 
 class LoadedCore:
@@ -93,13 +92,13 @@ class LoadedCore:
         while len(self._core.state.queue) < queued:
             self._do(self._core.step([self._submission()], 0.0))
 
-    def turn_over(self, times: int) -> StepTimes:
-        """Let the next action end and another come in its place, so many times; time the steps that take in both.
+    def turn_over(self, times: int) -> list[float]:
+        """Let the next action end and another come in its place, so many times; return the seconds of these steps.
 
         What the core wants to be woken for comes between.
         """
-        found = StepTimes()
-        while len(found.steps_s) < times:
+        found: list[float] = []
+        while len(found) < times:
             end_s, action_id = self._ends[0]
             if self._wake_s is not None and self._wake_s < end_s:
                 self._now_s = self._wake_s
@@ -113,7 +112,9 @@ class LoadedCore:
             self._now_s = end_s
             done = Outcome(state=State.SUCCEEDED, execution_s=end_s - work.started_s)
             events: list[Event] = [Finished(action_id=action_id, outcome=done), self._submission(work.action)]
-            self._do(found.step(self._core, events, end_s))
+            took_s, commands = step_s(self._core, events, end_s)
+            found.append(took_s)
+            self._do(commands)
         return found
 
     def check(self) -> None:
@@ -182,8 +183,8 @@ class _Work:
         return self.end_s
 
 
-def burst(nodes: int, cores: int, submissions: int, seed: int) -> StepTimes:
-    """Time one step over the first actions of so many new trajectories, on an empty core."""
+def burst_s(nodes: int, cores: int, submissions: int, seed: int) -> float:
+    """Return the seconds of one step over the first actions of so many new trajectories, on an empty core."""
     core = build_core(cluster(policy="adaptive", nodes=nodes, cores=cores))
     events: list[Event] = [
         Submitted(
@@ -199,36 +200,71 @@ def burst(nodes: int, cores: int, submissions: int, seed: int) -> StepTimes:
         for trajectory in coding(submissions, seed).trajectories
     ]
     gc.collect()
-    found = StepTimes()
-    found.read(20)
-    found.step(core, events, 0.0)
-    found.read(20)
+    took_s, _ = step_s(core, events, 0.0)
     core.check()
-    return found
+    return took_s
 
 
-def arrivals(nodes: int, times: int) -> StepTimes:
-    """Time submissions of new trajectories, each alone in its step, to ``nodes`` nodes with half of 16 cores in use."""
-    core = build_core(cluster(policy="adaptive", nodes=nodes, cores=16 * nodes))
-    core.step([_shell(f"old{number}", 0.0) for number in range(8 * nodes)], 0.0)
-    found = StepTimes()
-    for number in range(times):
-        now_s = 1.0 + number
-        submission = _shell(f"new{number}", now_s)
-        found.step(core, [submission], now_s)
-        done = Outcome(state=State.SUCCEEDED, execution_s=0.5)
-        core.step([Finished(action_id=submission.action.id, outcome=done)], now_s + 0.5)
-    core.check()
-    return found
+class FullCluster:
+    """A core of which every core is used, 16 a node, and for which ``queued`` short actions wait.
+
+    One in ``lone`` has no trajectory, so that any node may serve it: all with 1, none with 0.
+    """
+
+    def __init__(self, nodes: int, queued: int, lone: int) -> None:
+        self._spec = cluster(policy="adaptive", nodes=nodes, cores=16 * nodes)
+        scheduler = replace(self._spec.scheduler, trajectories_max=10**9)
+        self._core = build_core(replace(self._spec, scheduler=scheduler))
+        self._queued, self._lone = queued, lone
+        self._made = 0
+        self._waiting: dict[str, None] = {}
+        self._running: dict[str, None] = {}
+        self._fill()
+
+    def time(self, times: int, rare: int) -> dict[str, list[float]]:
+        """Return the seconds of steps by what happened in them, ``rare`` of each that changes the nodes."""
+        found: dict[str, list[float]] = {}
+        for round_ in range(times):
+            found.setdefault("end", []).append(self._step(Finished(action_id=next(iter(self._running)), outcome=DONE)))
+            found.setdefault("submission", []).append(self._step(self._submission()))
+            found.setdefault("cancel", []).append(self._step(CancelRequested(action_id=next(reversed(self._waiting)))))
+            if round_ < rare:
+                node = self._spec.nodes[round_ % len(self._spec.nodes)]
+                found.setdefault("node leaves", []).append(self._step(NodeLost(node=node.name)))
+                found.setdefault("node joins", []).append(self._step(NodeJoined(node=node)))
+            self._fill()
+        self._core.check()
+        return found
+
+    def _fill(self) -> None:
+        """Submit until every core is used and as many wait as are to."""
+        while (missing := len(self._spec.nodes) * 16 + self._queued - len(self._running) - len(self._waiting)) > 0:
+            self._step(*[self._submission() for _ in range(min(missing, 1000))])
+
+    def _submission(self) -> Submitted:
+        self._made += 1
+        return _shell(f"a{self._made}", 0.001 * self._made, alone=self._lone > 0 and self._made % self._lone == 0)
+
+    def _step(self, *events: Event) -> float:
+        self._waiting.update((event.action.id, None) for event in events if isinstance(event, Submitted))
+        took_s, commands = step_s(self._core, list(events), 0.001 * self._made)
+        for command in commands:
+            if isinstance(command, Execute):
+                del self._waiting[command.action.id]
+                self._running[command.action.id] = None
+            elif isinstance(command, Settle):
+                self._waiting.pop(command.settlement.action.id, None)
+                self._running.pop(command.settlement.action.id, None)
+        return took_s
 
 
-def _shell(name: str, now_s: float) -> Submitted:
-    """Return a short action on one core, the first of a trajectory of its own."""
+def _shell(name: str, now_s: float, *, alone: bool = False) -> Submitted:
+    """Return a short action on one core, the first of a trajectory of its own, or ``alone`` without one."""
     return Submitted(
         action=Action(
             id=name,
             function="shell",
-            trajectory=name,
+            trajectory=None if alone else name,
             memory_bytes=MEMORY_BYTES,
             trajectory_ttl_s=1e9,
             cost={"cpu": UnitSet.fixed(1)},

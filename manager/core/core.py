@@ -87,7 +87,8 @@ class Membership:
         state = self._state
         if name not in state.nodes:
             return
-        gone = [trajectory for trajectory in state.trajectories if trajectory.node == name]
+        pinned = [one for one in map(state.trajectories.get, state.nodes[name].pinned) if one is not None]
+        gone = sorted(pinned, key=lambda one: one.opened_seq)
         for running in state.executing.all():
             if running.lease.node == name:
                 self._lose(running, name)

@@ -214,6 +214,8 @@ class Executing:
         #: The same as policies see them, as of this instant.
         self._views: dict[str, RunningSet] = {}
         self.viewed_s = 0.0
+        #: By kind, the pools in which a running action can be resized.
+        self._resizable: defaultdict[str, dict[str, Pool]] = defaultdict(dict)
         self._held_by_task: dict[tuple[str, str], int] = {}
         self._loads: defaultdict[str, PoolLoad] = defaultdict(PoolLoad)
 
@@ -240,12 +242,17 @@ class Executing:
         """Return whether one of these holds more than its minimum."""
         return pool in self._views and self._views[pool].slack > 0
 
+    def resizable(self, kind: str) -> dict[str, Pool]:
+        """Return by name the pools of a kind in which a running action can be resized."""
+        return self._resizable[kind]
+
     def held_by(self, task: str, kind: str) -> int:
         """Return the units of ``kind`` that the task's actions hold (children not counted: their parents are)."""
         return self._held_by_task.get((task, kind), 0)
 
-    def load(self, pool: str) -> PoolLoad:
-        return self._loads[pool]
+    def load(self, name: str) -> PoolLoad:
+        """Return the use of a pool, and the arrivals of a kind, by its name."""
+        return self._loads[name]
 
     def requests(self, action: Action, node: str, units: Mapping[str, int]) -> list[tuple[Pool, PoolRequest]] | None:
         """Return what an action that runs already needs of each pool to run on; None if it cannot be had."""
@@ -405,6 +412,7 @@ class Executing:
         """Assert that pools hold units for running actions and batches only."""
         for pool in self._resources:
             assert set(pool.held) == set(self.holders(pool.name)), f"{pool.name}: {pool.held} without an action"
+            assert self.can_resize(pool.name) == (pool.name in self._resizable[pool.kind]), f"{pool.name} is mistaken"
             views = self.view(pool, self.viewed_s)
             above = sum(one.units - one.action.cost[pool.kind].minimum for one in views.malleable)
             assert len(views) == len(pool.held) and views.slack == above, f"{pool.name}: {above} above the minima"
@@ -508,6 +516,10 @@ class Executing:
     def _observe(self, pool: Pool, now_s: float) -> None:
         total = pool.total
         self._loads[pool.name].observe(now_s, (total - pool.idle) / total if total else 0.0)
+        if self.can_resize(pool.name):
+            self._resizable[pool.kind][pool.name] = pool
+        else:
+            self._resizable[pool.kind].pop(pool.name, None)
 
     def _pool(self, kind: str, node: str) -> Pool:
         pool = self._resources.find(kind, node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from bisect import insort
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -477,8 +478,8 @@ class QueueGroup:
         "demand",
         "keyed",
         "live",
-        "pools",
-        "pools_version",
+        "longest_s",
+        "places",
         "signature",
     )
 
@@ -490,20 +491,17 @@ class QueueGroup:
         self._seconds = 0.0
         self._rigid: dict[str, InOrder[Key]] = {}
         self.live = 0
+        #: What none of them exceeds in expected seconds with one unit, as far as these are known.
+        self.longest_s = 0.0
         #: How many of them have a choice of units, by the kind of their key; under None those that have none.
         self.keyed: defaultdict[str | None, int] = defaultdict(int)
-        #: Names of the pools that could serve it, as of this version of the resources.
-        self.pools: tuple[str, ...] = ()
-        self.pools_version = -1
+        #: How many nodes could serve it, as of that version of the resources.
+        self.places = 0, -1
 
     @property
     def kinds(self) -> Iterable[str]:
         """Return the kinds that it is found by: those that it needs, or the empty one."""
         return self.demand or ("",)
-
-    @property
-    def needs_memory_only(self) -> bool:
-        return self.signature.memory_bytes > 0 and not self.demand
 
     def takes(self, action: Action, memory_bytes: int, batch_service: str, *, child: bool) -> bool:
         """Return whether an action that is offered on this group's node is alike in all else."""
@@ -521,6 +519,7 @@ class QueueGroup:
         waiting.group = self
         self.live += 1
         self.keyed[waiting.action.key] += 1
+        self.longest_s = max(self.longest_s, waiting.action.t_ori_s or 0.0)
         self._by_service.add(waiting.key, waiting)
         if self._by_length is not None:
             seconds = _expected_s(waiting)
@@ -615,6 +614,8 @@ class Queue:
         #: The same by kind that they need, and by kind and node; those that need none are under the empty kind.
         self._by_kind: dict[str, dict[QueueGroup, None]] = {}
         self._by_place: dict[tuple[str, str], dict[QueueGroup, None]] = {}
+        #: By kind, how many groups need so many units of it at least.
+        self._minima: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self._by_task: dict[str, int] = {}
         self._by_function: dict[str, int] = {}
         self._deadlines = Expiries[Waiting](lambda one, _: self._waiting.get(one.id) is not one)
@@ -637,11 +638,6 @@ class Queue:
 
     def get(self, action_id: str) -> Waiting | None:
         return self._waiting.get(action_id)
-
-    def of_trajectory(self, trajectory: str) -> list[Waiting]:
-        """Return its waiting actions, latest first: none gets its turn while they are cancelled one by one."""
-        found = [one for one in self._waiting.values() if one.action.trajectory == trajectory]
-        return sorted(found, key=lambda one: one.order, reverse=True)
 
     def refusal(self, action: Action) -> CodedError | None:
         """Return why one more such action cannot be queued now; None if it can."""
@@ -731,10 +727,6 @@ class Queue:
         forsaken, self._forsaken = self._forsaken, set()
         return forsaken
 
-    @property
-    def has_groups(self) -> bool:
-        return bool(self._groups)
-
     def groups(self) -> list[QueueGroup]:
         return list(self._groups.values())
 
@@ -745,6 +737,10 @@ class Queue:
     def groups_at(self, kind: str, node: str) -> Iterable[QueueGroup]:
         """Return the groups that may be given ``kind`` on ``node``."""
         return chain(self._by_place.get((kind, node), ()), self._by_place.get((kind, ""), ()))
+
+    def least(self, kind: str) -> int:
+        """Return the fewest units of ``kind`` with which something that waits could start; more than any if nothing."""
+        return min((units for units, groups in self._minima[kind].items() if groups), default=sys.maxsize)
 
     def by_task(self, task: str) -> int:
         return self._by_task.get(task, 0)
@@ -782,6 +778,8 @@ class Queue:
             for kind in group.kinds:
                 self._by_kind.setdefault(kind, {})[group] = None
                 self._by_place.setdefault((kind, signature.node), {})[group] = None
+            for kind, units in signature.demand:
+                self._minima[kind][units] += 1
         return group
 
     def _forget(self, group: QueueGroup) -> None:
@@ -792,6 +790,8 @@ class Queue:
         for kind in group.kinds:
             _discard(self._by_kind, kind, group)
             _discard(self._by_place, (kind, group.signature.node), group)
+        for kind, units in group.signature.demand:
+            self._minima[kind][units] -= 1
 
     def _batch_service(self, action: Action) -> str:
         """Return the service whose batch an action with tokens may join; empty if the service makes none."""
@@ -873,7 +873,7 @@ class TrajectoryState:
     #: Actions whose turn it is, but which need the place that it waits for.
     unplaced: tuple[Waiting, ...] = ()
     #: Actions invoked by the active one, queued or running.
-    children: int = 0
+    children: list[Waiting] = field(default_factory=list)
     idle_since_s: float = 0.0
     #: Opened by the caller, who wants to know its place and keeps it without an action.
     explicit: bool = False

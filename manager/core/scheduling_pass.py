@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import heapq
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from math import inf
 from pathlib import Path
 
 from manager.action import ANYWHERE, Action, Chunk, NodeChoice, UnitSet
 from manager.core.queue import Key, QueueGroup, Signature, Waiting
 from manager.core.state import Dispatcher, SchedulerState
 from manager.resources.cores import PlacedPool
-from manager.resources.nodes import Nodes, Resources
+from manager.resources.nodes import Nodes
 from manager.resources.pools import Headroom, Pool, PoolRequest
 from manager.scheduler.policy import ChunkView, CrowdView, Decision, PoolView, PromptPolicy, Start, WaitingView
 from manager.scheduler.rank import Drawn
@@ -26,6 +27,8 @@ class Changes:
         self._state = state
         self._rooms = state.cap_rooms()
         self._memory_waits_from: int | None = None
+        #: The version of the resources at the last round.
+        self._version = -1
         #: Groups to look at, whatever happens to their pools.
         self._groups: set[QueueGroup] = set()
 
@@ -43,20 +46,26 @@ class Changes:
         if not arrived and not self._groups:
             return
         for group, count in arrived.items():
-            names = state.pools_of(group)
-            for name in names:
-                state.executing.load(name).arrivals.add(state.now_s, count * len(group.demand) / len(names))
+            for kind in group.demand:
+                state.executing.load(kind).arrivals.add(state.now_s, count)
             self._groups.add(group)
         if not state.spec.strict:
-            self._groups = {group for group in self._groups if group.live and self._is_hopeful(group)}
+            # One without an open pool is looked at when a pool has changed: under load most submissions need no pass.
+            self._groups = {group for group in self._groups if group.live and (not group.demand or state.opens(group))}
 
     def take(self) -> tuple[set[str], set[QueueGroup]]:
         """Return the names of the pools, and the groups, that the next round must look at."""
         state = self._state
         pools = state.resources.take_changed()
+        if self._version != state.resources.version:
+            self._version = state.resources.version
+            self._look_everywhere(pools)
         for group in state.queue.take_forsaken():
-            # In strict order it may have stood in the way of everything behind it.
-            pools.update((pool.name for pool in state.resources) if state.spec.strict else state.pools_of(group))
+            if state.spec.strict:  # it may have stood in the way of everything behind it
+                self._look_everywhere(pools)
+            else:
+                pools.update(state.resources.names_on(group.signature.node))
+                pools.update(pool.name for pool in state.opens(group))
         if state.capped or self._rooms:
             self._compare_caps(pools)
         self._compare_memory(pools)
@@ -67,19 +76,6 @@ class Changes:
                     pools.add(pool)
         groups, self._groups = self._groups, set()
         return pools, groups
-
-    def _is_hopeful(self, group: QueueGroup) -> bool:
-        """Return whether a pool that could serve the group has a free unit, or can make one.
-
-        A group without hope is looked at when one of its pools has changed. Under load this spares most submissions
-        their pass.
-        """
-        state = self._state
-        names = state.pools_of(group)
-        for name in names:
-            if state.resources[name].free > 0 or state.executing.can_resize(name):
-                return True
-        return not names
 
     def _compare_caps(self, pools: set[str]) -> None:
         """Look at the pools of which a task may hold more than before, and at groups whose cap has come to block them.
@@ -92,23 +88,30 @@ class Changes:
             return
         for task, kind in before:
             if (task, kind) not in now or now[task, kind] > before[task, kind]:
-                pools.update(pool.name for pool in self._state.resources.of_kind(kind))
+                pools.update(pool.name for pool in self._state.open_pools(kind))
         for group in self._state.queue.groups():
             for kind, units in group.signature.demand:
                 key = (group.signature.task, kind)
                 if key in now and now[key] < units and (key not in before or units <= before[key]):
                     self._groups.add(group)
 
+    def _look_everywhere(self, pools: set[str]) -> None:
+        """Look at all pools in which anything may start."""
+        pools.update(pool.name for kind in self._state.resources.kinds for pool in self._state.open_pools(kind))
+
     def _compare_memory(self, pools: set[str]) -> None:
         """Look at every place where memory has returned, or is no longer kept for a trajectory that waited first."""
         state = self._state
         nodes = state.nodes.take_changed()
         before, self._memory_waits_from = self._memory_waits_from, state.memory_waits_from
+        pools.update(name for node in nodes for name in state.resources.names_on(node))
         if before not in (None, state.memory_waits_from):
-            nodes.update(state.nodes.names)
-        if nodes:
-            pools.update(name for node in nodes for name in state.resources.names_on(node))
-            self.look_again(group for group in state.queue.groups_of("") if group.needs_memory_only)
+            self._look_everywhere(pools)
+        elif not nodes:
+            return
+        kinds = ["", *(kind for kind in state.resources.kinds if not state.resources.on_nodes(kind))]
+        groups = [group for kind in kinds for group in state.queue.groups_of(kind)]
+        self.look_again(group for group in groups if group.signature.memory_bytes)
 
 
 # Actions that wait alone for one pool and have no choice of units: there is nothing to decide about them.
@@ -139,11 +142,6 @@ def waits_alone(state: SchedulerState, pool: Pool, groups: Sequence[QueueGroup])
     if state.executing.can_resize(pool.name) or not isinstance(state.policy(pool), PromptPolicy):
         return None
     return waiting if state.nodes.may_go_on(placement, node) else None
-
-
-def request_of(waiting: Waiting, pool: Pool) -> PoolRequest:
-    """Return what an action that waits alone wants of its pool."""
-    return PoolRequest(waiting.action.cost[pool.kind].minimum, waiting.action.service, node=pool.node)
 
 
 # Candidates: what could start now at its minimum, by reservation per resource (docs/SCHEDULING.md 1.1).
@@ -299,25 +297,17 @@ class _Contender:
 class Selector:
     """One walk over some groups."""
 
-    def __init__(
-        self,
-        resources: Resources,
-        nodes: Nodes,
-        caps: Mapping[tuple[str, str], Headroom],
-        *,
-        memory_waits_from: int | None,
-        memory_waits_bytes: int,
-        strict: bool,
-    ) -> None:
-        self._resources = resources
-        self._nodes = nodes
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._resources = state.resources
+        self._nodes = state.nodes
         #: What is left of (task, kind) caps.
-        self._caps = caps
-        #: Submission of the first trajectory that waits for memory, and what it needs: later actions get only what
-        #: it could not use.
-        self._memory_waits_from = memory_waits_from
-        self._memory_waits_bytes = memory_waits_bytes
-        self._strict = strict
+        self._caps = {key: Headroom(room) for key, room in state.cap_rooms().items()}
+        self._strict = state.spec.strict
+        #: Whether a trajectory waits for memory: actions that came later get only what it could not use.
+        self._memory_is_awaited = state.memory_waits_from is not None
+        #: By kind, the nodes whose pools are open.
+        self._open: dict[str, list[str]] = {}
         self._memory: dict[str, Headroom] = {}
         #: By node, what those later actions may still take.
         self._kept: dict[str, Headroom] = {}
@@ -358,7 +348,7 @@ class Selector:
         if len(contender.options) != 1 or contender.caps or self._strict:
             return False
         (option,) = contender.options
-        if not option.needs or not option.together or (option.memory_bytes and self._memory_waits_from is not None):
+        if not option.needs or not option.together or (option.memory_bytes and self._memory_is_awaited):
             return False
         return all(headroom.rivals == 1 for headroom, _ in option.headrooms)
 
@@ -389,7 +379,7 @@ class Selector:
                 self._reserve(waiting, option)
             return not self._strict and any(option.contended for option in options)
         chosen.take()
-        if chosen.memory_bytes and self._memory_waits_from is not None:
+        if chosen.memory_bytes and self._memory_is_awaited:
             self._kept_of(chosen.node).take(chosen.memory_bytes)
         for cap, units in caps:
             cap.take(units)
@@ -404,9 +394,11 @@ class Selector:
                 option.compete(-1)
 
     def _choose(self, waiting: Waiting, contender: _Contender) -> StartOption | None:
-        if self._is_late(waiting):
-            return contender.roomiest.first(lambda option: not self._exceeds_kept(option))
-        return contender.roomiest.first()
+        if not self._is_late(waiting):
+            return contender.roomiest.first()
+        return contender.roomiest.first(
+            lambda option: not option.memory_bytes or self._kept_of(option.node).fits(option.memory_bytes)
+        )
 
     def _candidate(self, waiting: Waiting, option: StartOption) -> Candidate:
         action = waiting.action
@@ -449,7 +441,13 @@ class Selector:
         nodes, placement = self._nodes, signature.placement
         if signature.node:
             return [signature.node] if nodes.may_go_on(placement, signature.node) else []
-        return [name for name in nodes.names if nodes.may_start(placement, name)]
+        names: Iterable[str] = nodes.names
+        if len(signature.demand) == 1 and self._resources.on_nodes(kind := signature.demand[0][0]):
+            # Where its only units are not to be had, there is nothing else that it could reserve.
+            if kind not in self._open:
+                self._open[kind] = [pool.node for pool in self._state.open_pools(kind)]
+            names = self._open[kind]
+        return [name for name in names if nodes.may_start(placement, name)]
 
     def _option(self, group: QueueGroup, node: str, among: frozenset[str], together: bool) -> StartOption | None:
         needs, headrooms = [], []
@@ -481,24 +479,22 @@ class Selector:
         headroom = self._kept.get(node)
         if headroom is None:
             place = self._nodes[node]
-            free_bytes = place.kept_bytes(self._memory_waits_bytes) - (place.held_bytes - place.pinned_bytes)
+            free_bytes = place.kept_bytes(self._state.memory_waits_bytes) - (place.held_bytes - place.pinned_bytes)
             headroom = self._kept[node] = Headroom(max(0, free_bytes))
         return headroom
 
-    def _exceeds_kept(self, option: StartOption) -> bool:
-        return option.memory_bytes > 0 and not self._kept_of(option.node).fits(option.memory_bytes)
-
     def _is_late(self, waiting: Waiting) -> bool:
         """Return whether an action came after a trajectory that waits for memory."""
-        return self._memory_waits_from is not None and self._memory_waits_from < waiting.seq
+        waits_from = self._state.memory_waits_from
+        return waits_from is not None and waits_from < waiting.seq
 
     def _reserve(self, waiting: Waiting, option: StartOption) -> None:
         """Keep later actions from passing one that waits, but not in memory that it cannot have before a trajectory."""
         memory_bytes = option.memory_bytes
-        if not memory_bytes or self._memory_waits_from is None:
+        if not memory_bytes or not self._memory_is_awaited:
             option.reserve()
             return
-        kept = memory_bytes <= self._nodes[option.node].kept_bytes(self._memory_waits_bytes)
+        kept = memory_bytes <= self._nodes[option.node].kept_bytes(self._state.memory_waits_bytes)
         option.reserve(memory=kept or not self._is_late(waiting))
         if kept:
             self._kept_of(option.node).reserve(memory_bytes)
@@ -605,7 +601,6 @@ class PoolDispatch:
 
     def _view(self) -> PoolView:
         pool, state, now_s = self._pool, self._state, self._state.now_s
-        load = state.executing.load(pool.name)
         self._startable = [group for group in self._groups if self._place(group) is not None]
         has_elastic = any(group.keyed[pool.kind] for group in self._groups)
         by_choice = has_elastic and not state.spec.strict
@@ -618,14 +613,15 @@ class PoolDispatch:
             running=state.executing.view(pool, now_s),
             candidates=Drawn(self._show_candidates),
             queued=Drawn(lambda: (waiting.action for waiting in self._queued(self._groups))),
-            backlog=sum([self._share(group) for group in self._groups]),
+            backlog=sum([-(-group.live // self._nodes_of(group)) for group in self._groups]),
             eligible=self._show_eligible(),
             has_elastic=has_elastic,
+            longest_s=inf if has_elastic else max([group.longest_s for group in self._groups], default=inf),
             rigid=Drawn(self._show_rigid) if by_choice else None,
             crowd=self._show_crowd() if by_choice and self._placed is None else None,
             turns=None if state.spec.strict else self._show_turns(),
-            arrival_rate=load.arrivals.at(now_s),
-            utilisation=load.utilisation(now_s),
+            arrival_rate=state.arrival_rate(pool),
+            utilisation=state.executing.load(pool.name).utilisation(now_s),
             chunks=None if self._placed is None else self._show_chunks(self._placed),
             worker_cost_s=state.option(pool.kind, "worker_cost_s", 0.0),
         )
@@ -647,13 +643,9 @@ class PoolDispatch:
         assert limit is not None
         return limit
 
-    def _share(self, group: QueueGroup) -> int:
-        """Return how many of a group's actions wait for this pool, if several nodes could serve them."""
-        return -(-group.live // self._nodes_of(group))
-
     def _nodes_of(self, group: QueueGroup) -> int:
-        """Return how many pools like this one could serve a group's actions."""
-        return max(1, len(self._selection.options[group])) if self._pool.node else 1
+        """Return how many pools like this one could serve a group's actions, which count for each in part."""
+        return max(1, self._state.places_of(group)) if self._pool.node else 1
 
     def _queued(self, groups: Sequence[QueueGroup]) -> Iterator[Waiting]:
         """Return waiting actions in order of service, candidates first, bounded by the window."""
@@ -821,7 +813,7 @@ class PoolDispatch:
             group = candidate.waiting.group
             if group is None:
                 continue
-            elsewhere = len(candidate.option.needs) > 1 or len(self._selection.options[group]) > 1
+            elsewhere = len(candidate.option.needs) > 1 or self._state.places_of(group) > 1
             if elsewhere or candidate.choice.minimum <= self._pool.free:
                 self._look_again([group])
             self._release_cap(group.signature.task)
@@ -947,51 +939,17 @@ class SchedulingPass:
             pools, groups = self._changes.take()
             if not pools and not groups:
                 break
-            if not pools and self._start_alone(groups):
-                break  # nobody else's units, memory or cap has changed with it
-            if self._is_idle(pools):
-                break
             self._round(pools, groups)
-
-    def _is_idle(self, pools: set[str]) -> bool:
-        """Return whether nothing waits, and nothing that runs in these pools can be resized: there is no choice."""
-        state = self._state
-        return not state.queue.has_groups and not any(map(state.executing.can_resize, pools))
-
-    def _start_alone(self, groups: set[QueueGroup]) -> bool:
-        """Start the only action that anything changed for, if it waits alone; return whether it did."""
-        if len(groups) != 1:
-            return False
-        (group,) = groups
-        state = self._state
-        names = state.pools_of(group)
-        if len(names) != 1 or not group.live or (state.paused and not group.signature.child):
-            return False
-        pool = state.resources[names[0]]
-        waiting = waits_alone(state, pool, list(state.groups_at(pool)))
-        if waiting is None:
-            return False
-        self._start_in(pool, waiting)
-        return True
-
-    def _start_in(self, pool: Pool, alone: Waiting) -> None:
-        """Start what waits alone for a pool."""
-        self._state.wakes.pop(pool.name, None)
-        self.dispatcher.start([alone], pool.node, [(pool, request_of(alone, pool))])
 
     def _round(self, changed: set[str], changed_groups: set[QueueGroup]) -> None:
         state = self._state
-        names, groups = self._closure(changed, changed_groups)
-        groups_of: dict[str, list[QueueGroup]] = {}
-        for group in groups:
-            for name in state.pools_of(group):
-                groups_of.setdefault(name, []).append(group)
+        groups_of, groups = self._closure(changed, changed_groups)
         can_resize = state.executing.can_resize
         # Where nothing waits and nobody can be resized, nothing is to be decided: so it is while a thousand nodes join.
-        pools = state.resources.in_order([name for name in names if name in groups_of or can_resize(name)])
+        pools = state.resources.in_order([name for name, here in groups_of.items() if here or can_resize(name)])
         alone: dict[str, Waiting] = {}
         for pool in pools:
-            waiting = waits_alone(state, pool, groups_of.get(pool.name, ()))
+            waiting = waits_alone(state, pool, groups_of[pool.name])
             if waiting is not None:
                 alone[pool.name] = waiting
         sure = {waiting.group for waiting in alone.values()}
@@ -1004,46 +962,49 @@ class SchedulingPass:
         for pool in pools:
             only = alone.get(pool.name)
             if only is not None:
-                self._start_in(pool, only)
+                state.wakes.pop(pool.name, None)
+                request = PoolRequest(only.action.cost[pool.kind].minimum, only.action.service, node=pool.node)
+                self.dispatcher.start([only], pool.node, [(pool, request)])
                 continue
-            candidates, here = by_pool.get(pool.name, []), groups_of.get(pool.name, [])
+            candidates, here = by_pool.get(pool.name, []), groups_of[pool.name]
             PoolDispatch(state, self.dispatcher, pool, here, candidates, selection, self._changes.look_again).take()
 
     def select(self, groups: Sequence[QueueGroup]) -> CandidateSelection:
         """Return what could start now of these groups, by reservation."""
-        state = self._state
-        if not groups:
-            return CandidateSelection()
-        selector = Selector(
-            state.resources,
-            state.nodes,
-            {key: Headroom(room) for key, room in state.cap_rooms().items()},
-            memory_waits_from=state.memory_waits_from,
-            memory_waits_bytes=state.memory_waits_bytes,
-            strict=state.spec.strict,
-        )
-        return selector.walk(groups)
+        return Selector(self._state).walk(groups) if groups else CandidateSelection()
 
-    def _closure(self, changed: set[str], changed_groups: set[QueueGroup]) -> tuple[set[str], list[QueueGroup]]:
-        """Return the pools that compete for waiting actions with those that changed, and these actions' groups."""
+    def _closure(
+        self, changed: Iterable[str], changed_groups: Iterable[QueueGroup]
+    ) -> tuple[dict[str, list[QueueGroup]], list[QueueGroup]]:
+        """Return the open pools that compete for waiting actions with those that changed, and these actions' groups.
+
+        By the name of each pool those that it could serve.
+        """
         state = self._state
         chosen: dict[QueueGroup, None] = {}
-        pools: set[str] = set()
-        beyond = set(changed)
+        groups_of: dict[str, list[QueueGroup]] = {}
+        beyond = [pool for pool in map(state.resources.get, changed) if pool is not None]
 
         def choose(groups: Iterable[QueueGroup]) -> None:
             for group in groups:
                 if group not in chosen and (group.signature.child or not state.paused):
                     chosen[group] = None
-                    beyond.update(state.pools_of(group))
+                    beyond.extend(state.opens(group))
+
+        def spread() -> None:
+            while beyond:
+                pool = beyond.pop()
+                if pool.name not in groups_of:
+                    here = [group for group in state.groups_at(pool) if state.is_right(group, pool)]
+                    choose(here)
+                    groups_of[pool.name] = [group for group in here if group in chosen]
 
         choose(state.queue.groups() if state.spec.strict else [group for group in changed_groups if group.live])
-        if not state.queue.has_groups:
-            return beyond, []
-        while beyond:
-            name = beyond.pop()
-            if name not in pools:
-                pools.add(name)
-                pool = state.resources.get(name)
-                choose(() if pool is None else state.groups_at(pool))
-        return pools, list(chosen)
+        spread()
+        if state.capped and any(not group.signature.node for group in chosen):
+            # What waits for full pools takes part all the same: it may keep a cap from those behind it.
+            kinds = {kind for spec in state.capped.values() for kind in spec.caps}
+            groups = (group for kind in kinds for group in state.queue.groups_of(kind))
+            choose(group for group in groups if group.signature.task in state.capped)
+            spread()
+        return groups_of, list(chosen)

@@ -106,16 +106,48 @@ class SchedulerState:
         """Return the groups whose actions a pool could serve."""
         return self.queue.groups_at(pool.kind, pool.node) if pool.node else self.queue.groups_of(pool.kind)
 
-    def pools_of(self, group: QueueGroup) -> tuple[str, ...]:
-        """Return the names of the pools that could serve a group's actions."""
-        if group.pools_version != self.resources.version:
-            node, placement = group.signature.node, group.signature.placement
-            pools = [pool for kind in group.demand for pool in self.resources.serving(kind, node)]
-            if placement is not ANYWHERE:
-                pools = [pool for pool in pools if not pool.node or self.nodes[pool.node].spec.suits(placement)]
-            group.pools = tuple([pool.name for pool in pools])
-            group.pools_version = self.resources.version
-        return group.pools
+    def is_right(self, group: QueueGroup, pool: Pool) -> bool:
+        """Return whether the labels and abilities of a pool's node, if it has one, are right for a group's actions."""
+        placement = group.signature.placement
+        return placement is ANYWHERE or not pool.node or self.nodes[pool.node].spec.suits(placement)
+
+    def places_of(self, group: QueueGroup) -> int:
+        """Return how many nodes may serve a group's actions; 1 if they need nothing of a node, or that of one."""
+        places, version = group.places
+        if version != self.resources.version:
+            _, demand, _, node, _, _, placement = group.signature
+            places, kinds = 1, [kind for kind, _ in demand if self.resources.on_nodes(kind)]
+            if kinds and not node:
+                right = self.nodes.right_for(placement)
+                places = sum(all(self.resources.find(kind, name) is not None for kind in kinds) for name in right)
+            group.places = places, self.resources.version
+        return places
+
+    def arrival_rate(self, pool: Pool) -> float:
+        """Return the actions per second that come for a pool; for each of several of a kind their mean."""
+        arrivals = self.executing.load(pool.kind).arrivals
+        return arrivals.at(self.now_s) / len(self.resources.of_kind(pool.kind))
+
+    # What may start, or be resized, at all: a pass looks at no other pool, so it costs the same on ten nodes and on a
+    # thousand whose cores are in use.
+
+    def is_open(self, pool: Pool) -> bool:
+        """Return whether something may start in a pool, or run there with other units."""
+        has_free = not pool.node or pool.free >= self.queue.least(pool.kind)
+        return has_free or self.executing.can_resize(pool.name)
+
+    def open_pools(self, kind: str, node: str = "") -> list[Pool]:
+        """Return those pools that serve ``kind`` for actions bound to ``node``, or to none if it is empty."""
+        resources = self.resources
+        if node or not resources.on_nodes(kind):
+            return [pool for pool in resources.serving(kind, node) if self.is_open(pool)]
+        found = {pool.name: pool for pool in resources.with_free(kind, self.queue.least(kind))}
+        return resources.in_order(found | self.executing.resizable(kind))
+
+    def opens(self, group: QueueGroup) -> list[Pool]:
+        """Return those of these pools that could serve a group's actions."""
+        node = group.signature.node
+        return [pool for kind in group.demand for pool in self.open_pools(kind, node) if self.is_right(group, pool)]
 
 
 #: Waiting actions of one group that are looked at for a batch.
@@ -359,8 +391,8 @@ def _units(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
     anywhere = group.signature.placement == ANYWHERE
     among = frozenset[str]() if anywhere else state.nodes.right_for(group.signature.placement)
     for kind, need in group.demand.items():
-        pools = [state.resources[name] for name in state.pools_of(group) if state.resources[name].kind == kind]
-        if any(_has(pool, need, node, among) for pool in pools):
+        pools = [pool for pool in state.resources.serving(kind, node) if state.is_right(group, pool)]
+        if any(pool.headroom().fits(need, node, among) for pool in pools):
             continue
         best = max(pools, key=lambda pool: pool.free, default=None)
         yield Cause(
@@ -371,11 +403,6 @@ def _units(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
             free=0 if best is None else max(0, best.free),
             until_s=_until(state, best),
         )
-
-
-def _has(pool: Pool, need: int, node: str, among: frozenset[str]) -> bool:
-    """Return whether the units can be had together."""
-    return pool.headroom().fits(need, node, among)
 
 
 def _kind_of(pool: Pool | None) -> CauseKind:
@@ -451,7 +478,7 @@ class TrajectoryOrder:
             return
         trajectory = self.of(action) or self._begin(action.trajectory, waiting)
         if waiting.child:
-            trajectory.children += 1
+            trajectory.children.append(waiting)
         elif trajectory.active is None and (action.attempt > 1 or not trajectory.behind):
             trajectory.active = waiting
         else:
@@ -492,6 +519,8 @@ class TrajectoryOrder:
             return
         if trajectory.active is lost:
             trajectory.active = waiting
+        else:
+            trajectory.children[trajectory.children.index(lost)] = waiting
         self._offer(waiting, trajectory)
 
     def leave(self, waiting: Waiting) -> None:
@@ -504,7 +533,7 @@ class TrajectoryOrder:
         if trajectory.active is waiting:
             trajectory.active = None
         elif waiting.child:
-            trajectory.children -= 1
+            trajectory.children.remove(waiting)
         else:
             trajectory.behind.remove(waiting)
         if trajectory.active is None and trajectory.behind:
@@ -669,11 +698,14 @@ class Settling:
         """End what waits of a trajectory and kill what runs."""
         state = self._state
         message = f"trajectory {trajectory.name} ended"
-        for waiting in state.queue.of_trajectory(trajectory.name):
+        first = [] if trajectory.active is None else [trajectory.active]
+        actions = sorted([*first, *trajectory.behind, *trajectory.children], key=lambda one: one.order)
+        for waiting in reversed(actions):  # so none gets its turn meanwhile
             if waiting.id in state.queue:
                 self.end_waiting(waiting, end_state, reason, message)
-        for running in state.executing.all():
-            if running.action.trajectory == trajectory.name:
+        for one in actions:
+            running = state.executing.get(one.id)
+            if running is not None:
                 self.abort(running, message)
 
     def abort(self, running: Running, message: str) -> None:

@@ -190,7 +190,7 @@ def resources_view(core: Core) -> dict[str, object]:
                 "holders": _holders_view(core, pool.name),
                 "policy": state.policy(pool).name,
                 "utilisation": state.executing.load(pool.name).utilisation(core.state.now_s),
-                "arrivals_per_s": state.executing.load(pool.name).arrivals.at(core.state.now_s),
+                "arrivals_per_s": state.arrival_rate(pool),
             }
             for pool in state.resources
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -18,6 +19,8 @@ class Resources:
 
     def __init__(self, pools: Iterable[Pool]) -> None:
         self._pools: dict[str, Pool] = {}
+        #: All kinds that there were.
+        self.kinds: dict[str, None] = {}
         #: Counts the pools as they came.
         self._numbers: dict[str, int] = {}
         self._count = 0
@@ -27,7 +30,11 @@ class Resources:
         self.timed: tuple[TimedPool, ...] = ()
         self.placed: tuple[PlacedPool, ...] = ()
         self._changed: set[str] = set()
-        #: Counts the pools that came and went: what was derived from an earlier version is out of date.
+        #: The free units of each node's pool when it was last looked at, since when it may have less, and by kind and
+        #: these units the pools that had any.
+        self._free: defaultdict[str, int] = defaultdict(int)
+        self._by_free: defaultdict[str, defaultdict[int, dict[str, Pool]]] = defaultdict(lambda: defaultdict(dict))
+        #: Counts the changes of membership: what was derived from an earlier version is out of date.
         self.version = 0
         for pool in pools:
             self.add(pool)
@@ -37,7 +44,9 @@ class Resources:
         self._pools[pool.name] = pool
         self._count += 1
         self._numbers[pool.name] = self._count
+        self.kinds[pool.kind] = None
         pool.announce_to(self._changed)
+        self._changed.add(pool.name)
         if isinstance(pool, TimedPool):
             self.timed += (pool,)
         if isinstance(pool, PlacedPool):
@@ -53,6 +62,7 @@ class Resources:
         self.placed = tuple(one for one in self.placed if one is not pool)
         if pool.node:
             del self._node_kinds[pool.kind][pool.node]
+            self._by_free[pool.kind][self._free.pop(name, 0)].pop(name, None)
         self.note_membership()
 
     def declare(self, name: str, spec: ResourceSpec) -> None:
@@ -100,6 +110,7 @@ class Resources:
     def _mark(self, node: str, *, closed: bool) -> None:
         for name in self.names_on(node):
             self._pools[name].closed = closed
+            self._changed.add(name)
         self.note_membership()
 
     def take_changed(self) -> set[str]:
@@ -108,12 +119,33 @@ class Resources:
             return set()
         changed = self._changed & self._pools.keys()
         self._changed.clear()
+        for name in changed:
+            self._look_at(self._pools[name])
         return changed
 
+    def with_free(self, kind: str, least: int) -> list[Pool]:
+        """Return the pools of the nodes that have ``least`` units of ``kind`` free, one at least.
+
+        Whether more is free is known as of the last call of `take_changed`.
+        """
+        pools = [pool for free, alike in self._by_free[kind].items() if free >= least for pool in alike.values()]
+        return [pool for pool in pools if self._look_at(pool) >= least]
+
+    def _look_at(self, pool: Pool) -> int:
+        """Return the free units of a pool, and note them if it is one of a node's."""
+        free = pool.free
+        before = self._free[pool.name]
+        if free != before and pool.node:
+            self._free[pool.name] = free
+            by_free = self._by_free[pool.kind]
+            by_free[before].pop(pool.name, None)
+            if free:
+                by_free[free][pool.name] = pool
+        return free
+
     def note_membership(self) -> None:
-        """Announce every pool: what waits has others to choose from."""
+        """Note that what waits has other pools to choose from."""
         self.version += 1
-        self._changed.update(self._pools)
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools.values())
@@ -166,6 +198,8 @@ class Resources:
     def check(self) -> None:
         for pool in self:
             pool.check()
+            known = not pool.node or pool.free <= self._free[pool.name] or pool.name in self._changed
+            assert known, f"{pool.name} has {pool.free} units free, and {self._free[pool.name]} are known"
 
 
 #: Demands of which the able nodes are remembered.

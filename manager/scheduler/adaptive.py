@@ -273,7 +273,7 @@ class AdaptivePolicy(PromptPolicy):
             return self.price.decide(view)
         if not waiting and view.free + view.reserved == 0:
             return Decision()
-        order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s, view.rigid, view.turns)
+        order = ranked(view, waiting, kind, self.short_s, self.age_max_s)
         kept_back = head_room(running, kind, self.head_room)
         pass_ = _Pass(self, view, kind, malleable, kept_back)
         if view.crowd is not None and view.crowd.elastic >= self.crowd:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from typing import NamedTuple, Protocol, overload
 
 from manager.action import Action, Chunk, outside
@@ -121,6 +122,8 @@ class PoolView:
     eligible: Sequence[Action] = ()
     #: Whether any of these may have a choice of units here: where none has, nobody need look for one.
     has_elastic: bool = True
+    #: What none of ``eligible`` exceeds in expected seconds with one unit, where they are known and none is elastic.
+    longest_s: float = inf
     #: Free units besides ``free``, reserved for eligible actions ahead of the candidates: a policy that looks after
     #: these itself, and starts them in time, may use them.
     reserved: int = 0

@@ -379,7 +379,7 @@ class PricePolicy(PromptPolicy):
         if view.free + view.reserved == 0:
             return Decision()
         kind = kind_of(view.name)
-        order = ranked(waiting, kind, view.now_s, self.short_s, self.age_max_s, view.rigid, view.turns)
+        order = ranked(view, waiting, kind, self.short_s, self.age_max_s)
         pass_ = _PricePass(view, view.running, kind, self, order.first)
         kept_back = head_room(view.running, kind, self.head_room)
         return pass_.run(order.first, order.rest, kept_back)

@@ -187,20 +187,14 @@ class _Parted:
                 return
 
 
-def ranked(
-    waiting: Sequence[Action],
-    kind: str,
-    now_s: float,
-    short_s: float,
-    age_max_s: float,
-    rigid: Sequence[Action] | None = None,
-    turns: Callable[[], Iterator[str]] | None = None,
-) -> Ranked:
+def ranked(view: PoolView, waiting: Sequence[Action], kind: str, short_s: float, age_max_s: float) -> Ranked:
     """Split what waits; nothing overtakes once the oldest that could be overtaken has waited ``age_max_s``.
 
-    ``rigid`` are those of them that have no choice of units; None: they are looked for. ``turns`` are those of the
-    tasks, if several wait: short ones of a task that has none of the next `TURNS_AHEAD` pass nobody.
+    If several tasks wait, short ones of a task that has none of the next `TURNS_AHEAD` turns pass nobody.
     """
+    now_s, rigid, turns = view.now_s, view.rigid, view.turns
+    if turns is None and view.longest_s <= short_s:
+        return Ranked(waiting, ())
     if rigid is None and turns is None:  # nothing but their length tells them apart
         parted = _Parted(waiting, partial(is_short, kind=kind, short_s=short_s))
         oldest = next(parted.others(), None)

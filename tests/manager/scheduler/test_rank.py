@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from math import inf
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,19 +138,21 @@ def test_short_ones_of_a_task_far_ahead_of_its_turn_pass_nobody() -> None:
     ]
 
     def order(turns: Sequence[str]) -> tuple[list[str], list[str]]:
-        found = ranked(waiting, "cpu", 0.0, 5.0, 1e9, turns=lambda: iter(turns))
+        view = replace(pool(8, waiting), turns=lambda: iter(turns))
+        found = ranked(view, waiting, "cpu", 5.0, 1e9)
         return [one.id for one in found.first], [one.id for one in found.rest]
 
     assert order([*("red",) * (TURNS_AHEAD - 1), "blue"]) == (["early", "ahead"], ["long"])
     assert order([*("red",) * TURNS_AHEAD, "blue"]) == (["early"], ["long", "ahead"])
 
 
-@given(st.lists(st.floats(0.0, 20.0), max_size=60), st.integers(0, 60), st.booleans())
+@given(st.lists(st.floats(0.0, 20.0), max_size=60), st.integers(0, 60), st.booleans(), st.booleans())
 def test_short_ones_and_the_others_are_read_in_any_order_and_none_is_lost(
-    seconds: list[float], drawn: int, others_first: bool
+    seconds: list[float], drawn: int, others_first: bool, told: bool
 ) -> None:
     waiting = [action(f"a{number}", t_ori_s=each) for number, each in enumerate(seconds)]
-    found = ranked(waiting, "cpu", 0.0, 5.0, 1e9)
+    longest_s = max(seconds, default=inf) if told else inf
+    found = ranked(replace(pool(8, waiting), longest_s=longest_s), waiting, "cpu", 5.0, 1e9)
     rest = iter(found.rest)
     early = list(islice(rest, drawn)) if others_first else []
     assert [one.id for one in found.first] == [one.id for one in waiting if (one.t_ori_s or 0.0) <= 5.0]
