@@ -430,7 +430,7 @@ def _resident_bytes() -> int:
 async def ready(report: BenchReport) -> None:
     """From exec to the first 202, with three handlers and a model to be made ready."""
     from bench.model.checkpoints import TINY, write_checkpoint
-    from runtimes.model.weights import Head
+    from runtimes.model.checkpoint import Head
 
     took_ms = []
     for _ in range(1 + READY_ROUNDS):

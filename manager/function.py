@@ -294,6 +294,10 @@ class ModelSpec:
     ]
     action: Annotated[ModelAction, Setting("score, logprobs, generate or embed")]
     dtype: Annotated[Literal["", "float32", "float16", "bfloat16"], Setting("the checkpoint's own by default")] = ""
+    ignore_weights: Annotated[
+        tuple[Annotated[str, Setting(min_length=1)], ...],
+        Setting("names of tensors that the model may have no use for, * and ? stand for any; others are an error"),
+    ] = ()
     max_tokens: Annotated[int, Setting("most tokens of one text", ge=1)] = 8192
     overlong: Annotated[Literal["error", "truncate"], Setting("what happens to a longer text")] = "error"
     truncate: Annotated[

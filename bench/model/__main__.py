@@ -31,7 +31,7 @@ from bench.model.exactness import differences
 from bench.model.ipc import store_copies
 from bench.model.rig import ModelRig, median_ratio
 from bench.report import BenchReport, parser, play
-from runtimes.model.weights import Head
+from runtimes.model.checkpoint import Head
 
 GIB = 2**30
 #: Largest plain copy on CUDA: its rate is what counts, and torch rounds pinned memory up to a power of two.

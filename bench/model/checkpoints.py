@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from runtimes.model.weights import Head, build_skeleton
+from runtimes.model.checkpoint import Head
+from runtimes.model.weights import build_skeleton
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 

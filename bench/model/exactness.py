@@ -13,11 +13,11 @@ import torch
 from bench.model.checkpoints import FAMILIES, TINY, write_checkpoint
 from manager.action import Chunk, UnitSet
 from manager.function import FunctionSpec, ModelAction, ModelSpec
+from runtimes.model.checkpoint import Head
 from runtimes.model.engine import ModelJob
 from runtimes.model.processes import ForkServer
 from runtimes.model.request import ModelSettings, parse_input
 from runtimes.model.torch_backend import TorchBackend
-from runtimes.model.weights import Head
 
 DOPS = (1, 2, 4, 8)
 IDS = [[7, 3, 99, 12], [5, 5, 201, 34, 77, 140, 8, 9, 250], [255, 1], [17, 90, 91, 92, 93, 4]]

@@ -17,9 +17,9 @@ import torch
 from bench.model.checkpoints import SHAPES, write_checkpoint
 from bench.report import BenchReport
 from manager.function import ModelAction
-from runtimes.model.checkpoint import open_checkpoint
+from runtimes.model.checkpoint import Head, open_checkpoint
 from runtimes.model.processes import ImageRef, Placed, RunBatch, WorkItem
-from runtimes.model.weights import Head, build_layout, fill, make_backend
+from runtimes.model.weights import build_layout, fill, make_backend
 from runtimes.model.worker import DeviceEngine, LoadedService
 
 #: Cheap rounds are repeated for so long, up to so many times the asked number: a loaded machine needs many.

@@ -7,11 +7,12 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from manager.errors import InvalidConfig, Unsupported, exhaustion
+from manager.errors import CodedError, InvalidConfig, Unsupported, exhaustion
+from manager.function import ModelAction
 
 #: Every tensor starts at a multiple of this, in the image and in the arena: no copy or kernel sees a ragged start.
 ALIGN_BYTES = 256
@@ -33,6 +34,22 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 
 
+class Head(StrEnum):
+    """What stands on top of the base model."""
+
+    LM = "lm"  #: next-token distribution: logprobs, generate
+    SCORE = "score"  #: sequence classification
+    BASE = "base"  #: hidden states: embed
+
+
+HEADS: Mapping[ModelAction, Head] = {
+    ModelAction.SCORE: Head.SCORE,
+    ModelAction.LOGPROBS: Head.LM,
+    ModelAction.GENERATE: Head.LM,
+    ModelAction.EMBED: Head.BASE,
+}
+
+
 class Cut(StrEnum):
     """How a stored tensor is shared among the ranks, always along its first stored dimension."""
 
@@ -42,10 +59,27 @@ class Cut(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """How the hidden states of a text become one vector, as the checkpoint declares for sentence-transformers.
+
+    Without such a declaration: the mean over the tokens, scaled to length one.
+    """
+
+    mode: str = "mean"
+    normalized: bool = True
+    #: What is put before a text, by name, and the name that is taken where an input names none; empty: nothing.
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+    #: Most tokens that the model was made for; 0 where it is not declared.
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """One tensor of the image. ``shape`` is the shape as stored; a transposed one is stored as (in, out)."""
 
     name: str
+    #: Its name in the checkpoint; empty where transformers makes it of several tensors, or of one by another name.
     source: str
     offset: int
     shape: tuple[int, ...]
@@ -65,6 +99,8 @@ class Layout:
     pieces: tuple[Piece, ...]
     #: Tied parameter name -> the name of the piece it shares.
     tied: Mapping[str, str]
+    #: Tensors of the checkpoint that are not read because they must be equal to another one: tied ones.
+    equal: Mapping[str, str]
     size_bytes: int
     #: Heads of keys and values, and their width; both 0 where the model has no sharding plan.
     kv_heads: int
@@ -76,8 +112,9 @@ class Layout:
     vocab_size: int
     #: What a skeleton is built from: config.json as it was, the head, and the dtype of the weights.
     config: Mapping[str, object]
-    head: str
+    head: Head
     dtype: str
+    pooling: Pooling = Pooling()
 
     def check_dop(self, dop: int) -> None:
         """Raise Unsupported with the name of what does not divide."""
@@ -184,8 +221,9 @@ _COMPONENT = "model.checkpoint"
 _AGAIN = "download the checkpoint again"
 _CORRUPT = "the file is truncated or corrupt: download it again"
 _INDEX = "model.safetensors.index.json"
-_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.pkl")
-_WATCHED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_WHOLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_WATCHED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*/config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,11 +252,23 @@ class Checkpoint:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read config and headers; raises InvalidConfig or Unsupported, naming the file at fault and the remedy."""
+def open_checkpoint(path: Path, head: Head | None = None) -> Checkpoint:
+    """Read config and headers, no weight; raises InvalidConfig or Unsupported, naming the file and the remedy.
+
+    With a ``head`` also what the checkpoint says it is must fit that.
+    """
+    if not path.exists():
+        raise _invalid(path, "is no checkpoint: there is no such directory", "put config.json and *.safetensors there")
     if not path.is_dir():
-        raise _invalid(path, "is not a directory", "point model.path at a Hugging Face checkpoint directory")
+        raise _invalid(path, "is not a directory", "name the one that holds config.json and *.safetensors")
     mark = fingerprint(path)
+    if (path / "adapter_config.json").is_file():
+        raise Unsupported(
+            f"{path / 'adapter_config.json'}: a LoRA adapter is not applied here; merge it into its base once "
+            "(peft: model.merge_and_unload().save_pretrained(directory)) and serve that directory",
+            component=_COMPONENT,
+        )
+    files = weight_files(path)
     config = _read_json(path / "config.json", "a Hugging Face checkpoint has one next to its weights")
     if config.get("quantization_config") is not None:
         method = config["quantization_config"]
@@ -228,9 +278,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "use the unquantised checkpoint, or an external engine (model.engine_url)",
             component=_COMPONENT,
         )
+    if head is not None:
+        _check_architecture(path, config, head)
     tensors: dict[str, Tensor] = {}
-    for file in weight_files(path):
-        tensors.update(_read_header(file))
+    for file in files:
+        for name, tensor in _read_header(file):
+            if name in tensors:
+                raise _invalid(file, f"holds {name}, and so does {tensors[name].file.name}", _AGAIN)
+            tensors[name] = tensor
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(tensors):
         raise _invalid(
@@ -239,6 +294,125 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "config.json and the weights belong to different models",
         )
     return Checkpoint(path=path, config=config, tensors=tensors, fingerprint=mark)
+
+
+def checkpoint_problem(path: Path, action: ModelAction) -> str | None:
+    """Return what is wrong with a checkpoint directory as far as it is seen without torch, or None."""
+    try:
+        open_checkpoint(path, HEADS[action])
+        if HEADS[action] is Head.BASE:
+            read_pooling(path)
+    except CodedError as error:
+        return error.message
+    return None
+
+
+#: How the name of a class of transformers ends -> the head that it has (None: one that no action asks for), in words.
+_ENDINGS: Mapping[str, tuple[Head | None, str]] = {
+    "ForCausalLM": (Head.LM, "a language model: use action logprobs or generate"),
+    "LMHeadModel": (Head.LM, "a language model: use action logprobs or generate"),
+    "ForSequenceClassification": (Head.SCORE, "a reward model or classifier: use action score"),
+    "ForTokenClassification": (
+        None,
+        "a model with a score for each token (process rewards): serve it by an external engine (model.engine_url)",
+    ),
+    "ForMaskedLM": (None, "a masked language model: use action embed"),
+    "ForPreTraining": (None, "a pre-trained model: use action embed"),
+    "ForQuestionAnswering": (None, "a model that finds answers in a text, which no action asks for"),
+    "ForMultipleChoice": (None, "a model that chooses among answers, which no action asks for"),
+    "ForNextSentencePrediction": (None, "a model that joins sentences, which no action asks for"),
+    "Model": (Head.BASE, "a model without a head: use action embed"),
+}
+
+
+def _check_architecture(path: Path, config: Mapping[str, object], head: Head) -> None:
+    """Raise InvalidConfig where the class that config.json names has another head than is asked for.
+
+    An embedding needs no head: any text model has hidden states. A class that is not known by its name is looked for
+    when the model is made.
+    """
+    names = config.get("architectures")
+    declared = str(names[0]) if isinstance(names, list) and names else ""
+    ending = max((each for each in _ENDINGS if declared.endswith(each)), key=len, default="")
+    if ending == "Model" and "For" in declared:
+        return  # a head of its own
+    if head is Head.BASE or not ending or _ENDINGS[ending][0] is head:
+        return
+    wanted = ", ".join(action for action, needed in HEADS.items() if needed is head)
+    raise _invalid(
+        path / "config.json", f"declares {declared}, which has no head for {wanted}", f"it is {_ENDINGS[ending][1]}"
+    )
+
+
+def read_pooling(path: Path) -> Pooling:
+    """Return what the files of sentence-transformers declare; raises Unsupported for what is not computed here."""
+    if not (path / "modules.json").is_file():
+        return Pooling()
+    try:
+        modules = json.loads((path / "modules.json").read_bytes())
+        steps = [(str(each["type"]).rpartition(".")[2], path / str(each["path"])) for each in modules]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _invalid(path / "modules.json", f"cannot be read ({error!r})", _AGAIN) from error
+    kinds = [kind for kind, _ in steps if kind != "Dropout"]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or steps[0][1] != path:
+        raise Unsupported(
+            f"{path / 'modules.json'}: embed computes Transformer, Pooling and Normalize, and this is "
+            f"{', '.join(kinds)}; use an external engine (model.engine_url)",
+            component=_COMPONENT,
+        )
+    pooling = _read_json(steps[1][1] / "config.json", _AGAIN)
+    sentences = _read_optional(path / "sentence_bert_config.json")
+    declared = _read_optional(path / "config_sentence_transformers.json")
+    prompts = declared.get("prompts") or {}
+    default = declared.get("default_prompt_name") or ""
+    max_tokens = sentences.get("max_seq_length") or 0
+    mode = _pooling_mode(pooling)
+    if mode not in POOLING_MODES:
+        _refuse_pooling(steps[1][1], f"the pooling {mode!r}")
+    if sentences.get("do_lower_case"):
+        _refuse_pooling(path / "sentence_bert_config.json", "do_lower_case")
+    if declared.get("similarity_fn_name") == "maxsim" or declared.get("model_type", "SentenceTransformer") not in (
+        "SentenceTransformer",
+        None,
+    ):
+        _refuse_pooling(path / "config_sentence_transformers.json", f"a {declared.get('model_type')}")
+    if not isinstance(prompts, Mapping) or not isinstance(max_tokens, int) or (default and default not in prompts):
+        raise _invalid(path / "config_sentence_transformers.json", "names no usable prompts", _AGAIN)
+    if pooling.get("include_prompt") is False and any(prompts.values()):
+        _refuse_pooling(steps[1][1], "include_prompt: false, with prompts")
+    return Pooling(
+        mode=mode,
+        normalized=kinds[-1] == "Normalize",
+        prompts={str(name): str(prompt or "") for name, prompt in prompts.items()},
+        default_prompt=str(default),
+        max_tokens=max_tokens,
+    )
+
+
+POOLING_MODES = ("cls", "mean", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
+
+
+def _pooling_mode(pooling: Mapping[str, object]) -> str:
+    """Return the way of pooling in its newer words; several are joined by a comma."""
+    declared = pooling.get("pooling_mode")
+    if declared is None:
+        prefix, ending = "pooling_mode_", "_tokens"
+        chosen = [
+            key.removeprefix(prefix) for key, value in pooling.items() if key.startswith(prefix) and value is True
+        ]
+        names = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max"}
+        declared = [names.get(key, key if key.startswith("mean_sqrt") else key.removesuffix(ending)) for key in chosen]
+    return ",".join(map(str, declared)) if isinstance(declared, list) else str(declared)
+
+
+def _read_optional(file: Path) -> Mapping[str, object]:
+    return _read_json(file, _AGAIN) if file.is_file() else {}
+
+
+def _refuse_pooling(file: Path, what: str) -> None:
+    raise Unsupported(
+        f"{file}: embed does not compute {what}; use an external engine (model.engine_url)", component=_COMPONENT
+    )
 
 
 def fingerprint(path: Path) -> str:
@@ -252,48 +426,63 @@ def fingerprint(path: Path) -> str:
                 if short := exhaustion(error, _COMPONENT):
                     raise short from None
                 raise _invalid(file, f"cannot be read ({error.strerror})", "restore the file") from error
-            digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode())
+            digest.update(f"{file.relative_to(path)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode())
     return digest.hexdigest()[:16]
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files of the checkpoint, by its index if it has one."""
+    """Return the files of the weights: those of the index, else model.safetensors, else the only safetensors file."""
+    files = sorted(path.glob("*.safetensors"))
     if (path / _INDEX).is_file():
         index = _read_json(path / _INDEX, _AGAIN)
         entries = index.get("weight_map")
         if not isinstance(entries, Mapping) or not entries:
             raise _invalid(path / _INDEX, "has no weight_map", _AGAIN)
-        files = [path / str(name) for name in sorted(set(entries.values()))]
-        for file in files:
+        named = [path / str(name) for name in sorted(set(entries.values()))]
+        for file in named:
             if file.parent != path:
                 raise _invalid(path / _INDEX, f"names {file}, outside the checkpoint", "use a trusted checkpoint")
             if not file.is_file():
                 raise _invalid(file, f"is missing but named by {_INDEX}", _AGAIN)
-        return files
-    files = sorted(path.glob("*.safetensors"))
+        if path / _WHOLE in files and path / _WHOLE not in named:
+            # transformers would read the one, and others the other.
+            raise _invalid(path / _INDEX, f"does not name {_WHOLE} beside it", "remove the one that is not meant")
+        return named
+    if path / _WHOLE in files:
+        return [path / _WHOLE]
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:3])
+        raise _invalid(path, f"holds {names} without an index", f"name the one that is meant {_WHOLE}")
     if files:
         return files
-    pickles = [file.name for pattern in _PICKLES for file in path.glob(pattern)]
+    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if pickles:
         raise _invalid(
             path / pickles[0],
             "is a pickle, which runs code when it is loaded, and there is no safetensors file",
             "convert it once: transformers' model.save_pretrained(directory) writes model.safetensors",
         )
-    raise _invalid(path / "model.safetensors", "is missing", _AGAIN)
+    raise _invalid(path, "holds no *.safetensors", "the weights are missing: download them")
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one safetensors file, each checked against the file's real size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
+    try:
+        size, opened = file.stat().st_size, file.open("rb")
+    except OSError as error:
+        if short := exhaustion(error, _COMPONENT):
+            raise short from None
+        raise _invalid(file, f"cannot be read ({error.strerror})", "restore the file") from error
+    with opened as stream:
+        prefix, begin = stream.read(8), stream.read(1)
+        if begin != b"{" and (prefix[:1] == b"\x80" or prefix[:2] == b"PK"):
+            raise _invalid(file, "is a pickle in spite of its name", "convert the checkpoint to safetensors")
         if len(prefix) < 8:
             raise _invalid(file, f"has only {size} bytes", _CORRUPT)
         (header_bytes,) = struct.unpack("<Q", prefix)
         if header_bytes > min(HEADER_BYTES_MAX, size - 8):
             raise _invalid(file, f"claims a header of {header_bytes} bytes in a file of {size}", _CORRUPT)
-        raw = stream.read(header_bytes)
+        raw = begin + stream.read(header_bytes - 1)
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -328,7 +517,7 @@ def _tensor(file: Path, name: str, entry: object, start: int, size: int) -> Tens
 
 def _read_json(file: Path, remedy: str) -> Mapping[str, object]:
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(file.read_bytes(), object_hook=_plain_number)
     except FileNotFoundError as error:
         raise _invalid(file, "is missing", remedy) from error
     except (OSError, ValueError, RecursionError) as error:
@@ -340,46 +529,10 @@ def _read_json(file: Path, remedy: str) -> Mapping[str, object]:
     return value
 
 
+def _plain_number(value: dict[str, object]) -> object:
+    """Return what transformers writes as an object because JSON has no word for it: ``{"__float__": "Infinity"}``."""
+    return float(str(value["__float__"])) if value.keys() == {"__float__"} else value
+
+
 def _invalid(file: Path, what: str, remedy: str) -> InvalidConfig:
     return InvalidConfig(f"{file} {what}; {remedy}", component=_COMPONENT, detail={"file": str(file)})
-
-
-#: Checkpoint files that run code when they are read.
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_HEADER_LIMIT_BYTES = 100 * 2**20
-
-
-def checkpoint_problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory, or None."""
-    if not path.exists():
-        return f"no checkpoint at {path}: put a directory with config.json and *.safetensors there"
-    if not path.is_dir():
-        return f"{path} is a file: name the directory that holds config.json and *.safetensors"
-    tensors = sorted(path.glob("*.safetensors"))
-    if not tensors:
-        pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
-        if pickles:
-            return (
-                f"{path / pickles[0]} is a pickle, which can run code when it is read: "
-                "convert it to safetensors (model.save_pretrained(directory, safe_serialization=True))"
-            )
-        return f"{path} holds no *.safetensors: the weights are missing"
-    if not (path / "config.json").is_file():
-        return f"{path} holds no config.json: the architecture is unknown"
-    return next((problem for file in tensors if (problem := _tensors_problem(file)) is not None), None)
-
-
-def _tensors_problem(file: Path) -> str | None:
-    """A safetensors file begins with the length of its JSON header."""
-    try:
-        with file.open("rb") as opened:
-            head = opened.read(9)
-    except OSError as error:
-        if short := exhaustion(error, "model"):
-            raise short from None
-        return f"{file} cannot be read: {error.strerror}"
-    header_bytes = int.from_bytes(head[:8], "little")
-    if len(head) == 9 and head[8:] == b"{" and header_bytes < _HEADER_LIMIT_BYTES:
-        return None
-    kind = "a pickle" if head[:1] == b"\x80" or head[:2] == b"PK" else "no safetensors file"
-    return f"{file} is {kind} in spite of its name: convert the checkpoint to safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,10 +16,10 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from manager.function import ModelAction
-from runtimes.model.checkpoint import Layout
+from runtimes.model.checkpoint import Layout, Pooling
 from runtimes.model.processes import Generated, TokenLogprobs, WorkItem
 from runtimes.model.request import Sampling
-from runtimes.model.weights import FAMILIES, DeviceBackend, plan_of
+from runtimes.model.weights import FAMILIES, PADDED, DeviceBackend, plan_of
 
 #: The logits of the next token of each sequence, on the host, of (tokens, mask, positions, cache).
 NextLogits = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -294,6 +295,7 @@ class BoundModel:
     device: str
     #: Blocks the computation until the last weight has arrived (for heads that are used without their module).
     arrived: Callable[[], None]
+    pooling: Pooling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,11 +317,11 @@ def stage(model: Any, items: Sequence[WorkItem], budget_tokens: int, device: str
     batches: list[PackedBatch | Generation] = []
     for action in dict.fromkeys(item.action for item in items):
         mine = [index for index, item in enumerate(items) if item.action is action]
-        if action is ModelAction.GENERATE:
+        if action is ModelAction.GENERATE and _is_plain(model):
             chosen = [(index, items[index]) for index in mine]
-            batches.append(Generation(chosen, budget_tokens=budget_tokens, device=device, filler=_filler(model)))
+            batches.append(Generation(chosen, budget_tokens=budget_tokens, device=device, filler=0))
             continue
-        for batch in _packed([items[index] for index in mine], budget_tokens):
+        for batch in _packed(model, action, [len(items[index].ids) for index in mine], budget_tokens):
             positions = tuple(mine[position] for position in batch)
             batches.append(_send(model, action, tuple(items[i] for i in positions), positions, device))
     return batches
@@ -344,30 +346,55 @@ def compute(
         results[position] = result
         ended(position, result)
 
+    if not _is_plain(bound.model):
+        bound.arrived()  # their modules may use each other's weights without a call that could be held back
     with torch.inference_mode():
         for batch in batches:
             if isinstance(batch, Generation):
                 batch.run(partial(_next_logits, bound), over, progress)
+            elif batch.action is ModelAction.GENERATE:
+                over(batch.positions[0], _continued(bound, batch))
             else:
                 results |= dict(zip(batch.positions, _act(bound, batch), strict=True))
             progress()
     return [results[position] for position in range(len(results))]
 
 
-def _packed(items: Sequence[WorkItem], budget_tokens: int) -> list[list[int]]:
-    return pack([len(item.ids) for item in items], budget_tokens)
+def _is_plain(model: Any) -> bool:
+    """Whether a model is computed layer by layer here, without a mask, and not by its class's own forward."""
+    return model.config.model_type in FAMILIES and getattr(model.config, "is_causal", True)
 
 
-def _filler(model: Any) -> int:
-    """Return the token with which sequences are padded."""
-    return 0 if model.config.model_type in FAMILIES else getattr(model.config, "pad_token_id", None) or 0
+def _packed(model: Any, action: ModelAction, lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """Return indices by batch, so that no number depends on who shares the batch."""
+    if _is_plain(model):
+        return pack(lengths, budget_tokens)
+    if action is ModelAction.GENERATE or (action is ModelAction.SCORE and _pad_token(model) is None):
+        return [[index] for index in range(len(lengths))]  # without a padding token a classifier reads one at a time
+    if action is ModelAction.LOGPROBS:
+        budget_tokens = min(budget_tokens, HEAD_TOKENS)  # its logits are whole: [tokens, vocabulary]
+    if model.config.model_type in PADDED:
+        return pack(lengths, budget_tokens)
+    alike = [[index for index, length in enumerate(lengths) if length == size] for size in sorted(set(lengths))]
+    return [
+        [group[index] for index in batch]
+        for group in alike
+        for batch in pack([lengths[index] for index in group], budget_tokens)
+    ]
+
+
+def _pad_token(model: Any) -> int | None:
+    """Return the token that is no part of a sequence, as the configuration has it."""
+    text = model.config.get_text_config()
+    token = getattr(model.config, "pad_token_id", None)
+    return getattr(text, "pad_token_id", None) if token is None else token
 
 
 def _send(
     model: Any, action: ModelAction, members: tuple[WorkItem, ...], positions: tuple[int, ...], device: str
 ) -> PackedBatch:
     """Pad on the right."""
-    filler = _filler(model)
+    filler = _pad_token(model) or 0
     longest = max(len(member.ids) for member in members)
     tokens, mask = [], []
     for member in members:
@@ -393,42 +420,92 @@ def _act(bound: BoundModel, batch: PackedBatch) -> Sequence[object]:
 
 
 def _score(bound: BoundModel, batch: PackedBatch) -> list[object]:
-    """The value of the head at the last token of a decoder, or the classifier's own forward elsewhere."""
+    """The value of the head, at the token where transformers' classifiers of decoders read it.
+
+    That is the last one that is no padding token, even where padding and end are the same token; and the last one of
+    all if there is no padding token.
+    """
     model = bound.model
-    if model.config.model_type in FAMILIES:
+    if _is_plain(model):
         hidden = _hidden(model, batch.tokens)
-        last = torch.arange(len(batch.members), device=bound.device)
-        logits = model.score(hidden[last, batch.lengths - 1])
+        pad = _pad_token(model)
+        real = batch.mask if pad is None else batch.mask * (batch.tokens != pad)
+        last = (real * torch.arange(real.shape[1], device=bound.device)).argmax(-1)
+        logits = model.score(hidden[torch.arange(len(batch.members), device=bound.device), last])
     else:
-        logits = model(input_ids=batch.tokens, attention_mask=batch.mask).logits
+        logits = _forward(model, batch).logits
     values = logits.float().cpu()
     return [row.item() if row.numel() == 1 else row.tolist() for row in values]
 
 
+def _forward(model: Any, batch: PackedBatch) -> Any:
+    """Return what a class of transformers says of a batch."""
+    known = inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if "use_cache" in known else {}
+    return model(input_ids=batch.tokens, attention_mask=batch.mask, **options)
+
+
+class _Chosen:
+    """Chooses the tokens of one sequence in transformers' own loop, which knows the cache of every model."""
+
+    def __init__(self, row: _Row) -> None:
+        self._row = row
+        self.whole: Generated | None = None
+
+    def process(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Leave only the token that is taken."""
+        self.whole = self._row.take(logits[0].float().cpu())
+        token = self._row.made[-1] if self.whole is None else 0
+        return torch.full_like(logits, -torch.inf).index_fill_(1, torch.tensor([token], device=logits.device), 0.0)
+
+    def ended(self, tokens: Tensor, logits: object, **options: object) -> Tensor:
+        return torch.full((len(tokens),), self.whole is not None, device=tokens.device)
+
+
+def _continued(bound: BoundModel, batch: PackedBatch) -> Generated:
+    """Continue one sequence by the loop of transformers."""
+    from transformers import GenerationConfig
+
+    (member,) = batch.members
+    chosen = _Chosen(_row(batch.positions[0], member))
+    assert member.sampling is not None
+    bound.model.generate(
+        batch.tokens,
+        attention_mask=batch.mask,
+        generation_config=GenerationConfig(max_new_tokens=member.sampling.max_new_tokens, do_sample=False),
+        logits_processor=[chosen.process],
+        stopping_criteria=[chosen.ended],
+    )
+    assert chosen.whole is not None, "the loop ended before the sequence"
+    return chosen.whole
+
+
 def _logprobs(bound: BoundModel, batch: PackedBatch) -> list[object]:
     """Vocabulary-parallel: a few numbers a token cross the ranks, and [tokens, vocabulary] is never whole."""
-    hidden = _hidden(bound.model, batch.tokens)
+    plain = _is_plain(bound.model)
     real = batch.mask[:, 1:].bool()
-    states, targets = hidden[:, :-1][real], batch.tokens[:, 1:][real]
+    targets = batch.tokens[:, 1:][real]
+    found = _hidden(bound.model, batch.tokens) if plain else _forward(bound.model, batch).logits
+    states = found[:, :-1][real]
     bound.arrived()
-    weight = bound.model.get_output_embeddings().weight
+    head = partial(functional.linear, weight=bound.model.get_output_embeddings().weight) if plain else _same
     tops = [member.top for member in batch.members if member.top is not None]
     top = max(tops) if tops else None
     blocks = [
-        _block_logprobs(bound.group, states[i : i + HEAD_TOKENS], targets[i : i + HEAD_TOKENS], weight, top)
+        _block_logprobs(bound.group, head(states[i : i + HEAD_TOKENS]).float(), targets[i : i + HEAD_TOKENS], top)
         for i in range(0, len(targets), HEAD_TOKENS)
     ]
     lengths_out = [len(member.ids) - 1 for member in batch.members]
     flat = torch.cat([block.logprobs for block in blocks]).cpu() if blocks else torch.empty(0)
-    plain: list[Any] = [part.tolist() for part in torch.split(flat, lengths_out)]
+    numbers: list[Any] = [part.tolist() for part in torch.split(flat, lengths_out)]
     if top is None:
-        return plain
+        return numbers
     ranks = [rank for block in blocks for rank in block.ranks.cpu().tolist()]
     ids = [row for block in blocks for row in block.top_ids.cpu().tolist()]
     values = [row for block in blocks for row in block.top_logprobs.cpu().tolist()]
     results: list[object] = []
     start = 0
-    for member, logprobs in zip(batch.members, plain, strict=True):
+    for member, logprobs in zip(batch.members, numbers, strict=True):
         mine = slice(start, start := start + len(logprobs))
         if member.top is None:
             results.append(logprobs)
@@ -437,6 +514,11 @@ def _logprobs(bound: BoundModel, batch: PackedBatch) -> list[object]:
         likeliest = [_pairs(row[: member.top], value[: member.top]) for row, value in rows]
         results.append(TokenLogprobs(logprobs=logprobs, ranks=ranks[mine], top=likeliest))
     return results
+
+
+def _same(logits: Tensor) -> Tensor:
+    """Return logits that are whole already."""
+    return logits
 
 
 def _pairs(ids: list[int], values: list[float]) -> list[list[int | float]]:
@@ -453,9 +535,8 @@ class _Block:
     top_logprobs: Tensor
 
 
-def _block_logprobs(group: RankGroup, states: Tensor, targets: Tensor, weight: Tensor, top: int | None) -> _Block:
-    known = weight.shape[0]
-    logits = functional.linear(states, weight).float()
+def _block_logprobs(group: RankGroup, logits: Tensor, targets: Tensor, top: int | None) -> _Block:
+    known = logits.shape[1]
     local = targets - group.rank * known
     mine = (local >= 0) & (local < known)
     chosen = logits.gather(1, local.clamp(0, known - 1)[:, None])[:, 0].masked_fill(~mine, 0)
@@ -486,10 +567,23 @@ def _likeliest(group: RankGroup, logits: Tensor, top: int) -> tuple[Tensor, Tens
 
 
 def _embed(bound: BoundModel, batch: PackedBatch) -> list[object]:
-    """Mean of the last hidden states over the real tokens, scaled to length one."""
-    hidden = bound.model(input_ids=batch.tokens, attention_mask=batch.mask).last_hidden_state.float()
-    mean = (hidden * batch.mask[..., None]).sum(1) / batch.lengths[:, None]
-    return list(functional.normalize(mean, dim=-1).cpu().tolist())
+    """One vector of the last hidden states over the real tokens, as the checkpoint declares it."""
+    hidden = _forward(bound.model, batch).last_hidden_state.float()
+    real = batch.mask[..., None]
+    match bound.pooling.mode:
+        case "cls":
+            vectors = hidden[:, 0]
+        case "lasttoken":
+            vectors = hidden[torch.arange(len(hidden), device=bound.device), batch.lengths - 1]
+        case "max":
+            vectors = hidden.masked_fill(real == 0, -torch.inf).amax(1)
+        case "weightedmean":
+            weights = real * torch.arange(1, hidden.shape[1] + 1, device=bound.device)[:, None]
+            vectors = (hidden * weights).sum(1) / weights.sum(1)
+        case mode:
+            count = batch.lengths[:, None]
+            vectors = (hidden * real).sum(1) / (count if mode == "mean" else count.sqrt())
+    return list((functional.normalize(vectors, dim=-1) if bound.pooling.normalized else vectors).cpu().tolist())
 
 
 def _next_logits(bound: BoundModel, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from manager.errors import CodedError, InvalidConfig, InvalidInput, Unsupported
-from runtimes.model.checkpoint import Layout, fingerprint
+from runtimes.model.checkpoint import Head, Layout, fingerprint
 from runtimes.model.processes import (
     Done,
     EncodedText,
@@ -33,8 +33,8 @@ from runtimes.model.request import ModelSettings, host_bytes
 _LOG = structlog.get_logger("model")
 _COMPONENT = "model.host_images"
 
-#: (checkpoint, head, dtype as configured).
-ModelKey = tuple[Path, str, str]
+#: (checkpoint, head, dtype as configured, patterns of weights that may be left over).
+ModelKey = tuple[Path, Head, str, tuple[str, ...]]
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class KnownImage:
 
     @property
     def image_id(self) -> str:
-        path, head, dtype = self.key
+        path, head, dtype, _ = self.key
         return f"{path}:{head}:{dtype or 'as-is'}:{self.fingerprint}"
 
 
@@ -95,10 +95,12 @@ class HostImages:
         if known is not None and mark == known.fingerprint:
             known.checked_s = time.monotonic()
             return known
-        path, head, dtype = key
+        path, head, dtype, ignore = key
         if known is not None:
             _LOG.warning("a checkpoint was replaced on disk: its new weights are served from now on", path=str(path))
-        entry = (await ask_tokenizer(self._tokenizer_process, Inspect(path=path, head=head, dtype=dtype))).value
+        entry = (
+            await ask_tokenizer(self._tokenizer_process, Inspect(path=path, head=head, dtype=dtype, ignore=ignore))
+        ).value
         assert isinstance(entry, Inspection)
         if entry.layout.size_bytes > self.bound_bytes:
             raise InvalidConfig(
@@ -227,6 +229,7 @@ class Tokens:
                 component=_TOKENS_COMPONENT,
             ) from error
         self.stop_ids = stop_ids(path, self._tokenizer.eos_token_id)
+        self._begin: int | None = self._tokenizer.bos_token_id
         # Fast tokenizers keep truncation as state.
         self._lock = threading.Lock()
 
@@ -264,7 +267,7 @@ class Tokens:
             ids.append(tuple(row))
         long = _overlong(ids, limit, cut)
         for index in long:
-            ids[index] = _shortened(ids[index], limit, cut)
+            ids[index] = _shortened(ids[index], limit, cut, self._begin)
         return EncodedText(ids=tuple(ids), truncated=tuple(long), stop_ids=self.stop_ids)
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -284,17 +287,19 @@ def stop_ids(path: Path, tokenizer_end: int | None = None) -> tuple[int, ...]:
     return () if tokenizer_end is None else (tokenizer_end,)
 
 
-def check_ids(ids: Sequence[Sequence[int]], limit: int, cut: str) -> EncodedText:
-    """The same bounds for an input that came as ids."""
+def check_ids(ids: Sequence[Sequence[int]], limit: int, cut: str, begin: int | None = None) -> EncodedText:
+    """The same bounds for an input that came as ids; ``begin`` is the token with which a sequence begins, if any."""
     rows = [tuple(row) for row in ids]
     long = _overlong(rows, limit, cut)
     for index in long:
-        rows[index] = _shortened(rows[index], limit, cut)
+        rows[index] = _shortened(rows[index], limit, cut, begin)
     return EncodedText(ids=tuple(rows), truncated=tuple(long), stop_ids=())
 
 
-def _shortened(row: tuple[int, ...], limit: int, cut: str) -> tuple[int, ...]:
-    return row[-limit:] if cut == "left" else row[:limit]
+def _shortened(row: tuple[int, ...], limit: int, cut: str, begin: int | None) -> tuple[int, ...]:
+    """Return a row without what is too much; the token with which it begins stays, as tokenizers keep it of texts."""
+    kept = 1 if row[0] == begin else 0
+    return row[:limit] if cut == "right" else (*row[:kept], *row[len(row) - limit + kept :])
 
 
 def _overlong(ids: Sequence[Sequence[int]], limit: int, cut: str) -> list[int]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import runtimes
 from manager.errors import ActionFailed, Reason
 from manager.function import ModelAction
-from runtimes.model.checkpoint import Layout
+from runtimes.model.checkpoint import Head, Layout
 from runtimes.model.request import Sampling
 
 
@@ -129,8 +129,9 @@ class Inspect:
     """Check a checkpoint and lay out its image under a head."""
 
     path: Path
-    head: str
+    head: Head
     dtype: str
+    ignore: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

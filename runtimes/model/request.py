@@ -18,6 +18,7 @@ _KINDS = ("texts", "token_ids", "messages")
 _OPTIONS: Mapping[ModelAction, tuple[str, ...]] = {
     ModelAction.GENERATE: ("max_new_tokens", "temperature", "top_p", "seed"),
     ModelAction.LOGPROBS: ("top_logprobs",),
+    ModelAction.EMBED: ("prompt_name",),
 }
 #: Likeliest tokens that are told of each position.
 TOP_LOGPROBS_MAX = 128
@@ -44,6 +45,8 @@ class ModelInput:
     sampling: Sampling = Sampling(max_new_tokens=0)
     #: So many of the likeliest tokens beside each one, with ids and ranks (`logprobs` only); None tells none of them.
     top_logprobs: int | None = None
+    #: The checkpoint's prompt that is put before each text (`embed`); None takes its default one, if it has any.
+    prompt_name: str | None = None
 
     def __len__(self) -> int:
         return len(self.texts) + len(self.token_ids) + len(self.conversations)
@@ -84,6 +87,11 @@ def _options(inputs: Mapping[str, object], model: ModelSpec) -> ModelInput:
     """Return an input without its sequences."""
     if model.action is ModelAction.GENERATE:
         return ModelInput(sampling=_sampling(inputs, model))
+    if "prompt_name" in inputs:
+        name = inputs["prompt_name"]
+        if not isinstance(name, str) or "texts" not in inputs:
+            raise _invalid("$.prompt_name", "must be a name, and goes with texts")
+        return ModelInput(prompt_name=name)
     if "top_logprobs" not in inputs:
         return ModelInput()
     count = _number(inputs, "top_logprobs", 0, 0, TOP_LOGPROBS_MAX)

@@ -255,6 +255,14 @@ class GenerateInputFields(ModelInputFields, total=False):
     seed: Annotated[int, Meta(ge=0, description="Seed of the draws; a random one by default, told in the result")]
 
 
+class EmbedInputFields(ModelInputFields, total=False):
+    """Sequences to embed: exactly one of ``texts``, ``token_ids`` and ``messages``."""
+
+    prompt_name: Annotated[
+        str, Meta(description="Prompt of the checkpoint, put before each text; its default one where none is named")
+    ]
+
+
 class LogprobsInputFields(ModelInputFields, total=False):
     """Sequences to judge token by token: exactly one of ``texts``, ``token_ids`` and ``messages``."""
 
@@ -299,7 +307,7 @@ class LogprobsResult(ModelResult):
 
 
 class EmbedResult(ModelResult):
-    """A unit vector for each sequence."""
+    """A vector for each sequence, pooled as the checkpoint declares; of length one if it declares nothing."""
 
     embeddings: list[list[float]]
 
@@ -317,12 +325,13 @@ class GenerateResult(ModelResult):
 
 _ONE_OF = [{"required": [kind]} for kind in ModelInputFields.__annotations__]
 _SEQUENCES = schema_of(ModelInputFields, oneOf=_ONE_OF, additionalProperties=False)
+_EMBED = schema_of(EmbedInputFields, oneOf=_ONE_OF, additionalProperties=False)
 _LOGPROBS = schema_of(LogprobsInputFields, oneOf=_ONE_OF, additionalProperties=False)
 _GENERATE = schema_of(GenerateInputFields, oneOf=_ONE_OF, additionalProperties=False)
 _SHOWN: Mapping[str, tuple[Schema, Schema]] = {
     ModelAction.SCORE: (_SEQUENCES, schema_of(ScoreResult)),
     ModelAction.LOGPROBS: (_LOGPROBS, schema_of(LogprobsResult)),
-    ModelAction.EMBED: (_SEQUENCES, schema_of(EmbedResult)),
+    ModelAction.EMBED: (_EMBED, schema_of(EmbedResult)),
     ModelAction.GENERATE: (_GENERATE, schema_of(GenerateResult)),
 }
 
@@ -345,7 +354,7 @@ def _spec(section: ModelKeys, place: DeclarationSite) -> Mapping[str, object]:
             "put it below models.dir or beside the server's own files, or name it in these and apply them with "
             "tangram apply --own",
         )
-    elif place.look and not place.models_elsewhere and (problem := checkpoint_problem(path)) is not None:
+    elif place.look and not place.models_elsewhere and (problem := checkpoint_problem(path, spec.action)) is not None:
         place.refuse(("model", "path"), problem)
     return {"model": replace(spec, path=path)}
 

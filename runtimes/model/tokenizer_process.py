@@ -24,7 +24,7 @@ from runtimes.model.processes import (
     MessagePipe,
     Request,
 )
-from runtimes.model.weights import Head, build_layout, fill
+from runtimes.model.weights import build_layout, fill
 
 #: Requests served at once: a checkpoint may be read while texts are tokenised.
 THREADS = 4
@@ -76,8 +76,8 @@ def perform(asked: object) -> object:
 
 
 def _inspect(request: Inspect) -> Inspection:
-    checkpoint = open_checkpoint(request.path)
-    layout = build_layout(checkpoint, Head(request.head), request.dtype)
+    checkpoint = open_checkpoint(request.path, request.head)
+    layout = build_layout(checkpoint, request.head, request.dtype, request.ignore)
     return Inspection(layout=layout, fingerprint=checkpoint.fingerprint, stop_ids=stop_ids(request.path))
 
 

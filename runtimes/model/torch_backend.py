@@ -19,7 +19,7 @@ from manager.action import Chunk
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, CodedError, InvalidConfig, InvalidInput, Reason, Unsupported
 from manager.function import FunctionSpec, ModelAction, ModelSpec
-from runtimes.model.checkpoint import Layout, shard
+from runtimes.model.checkpoint import HEADS, Layout, Pooling, shard
 from runtimes.model.engine import (
     Answers,
     Device,
@@ -391,13 +391,6 @@ def job_usage(usages: Sequence[Usage], batch: int) -> Mapping[str, float]:
 
 _TORCH_BACKEND_COMPONENT = "model.torch_backend"
 
-_HEADS: Mapping[ModelAction, str] = {
-    ModelAction.SCORE: "score",
-    ModelAction.LOGPROBS: "lm",
-    ModelAction.GENERATE: "lm",
-    ModelAction.EMBED: "base",
-}
-
 #: Tries of an action whose chunk broke under it, or ran out of memory: itself and one more.
 ATTEMPTS = 2
 
@@ -512,13 +505,14 @@ class TorchBackend:
         limit = _limit(model, inputs, known.layout)
         if inputs.token_ids:
             _check_vocabulary(inputs, known.layout)
-            encoded = check_ids(inputs.token_ids, limit, model.cut)
+            begin = known.layout.config.get("bos_token_id")
+            encoded = check_ids(inputs.token_ids, limit, model.cut, begin if isinstance(begin, int) else None)
             stops = known.stop_ids if model.action is ModelAction.GENERATE else ()
             return EncodedText(ids=encoded.ids, truncated=encoded.truncated, stop_ids=stops)
         order = Encode(
             path=model.path,
             fingerprint=known.fingerprint,
-            texts=inputs.texts,
+            texts=_with_prompt(inputs, known.layout.pooling),
             conversations=inputs.conversations,
             limit=limit,
             cut=model.cut,
@@ -623,7 +617,7 @@ def _make_rendezvous_dir(state_dir: Path) -> Path:
 
 
 def _key(model: ModelSpec) -> ModelKey:
-    return model.path, _HEADS[model.action], model.dtype
+    return model.path, HEADS[model.action], model.dtype, model.ignore_weights
 
 
 def _torch_backend_placed(service: str, image: ImageRef) -> Placed:
@@ -642,6 +636,19 @@ def _limit(model: ModelSpec, inputs: ModelInput, layout: Layout) -> int:
             detail={"path": "$.max_new_tokens"},
         )
     return limit
+
+
+def _with_prompt(inputs: ModelInput, pooling: Pooling) -> tuple[str, ...]:
+    """Return the texts behind the checkpoint's prompt that the input names, or its default one."""
+    name = pooling.default_prompt if inputs.prompt_name is None else inputs.prompt_name
+    if name and name not in pooling.prompts:
+        known = ", ".join(pooling.prompts) or "none"
+        raise InvalidInput(
+            f"$.prompt_name: the checkpoint declares no prompt {name[:64]!r}; known: {known}",
+            component=_TORCH_BACKEND_COMPONENT,
+            detail={"path": "$.prompt_name"},
+        )
+    return tuple(pooling.prompts.get(name, "") + text for text in inputs.texts)
 
 
 def _check_vocabulary(inputs: ModelInput, layout: Layout) -> None:

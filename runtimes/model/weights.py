@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import inspect
 import mmap
 import os
 import re
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from enum import StrEnum
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,12 +31,15 @@ from runtimes.model.checkpoint import (
     Checkpoint,
     CopyRange,
     Cut,
+    Head,
     Layout,
     Piece,
+    Pooling,
     Shard,
     Tensor,
     View,
     align,
+    read_pooling,
 )
 
 #: torch leaves these untyped.
@@ -554,16 +558,9 @@ _COMPONENT = "model.skeleton"
 _ONE_AT_A_TIME = threading.Lock()
 
 #: Decoder families whose logits are exactly ``lm_head(hidden)`` and whose sharding plan is complete: both are
-#: checked against plain transformers by the tests. Others compute with their own forward, at DoP 1.
+#: checked against plain transformers by the tests. They are read straight from the files, are computed layer by layer
+#: as they arrive, and are the only ones with a DoP above 1. Others load and compute as their class in transformers.
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
-
-
-class Head(StrEnum):
-    """What stands on top of the base model."""
-
-    LM = "lm"  #: next-token distribution: logprobs, generate
-    SCORE = "score"  #: sequence classification
-    BASE = "base"  #: hidden states: embed
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -584,29 +581,22 @@ class _EmptyOnMeta(TorchFunctionMode):
 def build_skeleton(config: Mapping[str, object], head: Head, dtype: str, origin: Path) -> nn.Module:
     """Construct the model of a config.json under ``head``, with weights of ``dtype``; ``origin`` is for messages.
 
-    Raises InvalidConfig if transformers does not know the architecture, and Unsupported if the head cannot be
-    computed exactly here.
+    Raises InvalidConfig if transformers does not know the architecture or it has no such head, and Unsupported if it
+    cannot be computed right here.
     """
     with _ONE_AT_A_TIME:
-        return _build(config, head, dtype, origin)
+        parsed = _parse(config, origin)
+        return _build(_class_of(parsed, head, origin), parsed, head, dtype, origin)
 
 
-def _build(config: Mapping[str, object], head: Head, dtype: str, origin: Path) -> nn.Module:
-    parsed = _parse(config, origin)
-    if head is Head.LM and parsed.model_type not in FAMILIES:
-        raise Unsupported(
-            f"{origin}: logprobs and generate support {', '.join(sorted(FAMILIES))}, not "
-            f"{parsed.model_type!r}; use an external engine (model.engine_url)",
-            component=_COMPONENT,
-        )
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    classes = {Head.LM: AutoModelForCausalLM, Head.SCORE: AutoModelForSequenceClassification, Head.BASE: AutoModel}
-    auto: Any = classes[head]
-    options = {"add_pooling_layer": False} if head is Head.BASE and parsed.model_type == "bert" else {}
+def _build(kind: Any, parsed: Any, head: Head, dtype: str, origin: Path) -> nn.Module:
+    # An embedding is pooled from the hidden states: no pooler's weights are needed, which many checkpoints lack.
+    pooler = head is Head.BASE and "add_pooling_layer" in inspect.signature(kind.__init__).parameters
     try:
         with _EmptyOnMeta(), torch.no_grad():
-            model: nn.Module = auto.from_config(parsed, dtype=getattr(torch, dtype), **options)
+            model: nn.Module = kind._from_config(
+                parsed, dtype=getattr(torch, dtype), **({"add_pooling_layer": False} if pooler else {})
+            )
     except Exception as error:  # models check their configurations in whatever way they like
         raise InvalidConfig(
             f"{origin}: no {head} model can be made from its config.json ({type(error).__name__}: {error})",
@@ -614,6 +604,107 @@ def _build(config: Mapping[str, object], head: Head, dtype: str, origin: Path) -
         ) from error
     model.tie_weights()  # type: ignore[operator]  # a method of PreTrainedModel, which nn.Module does not declare
     return model.eval().requires_grad_(False)
+
+
+def _class_of(parsed: Any, head: Head, origin: Path) -> Any:
+    """Return transformers' class of a configuration for a head: the one that it declares, if it names any."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = {
+        Head.LM: (auto.MODEL_FOR_CAUSAL_LM_MAPPING,),
+        Head.SCORE: (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,),
+        Head.BASE: (auto.MODEL_FOR_TEXT_ENCODING_MAPPING, auto.MODEL_MAPPING),
+    }
+    found = [table.get(type(parsed), ()) for table in tables[head]]
+    classes = [each for entry in found for each in (entry if isinstance(entry, tuple) else (entry,))]
+    declared = (getattr(parsed, "architectures", None) or [""])[0]
+    engine = "use an external engine (model.engine_url)"
+    if declared and not hasattr(transformers, declared):
+        raise Unsupported(
+            f"{origin / 'config.json'}: transformers has no {declared}, and code that a checkpoint brings along is "
+            f"never run; {engine}",
+            component=_COMPONENT,
+        )
+    chosen = next((each for each in classes if each.__name__ == declared), None)
+    if chosen is None and declared and head is not Head.BASE:
+        names = ", ".join(sorted({each.__name__ for each in classes})) or "none"
+        raise InvalidConfig(
+            f"{origin / 'config.json'} declares {declared}, which has no {head} head (of {parsed.model_type} "
+            f"these have: {names}); is this the checkpoint for this action?",
+            component=_COMPONENT,
+        )
+    if chosen is None and not classes:
+        raise Unsupported(
+            f"{origin}: transformers has no {head} model of {parsed.model_type!r}; {engine}", component=_COMPONENT
+        )
+    chosen = chosen or classes[-1]
+    why = refusal_of(chosen, parsed, head)
+    if why:
+        raise Unsupported(f"{origin}: {chosen.__name__} {why}; {engine}", component=_COMPONENT)
+    return chosen
+
+
+def refusal_of(kind: Any, parsed: Any, head: Head) -> str:
+    """Return why a class of transformers is not served with a configuration (or any of its class); empty if it is."""
+    if kind.main_input_name != "input_ids":
+        return f"reads {kind.main_input_name}, not text"
+    if parsed.model_type in NOT_COMPARED:
+        return "was not compared with plain transformers"
+    if head is Head.LM and (parsed.model_type in NOT_CAUSAL or not getattr(parsed, "is_causal", True)):
+        return "tells a token by what follows it, too"
+    if (
+        getattr(parsed, "is_encoder_decoder", False)
+        and head is not Head.LM
+        and not kind.__name__.endswith("EncoderModel")
+    ):
+        return "has an encoder and a decoder, and an input here is one sequence"
+    if head is Head.BASE and not _is_of_text(parsed.model_type):
+        return "is no model of text alone"
+    if head is Head.LM and not kind.can_generate():
+        return "cannot generate"
+    both_ways = getattr(parsed, "is_decoder", None) is False and not getattr(parsed, "is_encoder_decoder", False)
+    if head is Head.LM and both_ways and not parsed.model_type.startswith("gpt_neox"):
+        return "reads a text both ways: its config.json says is_decoder: false"
+    if not getattr(parsed.get_text_config(), "vocab_size", 0):
+        return "has no vocabulary"
+    return ""
+
+
+def _is_of_text(kind: str) -> bool:
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = (
+        auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+        auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+    return any(kind in table for table in tables)
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+#: Families whose classes are called causal, and tell the probability of a token by what follows it too.
+NOT_CAUSAL = frozenset({"cpmant", "prophetnet", "xlm", "xlnet"})
+
+#: Families of which bench/model/architectures.py makes no tiny random checkpoint that plain transformers computes, or
+#: which it does not load as they were saved: whether our numbers would be theirs is not known.
+NOT_COMPARED = _names(
+    "bailing_hybrid blt cohere_compass_text dots3_note emu3 emu3_text_model funnel gemma3n gemma3n_text "
+    "gemma4_assistant gemma4_unified_assistant kimi_linear layoutlmv2 lilt llama4 mistral4 mllama mllama_text_model "
+    "musicgen musicgen_melody neomme qwen4_exp qwen4_exp_text t5gemma t5gemma2 xlstm youtu zamba"
+)
+
+#: Families beside `FAMILIES` whose numbers padding does not change, which the same comparison checks. Of all others
+#: only sequences of equal length share a batch.
+PADDED = FAMILIES | _names(
+    "albert bert camembert cohere2 deberta deberta-v2 deepseek_v3 distilbert electra eurobert gemma gemma2 gemma3_text "
+    "glm4 glm4_moe gpt2 gpt_neox gpt_oss granite gte jina_embeddings_v3 minimax_m2 ministral mixtral modernbert mpnet "
+    "nomic_bert olmo2 olmo3 phi phi3 qwen2_moe qwen3_moe roberta seed_oss smollm3 starcoder2 xlm-roberta"
+)
 
 
 def weight_dtype(checkpoint: Checkpoint, dtype: str) -> str:
@@ -782,48 +873,223 @@ def _division_refusal(model: nn.Module, styles: Mapping[str, str], embedding: st
 
 
 _IMAGE_COMPONENT = "model.image"
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def build_layout(checkpoint: Checkpoint, head: Head, dtype: str = "") -> Layout:
-    """Lay out the parameters in the model's own (layer) order; raises InvalidConfig naming what is missing."""
+def build_layout(checkpoint: Checkpoint, head: Head, dtype: str = "", ignore: Sequence[str] = ()) -> Layout:
+    """Lay out the parameters in the model's own (layer) order; raises InvalidConfig naming what is missing or left.
+
+    ``ignore`` are patterns of tensors that may be left over.
+    """
     dtype = weight_dtype(checkpoint, dtype)
-    model = build_skeleton(checkpoint.config, head, dtype, checkpoint.path)
-    _check_layers(checkpoint)
+    model: Any = build_skeleton(checkpoint.config, head, dtype, checkpoint.path)
     plan = plan_of(model)
-    first_name: dict[int, str] = {}
+    names: dict[int, str] = {}
     tied: dict[str, str] = {}
+    for name, value in _stored(model):
+        first = names.setdefault(id(value), name)
+        if first != name:
+            tied[name] = first
+    empty = {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, TORCH_DTYPES[tensor.dtype]), device="meta")
+        for name, tensor in checkpoint.tensors.items()
+    }
+    _check_no_quantised(checkpoint, model)
+    loaded = _load(model, empty, dtype, "meta")
+    sources = _sources(checkpoint, model, tied)
+    _check_weights(checkpoint, model, head, loaded, sources, ignore)
     pieces: list[Piece] = []
     end = 0
     for name, value in _stored(model):
-        if id(value) in first_name:
-            tied[name] = first_name[id(value)]
-            continue
-        first_name[id(value)] = name
-        piece = _piece(checkpoint, model, plan, name, value, end)
-        pieces.append(piece)
-        end += align(piece.size_bytes, ALIGN_BYTES)
-    config = model.config
-    assert config is not None
+        if name not in tied and name not in loaded.missing_keys:
+            pieces.append(_piece(plan, name, value, sources.get(name, ""), end))
+            end += align(pieces[-1].size_bytes, ALIGN_BYTES)
+    text = model.config.get_text_config()
+    pooling = read_pooling(checkpoint.path) if head is Head.BASE else Pooling()
+    positions = _positions(model, text)
     return Layout(
         pieces=tuple(pieces),
         tied=tied,
+        equal={
+            sources[name]: sources[first]
+            for name, first in tied.items()
+            if name in sources and sources[name] != sources[first]
+        },
         size_bytes=align(end, PAGE_BYTES),
         kv_heads=plan.kv_heads,
         head_dim=plan.head_dim,
         refusals=plan.refusals,
-        positions_max=int(getattr(config, "max_position_embeddings", 0) or 0),
-        vocab_size=int(getattr(config, "vocab_size", 0) or 0),
+        positions_max=min(positions or pooling.max_tokens, pooling.max_tokens or positions),
+        vocab_size=int(getattr(text, "vocab_size", 0) or 0),
         config=checkpoint.config,
         head=head,
         dtype=dtype,
+        pooling=pooling,
     )
 
 
+def _positions(model: Any, config: Any) -> int:
+    """Return the longest input that the positions allow; those of RoBERTa and its like begin behind the padding's."""
+    most = int(getattr(config, "max_position_embeddings", 0) or 0)
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = getattr(next(tables, None), "padding_idx", None)
+    return most if padding is None else most - padding - 1
+
+
+def _load(model: Any, tensors: Mapping[str, Any], dtype: str, device: str) -> Any:
+    """Load tensors as transformers does, by its conversions; return what it says of them.
+
+    ``missing_keys`` are weights that no tensor was there for, ``unexpected_keys`` tensors that it has no use for, less
+    those of which it knows that they do not matter: old rotary caches, position ids, heads for other tasks.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    wanted = getattr(torch, dtype)
+    options = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=wanted,
+        dtype_plan=model._get_dtype_plan(wanted),
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    loaded, _ = convert_and_load_state_dict_in_model(model, dict(tensors), options)
+    model.tie_weights(missing_keys=loaded.missing_keys, recompute_mapping=False)
+    missing = set(loaded.missing_keys)
+    model._adjust_missing_and_unexpected_keys(loaded)
+    loaded.missing_keys = missing  # whatever its class says may be missing would be random
+    return loaded
+
+
+def _sources(checkpoint: Checkpoint, model: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
+    """Return the tensor of each weight of a model that is read straight from the files; none of any other."""
+    assert model.config is not None
+    if getattr(model.config, "model_type", "") not in FAMILIES:
+        return {}
+    found = {
+        name: next((a for a in _aliases(model, name) if a in checkpoint.tensors), "") for name, _ in _stored(model)
+    }
+    # A tied weight may be stored under any of its names.
+    for name, first in tied.items():
+        found[first] = found[first] or found[name]
+    return {name: source for name, source in found.items() if source}
+
+
+def _check_weights(
+    checkpoint: Checkpoint, model: Any, head: Head, loaded: Any, sources: Mapping[str, str], ignore: Sequence[str]
+) -> None:
+    """Raise InvalidConfig where a weight has no tensor, or a tensor no use."""
+    buffers = {name for name, _ in model.named_buffers()}
+    missing = sorted(loaded.missing_keys - buffers)
+    if missing:
+        raise InvalidConfig(
+            f"{checkpoint.path}: the weight {missing[0]} that {type(model).__name__} needs is missing; "
+            "is this the checkpoint for this action?",
+            component=_IMAGE_COMPONENT,
+        )
+    for name, found, expected in sorted(loaded.mismatched_keys):
+        raise InvalidConfig(
+            f"{checkpoint.path}: {name} has the shape {tuple(found)} where config.json asks for {tuple(expected)}",
+            component=_IMAGE_COMPONENT,
+        )
+    for name, why in loaded.conversion_errors.items():
+        raise InvalidConfig(
+            f"{checkpoint.path}: transformers cannot make {name} of its tensors ({why})", component=_IMAGE_COMPONENT
+        )
+    left = set(loaded.unexpected_keys)
+    if sources:
+        left = {name for name in checkpoint.tensors.keys() - set(sources.values()) if not _HARMLESS.search(name)}
+    if head is Head.BASE and left:
+        left -= _weights_of_heads(checkpoint, model, left)
+    unused = sorted(name for name in left if not any(fnmatchcase(name, pattern) for pattern in ignore))
+    if unused:
+        raise InvalidConfig(
+            f"{checkpoint.path}: {type(model).__name__} has no use for {unused[0]}"
+            f"{f' and {len(unused) - 1} more tensors' if unused[1:] else ''}, so its numbers would be those of another "
+            "model; is this the checkpoint for this action? What may be left out is named by model.ignore_weights",
+            component=_IMAGE_COMPONENT,
+        )
+
+
+#: Tensors of old checkpoints that are computed today, and so may be left over.
+_HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
+
+
+def _weights_of_heads(checkpoint: Checkpoint, model: Any, left: Iterable[str]) -> set[str]:
+    """Return which of the tensors belong to the head (or pooler) of the class that the checkpoint declares.
+
+    An embedding is made of the hidden states below them.
+    """
+    import transformers
+
+    names = checkpoint.config.get("architectures")
+    kind: Any = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+    if kind is None:
+        return set()
+    with _ONE_AT_A_TIME:
+        declared = _build(kind, _parse(checkpoint.config, checkpoint.path), Head.LM, "float32", checkpoint.path)
+    known = declared.state_dict().keys() - model.state_dict().keys()
+    return {name for name in left if not known.isdisjoint((name, *_aliases(declared, name), *_aliases(model, name)))}
+
+
+def _check_no_quantised(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Raise Unsupported for whole numbers where the model has others."""
+    for name, value in _stored(model):
+        for alias in _aliases(model, name):
+            kind = checkpoint.tensors[alias].dtype if alias in checkpoint.tensors else ""
+            if kind and value.is_floating_point() != ("float" in TORCH_DTYPES[kind]):
+                raise Unsupported(
+                    f"{checkpoint.path}: {alias} is {kind} where the model computes with {value.dtype}: a quantised "
+                    "weight, which means nothing without its scales; use the unquantised checkpoint",
+                    component=_IMAGE_COMPONENT,
+                )
+
+
 def fill(checkpoint: Checkpoint, layout: Layout, path: str, threads: int) -> None:
-    """Read every weight straight into its place in the image at ``path``; raises InvalidConfig on a short file."""
-    with map_image(path, layout.size_bytes) as view, ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda piece: _read(checkpoint.tensors[piece.source], piece, view), layout.pieces))
+    """Bring every weight into its place in the image at ``path``; raises InvalidConfig on a short file."""
+    with map_image(path, layout.size_bytes) as view:
+        if not all(piece.source for piece in layout.pieces):
+            _fill_as_transformers(checkpoint, layout, view)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda piece: _read(checkpoint.tensors[piece.source], piece, view), layout.pieces))
+    for name, other in layout.equal.items():
+        pair = [bytearray(checkpoint.tensors[each].size_bytes) for each in (name, other)]
+        for each, buffer in zip((name, other), pair, strict=True):
+            _read_into(checkpoint.tensors[each], memoryview(buffer))
+        if pair[0] != pair[1]:
+            raise _untied(checkpoint, name, other)
+
+
+def _fill_as_transformers(checkpoint: Checkpoint, layout: Layout, image: mmap.mmap) -> None:
+    """Load a model by its class and copy its weights: while that lasts, the host holds them twice."""
+    from safetensors import safe_open
+
+    model = build_skeleton(layout.config, layout.head, layout.dtype, checkpoint.path)
+    with ExitStack() as files:
+        opened = {
+            file: files.enter_context(safe_open(file, "pt"))  # type: ignore[no-untyped-call]  # it is untyped
+            for file in {tensor.file for tensor in checkpoint.tensors.values()}
+        }
+        slices = {name: opened[tensor.file].get_slice(name) for name, tensor in checkpoint.tensors.items()}
+        _load(model, slices, layout.dtype, "cpu")
+    weights = dict(_stored(model))
+    for name, other in layout.tied.items():
+        if weights[name] is not weights[other] and not torch.equal(weights[name], weights[other]):
+            raise _untied(checkpoint, name, other)
+    for piece in layout.pieces:
+        target = torch.frombuffer(image, dtype=torch.uint8, count=piece.size_bytes, offset=piece.offset)
+        target.view(getattr(torch, piece.dtype)).view(piece.shape).copy_(weights[piece.name])
+        del target
+
+
+def _untied(checkpoint: Checkpoint, name: str, other: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"{checkpoint.path}: config.json ties {name} to {other}, and the file has other numbers for it; "
+        "set tie_word_embeddings: false, or remove the one that is not meant",
+        component=_IMAGE_COMPONENT,
+    )
 
 
 class Image:
@@ -861,52 +1127,18 @@ def _stored(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
-def _piece(
-    checkpoint: Checkpoint, model: nn.Module, plan: ShardingPlan, name: str, value: torch.Tensor, offset: int
-) -> Piece:
-    source = next((alias for alias in _aliases(model, name) if alias in checkpoint.tensors), None)
-    if source is None:
-        raise InvalidConfig(
-            f"{checkpoint.path}: the weight {name} that {type(model).__name__} needs is missing; "
-            "is this the checkpoint for this action?",
-            component=_IMAGE_COMPONENT,
-        )
-    entry, kind = checkpoint.tensors[source].shape, checkpoint.tensors[source].dtype
-    if value.is_floating_point() != ("float" in TORCH_DTYPES[kind]):
-        raise Unsupported(
-            f"{checkpoint.path}: {source} is {kind} where the model computes with {value.dtype}: a quantised weight, "
-            "which means nothing without its scales; use the unquantised checkpoint",
-            component=_IMAGE_COMPONENT,
-        )
-    if entry != tuple(value.shape):
-        raise InvalidConfig(
-            f"{checkpoint.path}: {source} has the shape {entry} where config.json asks for {tuple(value.shape)}",
-            component=_IMAGE_COMPONENT,
-        )
+def _piece(plan: ShardingPlan, name: str, value: torch.Tensor, source: str, offset: int) -> Piece:
     placement = plan.placement(name)
+    shape = tuple(value.shape)
     return Piece(
         name=name,
         source=source,
         offset=offset,
-        shape=entry[::-1] if placement.transposed else entry,
+        shape=shape[::-1] if placement.transposed else shape,
         dtype=str(value.dtype).removeprefix("torch."),
         transposed=placement.transposed,
         cut=placement.cut,
     )
-
-
-def _check_layers(checkpoint: Checkpoint) -> None:
-    """Every layer of a known decoder is used: a model cut short computes something else without a word."""
-    config = checkpoint.config
-    if config.get("model_type") not in FAMILIES:
-        return
-    held = 1 + max((int(match[1]) for name in checkpoint.tensors if (match := _LAYER.search(name))), default=-1)
-    if held > int(str(config.get("num_hidden_layers", held))):
-        raise InvalidConfig(
-            f"{checkpoint.path}: there are weights of {held} layers where config.json asks for "
-            f"{config['num_hidden_layers']}; config.json and the weights belong to different models",
-            component=_IMAGE_COMPONENT,
-        )
 
 
 def _aliases(model: nn.Module, name: str) -> Iterator[str]:

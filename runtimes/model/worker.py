@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from manager.errors import Reason, Unsupported
-from runtimes.model.checkpoint import Shard, shard
+from runtimes.model.checkpoint import Layout, Shard, shard
 from runtimes.model.compute import BoundModel, RankGroup, Team, compute, install, is_out_of_memory, stage
 from runtimes.model.processes import (
     Attach,
@@ -42,7 +42,6 @@ from runtimes.model.weights import (
     DoesNotFit,
     Dropped,
     Fences,
-    Head,
     Image,
     SlotKey,
     Transfer,
@@ -80,6 +79,7 @@ class Skeleton:
     team: Team
     #: The buffers as built, on the host: a parked service keeps nothing on the device.
     buffers: Mapping[str, torch.Tensor]
+    layout: Layout
     bound: LoadedService | None = None
     #: Where in the arena its parameters point; a service that comes back to the same place finds them there.
     offset: int | None = None
@@ -242,6 +242,7 @@ class DeviceEngine:
             group=skeleton.team.group,
             device=self.backend.name,
             arrived=lambda: loaded.transfer.wait(end),
+            pooling=skeleton.layout.pooling,
         )
 
     def _pin(self, place: Placed, key: SlotKey) -> tuple[LoadedService, bool, tuple[str, ...]]:
@@ -295,12 +296,12 @@ class DeviceEngine:
         if key in self._skeletons:
             return self._skeletons[key]
         layout = self._await_image(place.image_id).layout
-        model: Any = build_skeleton(layout.config, Head(layout.head), layout.dtype, Path(place.image_id))
+        model: Any = build_skeleton(layout.config, layout.head, layout.dtype, Path(place.image_id))
         team = Team()
         install(model, layout, team, place.rank, place.dop)
         part = shard(layout, place.rank, place.dop)
         buffers = {name: buffer for name, buffer in model.named_buffers() if name not in part.views}
-        result = Skeleton(model, Fences(model, part, layout.tied), team, buffers)
+        result = Skeleton(model, Fences(model, part, layout.tied), team, buffers, layout)
         with self._changed:
             kept = {k: v for k, v in self._skeletons.items() if k[0] in self._images}
             self._skeletons = {**kept, key: result}
@@ -311,8 +312,7 @@ class DeviceEngine:
         with self._changed:
             if skeleton.bound is not loaded:
                 if skeleton.offset != loaded.offset:
-                    layout = self._await_image(loaded.place.image_id).layout
-                    bind(skeleton.model, self._arena, loaded.shard, loaded.offset, layout.tied)
+                    bind(skeleton.model, self._arena, loaded.shard, loaded.offset, skeleton.layout.tied)
                     skeleton.offset = loaded.offset
                 self._unpark(skeleton)
                 skeleton.bound = loaded

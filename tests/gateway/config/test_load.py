@@ -349,12 +349,12 @@ def test_a_handler_may_be_bound_in_any_way_at_the_top_level(tmp_path: Path, sour
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({}, "no checkpoint at"),
+        ({}, "is no checkpoint"),
         ({"config.json": b"{}"}, r"holds no \*.safetensors"),
         ({"config.json": b"{}", "pytorch_model.bin": b"\x80\x02"}, "pytorch_model.bin is a pickle"),
         ({"config.json": b"{}", "model.safetensors": b"PK\x03\x04 and more"}, "is a pickle in spite of its name"),
-        ({"config.json": b"{}", "model.safetensors": b""}, "is no safetensors file"),
-        ({"model.safetensors": SAFETENSORS}, "holds no config.json"),
+        ({"config.json": b"{}", "model.safetensors": b""}, "has only 0 bytes"),
+        ({"model.safetensors": SAFETENSORS}, r"config\.json is missing"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_loaded_is_refused_with_the_remedy(

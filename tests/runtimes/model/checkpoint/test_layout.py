@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manager.errors import Unsupported
-from runtimes.model.checkpoint import Cut, Layout, Piece, shard
+from runtimes.model.checkpoint import Cut, Head, Layout, Piece, shard
 
 
 def layout(**changes: object) -> Layout:
@@ -17,6 +17,7 @@ def layout(**changes: object) -> Layout:
     values: dict[str, object] = {
         "pieces": (rows, heads, norm),
         "tied": {},
+        "equal": {},
         "size_bytes": 4096,
         "kv_heads": 2,
         "head_dim": 4,
@@ -24,7 +25,7 @@ def layout(**changes: object) -> Layout:
         "positions_max": 0,
         "vocab_size": 0,
         "config": {},
-        "head": "lm",
+        "head": Head.LM,
         "dtype": "float32",
         **changes,
     }

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from runtimes.model.checkpoint import Cut
-from runtimes.model.weights import Head, ShardingPlan, build_skeleton, plan_of
+from runtimes.model.checkpoint import Cut, Head
+from runtimes.model.weights import ShardingPlan, build_skeleton, plan_of
 from tests.runtimes.model.checkpoints import FAMILIES, SHAPE
 
 

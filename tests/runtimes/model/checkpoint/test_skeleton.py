@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.model
 
-from runtimes.model.weights import Head, build_skeleton  # torch may be absent
+from runtimes.model.checkpoint import Head
+from runtimes.model.weights import build_skeleton  # torch may be absent
 
 SHAPE = {
     "model_type": "llama",

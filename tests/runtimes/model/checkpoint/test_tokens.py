@@ -42,6 +42,8 @@ def test_texts_ids_and_conversations_lose_the_same_side(tokens: Tokens) -> None:
         assert check_ids([list(*ids)], 4, side).ids == (last,)
         (row,) = tokens.encode_chats(chat, 4, side, continued=False).ids
         assert row in (last, (0, *last[:3]))
+    assert check_ids([[0, *range(1, 10)]], 4, "left", 0).ids == ((0, 7, 8, 9),), "so does what a sequence begins with"
+    assert check_ids([[0, *range(1, 10)]], 1, "left", 0).ids == ((0,),)
     assert tokens.encode(["w0", text], 3, "left").truncated == (1,)
     with pytest.raises(InvalidInput, match="overlong: truncate"):
         tokens.encode([text], 5, "")

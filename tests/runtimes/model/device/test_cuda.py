@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from bench.model.one_device import OneDevice
 from manager.function import ModelAction
 from runtimes.model.engine import nvml
 from runtimes.model.processes import ForkServer, WorkItem
@@ -24,7 +25,7 @@ from runtimes.model.weights import Cuda
 from tests.runtimes.model.asking import execution, function
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain_logprobs, plain_score
 from tests.runtimes.model.conftest import Write
-from tests.runtimes.model.test_families import OneDevice, items
+from tests.runtimes.model.test_families import items
 
 pytestmark = [
     pytest.mark.gpu,
