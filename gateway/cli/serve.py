@@ -277,6 +277,8 @@ def validate(paths: tuple[Path, ...], no_look: bool, as_json: bool) -> None:
 
     try:
         loaded = load.load(paths or (Path(),), os.environ, look=not no_look)
+        if not no_look:
+            _check_models(loaded)
     except InvalidConfig as error:
         if as_json:
             print_json({"ok": False, **error.detail})
@@ -294,6 +296,24 @@ def validate(paths: tuple[Path, ...], no_look: bool, as_json: bool) -> None:
         click.echo(f"{len(loaded.files)} files, {len(loaded.functions)} functions: {names}")
         for each in warnings:
             say(f"warning: {each}")
+
+
+def _check_models(config: GatewayConfig) -> None:
+    """Raise InvalidConfig for checkpoints that would be refused when they are served, where torch can tell."""
+    from gateway.config.load import refusal
+    from gateway.config.yaml import ConfigProblem
+
+    own = [each for each in config.functions.values() if each.model is not None and not each.model.engine_url]
+    here = [each for each in own if each.model is not None and each.model.path.is_dir()]
+    if not here or importlib.util.find_spec("torch") is None:
+        return
+    from runtimes.model.runtime import model_problems
+
+    problems = asyncio.run(model_problems(here, config.models))
+    if problems:
+        raise refusal(
+            [ConfigProblem(message=why, path=("functions", name, "model")) for name, why in sorted(problems.items())]
+        )
 
 
 def _warnings(config: GatewayConfig) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from manager.action import Action, Chunk, Lease
 from manager.config import ServiceSpec
-from manager.errors import ActionFailed, InvalidInput, Reason, Unsupported
+from manager.errors import ActionFailed, CodedError, InvalidInput, Reason, Unsupported
 from manager.function import FunctionSpec, ModelAction, ModelSpec, Setting
 from runtimes.kind import DeclarationSite, Kind, Materials, Schema, schema_of
 from runtimes.model.checkpoint import checkpoint_problem, fingerprint
@@ -187,6 +187,22 @@ class ModelRuntime:
     def _report(self) -> None:
         if self.on_residency is not None:
             self.on_residency(self.residency())
+
+
+async def model_problems(functions: Iterable[FunctionSpec], settings: ModelSettings) -> dict[str, str]:
+    """Return why in-house model functions are refused, by function: their checkpoints are looked at with torch."""
+    backend = TorchBackend(replace(settings, device="cpu"), fork_server := ForkServer(), lambda: None)
+    problems = {}
+    try:
+        for function in functions:
+            try:
+                await backend.inspect(function)
+            except CodedError as error:
+                problems[function.name] = error.message
+    finally:
+        await backend.close()
+        await asyncio.to_thread(fork_server.close)
+    return problems
 
 
 def _evicted(execution: Execution) -> tuple[str, ...]:

@@ -418,6 +418,17 @@ class TorchBackend:
     # -- the contract
 
     async def prepare(self, function: FunctionSpec) -> ServiceSpec:
+        known = await self.inspect(function)
+        service = self._service(function, known.layout)
+        self._check_fits(function, service)
+        await self.fleet.start()
+        async with self.images.hold(known):
+            pass
+        self._told[service.name] = service
+        return service
+
+    async def inspect(self, function: FunctionSpec) -> KnownImage:
+        """Check that a function can be served, without a weight being read; raises InvalidConfig or Unsupported."""
         model = model_of(function)
         known = await self.images.look(_key(model))
         units = function.cost.get("gpu")
@@ -433,13 +444,7 @@ class TorchBackend:
                     f"functions.{function.name}.cost.gpu: {model.path}: {error.message}",
                     component=_TORCH_BACKEND_COMPONENT,
                 ) from error
-        service = self._service(function, known.layout)
-        self._check_fits(function, service)
-        await self.fleet.start()
-        async with self.images.hold(known):
-            pass
-        self._told[service.name] = service
-        return service
+        return known
 
     async def admit(self, function: FunctionSpec, given: ModelInput) -> ModelRequest:
         with _failing_the_action():

@@ -242,3 +242,20 @@ def test_serve_refuses_a_level_that_there_is_not(tangram: Tangram, tmp_path: Pat
     status, _, err = tangram("serve", "--log-level", "bogus", str(tmp_path))
     assert status == 2
     assert "'bogus' is not one of" in err
+
+
+def test_validate_looks_into_checkpoints(tangram: Tangram, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.Qwen2ForTokenClassification(
+        transformers.Qwen2Config(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    model.save_pretrained(tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"architectures": None}))
+    (tmp_path / "tangram.yaml").write_text("functions: {f: {runtime: model, model: {path: m, action: embed}}}")
+    status, out, _ = tangram("validate", "--json", str(tmp_path))
+    (problem,) = json.loads(out)["problems"]
+    assert (status, problem["path"]) == (78, "functions.f.model")
+    assert "has no use for score." in problem["message"]
