@@ -156,7 +156,7 @@ def classes(head: Head) -> dict[str, str]:
         modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
     )
-    table = {Head.LM: text[0], Head.SCORE: text[1], Head.BASE: modeling_auto.MODEL_MAPPING_NAMES}[head]
+    table: Any = {Head.LM: text[0], Head.SCORE: text[1], Head.BASE: modeling_auto.MODEL_MAPPING_NAMES}[head]
     known = {kind for each in text for kind in each} & set(transformers.CONFIG_MAPPING.keys())
     return {kind: name if isinstance(name, str) else name[0] for kind, name in table.items() if kind in known}
 
@@ -263,7 +263,8 @@ def _generated_apart(device: OneDevice, place: Any, plain: Any) -> float:
     """Return 0 if the tokens of a greedy generation are those of transformers, and infinity if not."""
     sampling = Sampling(max_new_tokens=NEW_TOKENS, stop_ids=(2,))
     items = [WorkItem(ids=tuple(ids), action=ModelAction.GENERATE, sampling=sampling) for ids in IDS[:2]]
-    options = transformers.GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=2, pad_token_id=0)
+    untyped: Any = transformers.GenerationConfig
+    options = untyped(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=2, pad_token_id=0)
     for ids, made in zip(IDS, device.run(place, items, 1000), strict=False):
         given = torch.tensor([ids])
         whole = plain.generate(given, attention_mask=torch.ones_like(given), generation_config=options)
@@ -299,8 +300,9 @@ def _wrapped(words: Sequence[str]) -> Iterator[str]:
 
 def main() -> None:
     """Print the table, or compare the families whose name contains a word."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     if not sys.argv[1:]:
         print(table())
         return

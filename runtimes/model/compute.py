@@ -469,10 +469,12 @@ def _continued(bound: BoundModel, batch: PackedBatch) -> Generated:
     (member,) = batch.members
     chosen = _Chosen(_row(batch.positions[0], member))
     assert member.sampling is not None
+    untyped: Any = GenerationConfig
+    options = untyped(max_new_tokens=member.sampling.max_new_tokens, do_sample=False)
     bound.model.generate(
         batch.tokens,
         attention_mask=batch.mask,
-        generation_config=GenerationConfig(max_new_tokens=member.sampling.max_new_tokens, do_sample=False),
+        generation_config=options,
         logits_processor=[chosen.process],
         stopping_criteria=[chosen.ended],
     )

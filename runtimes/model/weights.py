@@ -616,8 +616,8 @@ def _class_of(parsed: Any, head: Head, origin: Path) -> Any:
         Head.SCORE: (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,),
         Head.BASE: (auto.MODEL_FOR_TEXT_ENCODING_MAPPING, auto.MODEL_MAPPING),
     }
-    found = [table.get(type(parsed), ()) for table in tables[head]]
-    classes = [each for entry in found for each in (entry if isinstance(entry, tuple) else (entry,))]
+    found: list[Any] = [table.get(type(parsed), ()) for table in tables[head]]
+    classes: list[Any] = [each for entry in found for each in (entry if isinstance(entry, tuple) else (entry,))]
     declared = (getattr(parsed, "architectures", None) or [""])[0]
     engine = "use an external engine (model.engine_url)"
     if declared and not hasattr(transformers, declared):
@@ -946,13 +946,13 @@ def _load(model: Any, tensors: Mapping[str, Any], dtype: str, device: str) -> An
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # it is untyped
     wanted = getattr(torch, dtype)
     options = LoadStateDictConfig(
         device_map={"": device},
         dtype=wanted,
         dtype_plan=model._get_dtype_plan(wanted),
-        weight_mapping=get_model_conversion_mapping(model),
+        weight_mapping=get_model_conversion_mapping(model),  # type: ignore[arg-type]  # transformers' own two names
     )
     loaded, _ = convert_and_load_state_dict_in_model(model, dict(tensors), options)
     model.tie_weights(missing_keys=loaded.missing_keys, recompute_mapping=False)
@@ -1069,7 +1069,7 @@ def _fill_as_transformers(checkpoint: Checkpoint, layout: Layout, image: mmap.mm
     model = build_skeleton(layout.config, layout.head, layout.dtype, checkpoint.path)
     with ExitStack() as files:
         opened = {
-            file: files.enter_context(safe_open(file, "pt"))  # type: ignore[no-untyped-call]  # it is untyped
+            file: files.enter_context(safe_open(file, "pt"))
             for file in {tensor.file for tensor in checkpoint.tensors.values()}
         }
         slices = {name: opened[tensor.file].get_slice(name) for name, tensor in checkpoint.tensors.items()}

@@ -56,7 +56,7 @@ def copy(path: Path, target: Path) -> Path:
 
 def change(path: Path, tensors: Mapping[str, torch.Tensor | None], **config: object) -> Path:
     """Change tensors (None removes one) and the configuration of a checkpoint."""
-    held = load_file(path / "model.safetensors") | tensors
+    held: dict[str, Any] = {**load_file(path / "model.safetensors"), **tensors}
     save_file({name: value for name, value in held.items() if value is not None}, path / "model.safetensors")
     declared = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(declared | config))
