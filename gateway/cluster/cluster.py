@@ -76,7 +76,7 @@ from runtimes.node.protocol import (
     NodeWelcome,
 )
 from runtimes.node.ray.process import RayDriverProcess
-from runtimes.node.remote import RemoteNode, unfitness
+from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.files import SandboxFiles
 from runtimes.sandbox.handler.sources import HandlerCopies
@@ -186,6 +186,8 @@ class Abilities:
         return problem
 
 
+#: Of why a node is not fit, as much is shown to people.
+WHY_MAX = 1000
 #: Seconds for which a node that was lost is among what should be looked at, unless it joins again.
 LOST_TOLD_S = 86400.0
 
@@ -811,8 +813,9 @@ class Cluster:
 
     def _admitted(self, hello: NodeHello) -> bool:
         """Ask the membership; return whether the node must end all that it has first. Raises Conflict for a refusal."""
-        unfit = unfitness(hello.unfit, hello.newcomers)
-        for verdict in self._step(self._membership.greet, hello.name, hello.instance, hello.draining, *unfit):
+        unfit, finishing = hello.unfit[:WHY_MAX], hello.finishing
+        greet = self._membership.greet
+        for verdict in self._step(greet, hello.name, hello.instance, hello.draining, unfit, finishing):
             if isinstance(verdict, TurnedAway):
                 raise Conflict(verdict.why, component="cluster", retry_after_s=verdict.retry_after_s)
         member = self._membership.get(hello.name)
@@ -898,7 +901,7 @@ class Cluster:
             case NodeDraining():
                 self._step(self._membership.drain, name, message.why)
             case FitnessChanged():
-                self._step(self._membership.judge, name, instance, *unfitness(message.why, message.newcomers))
+                self._step(self._membership.judge, name, instance, message.why[:WHY_MAX], message.finishing)
             case NodeGoodbye():
                 if self._is_empty(name):
                     self._step(self._membership.empty, name)  # it drains and has seen it first: nothing is lost with it

@@ -402,10 +402,8 @@ class NodeFitness:
         """With fewer than ``free_min_bytes`` free in the directory nothing begins; ``on_change`` is called at turns."""
         self._directory = directory
         self._free_min_bytes = free_min_bytes
-        #: Why nothing can begin; empty if anything can.
-        self.why = ""
-        #: Why no sandbox can be made; empty if one can, as far as is known.
-        self.newcomers = ""
+        #: Why nothing can begin, as the disk is short; and why no sandbox can be made, as far as is known.
+        self._short = self._without_sandboxes = ""
         self._trouble = trouble
         #: The last refusal of a write, until the disk takes one.
         self._refusal = ""
@@ -415,7 +413,7 @@ class NodeFitness:
     @property
     def report(self) -> FitnessChanged:
         """What the gateway is to know."""
-        return FitnessChanged(self.why, self.newcomers)
+        return FitnessChanged(self._short or self._without_sandboxes, bool(not self._short and self._without_sandboxes))
 
     async def watch_for_ever(self) -> None:
         """Look again and again: an engine that hangs holds up no look at the disk."""
@@ -431,7 +429,7 @@ class NodeFitness:
 
     def look(self) -> None:
         """See how it is now, and report it if it has turned."""
-        self._turn(self._shortage(), self.newcomers)
+        self._turn(self._shortage(), self._without_sandboxes)
 
     async def _watch_disk(self) -> None:
         while True:
@@ -441,27 +439,27 @@ class NodeFitness:
     async def _watch_sandboxes(self, trouble: Trouble) -> None:
         while True:
             await asyncio.sleep(FITNESS_LOOK_S)
-            self._turn(self.why, await trouble())
+            self._turn(self._short, await trouble())
 
-    def _turn(self, why: str, newcomers: str) -> None:
-        was = bool(self.why), bool(self.newcomers)
-        self.why, self.newcomers = why, newcomers
-        if was == (bool(why), bool(newcomers)):
+    def _turn(self, short: str, without_sandboxes: str) -> None:
+        before = self.report
+        self._short, self._without_sandboxes = short, without_sandboxes
+        report = self.report
+        if (bool(before.why), before.finishing) == (bool(report.why), report.finishing):
             return
-        if why:
-            logger.error("nothing can begin on this node", why=why)
-        elif newcomers:
-            logger.error("nothing new can begin on this node", why=newcomers)
+        if report.why:
+            what = "nothing new" if report.finishing else "nothing"
+            logger.error(f"{what} can begin on this node", why=report.why)
         else:
             logger.info("this node is fit again")
-        self._on_change(self.report)
+        self._on_change(report)
 
     def _shortage(self) -> str:
         if self._refusal:
             self._refusal = self._tried()
         if self._refusal:
             return f"its disk refuses what is written: {self._refusal} ({self._directory}): {REMEDY}"
-        return shortage_of(self._directory, int(self._free_min_bytes * AGAIN) if self.why else self._free_min_bytes)
+        return shortage_of(self._directory, int(self._free_min_bytes * AGAIN) if self._short else self._free_min_bytes)
 
     def _tried(self) -> str:
         """Return why the disk takes nothing; empty if it does."""
@@ -1315,8 +1313,8 @@ class NodeDaemon:
             labels=dict(settings.spec.labels),
             isolation=settings.isolation,
             draining=bool(self._draining),
-            unfit=self.fitness.why,
-            newcomers=self.fitness.newcomers,
+            unfit=self.fitness.report.why,
+            finishing=self.fitness.report.finishing,
         )
 
     async def _welcomed(self, link: NodeLink) -> NodeWelcome:

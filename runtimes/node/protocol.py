@@ -131,11 +131,11 @@ class FilesStop(Message):
 
 
 class FitnessChanged(Message):
-    """Why nothing can begin on the node, or nothing new; both empty if anything can."""
+    """Why nothing, or nothing new, can begin on the node; empty if anything can."""
 
     why: str
-    #: Why no sandbox can be made there; what lives there goes on.
-    newcomers: str
+    #: Whether the trajectories that live there go on, as only no sandbox can be made.
+    finishing: bool
 
 
 class ModelsChanged(Message, kw_only=True):
@@ -296,10 +296,9 @@ class NodeHello(Message, kw_only=True):
     isolation: str
     #: Whether it takes no new work.
     draining: bool = False
-    #: Why nothing can begin there now; empty if anything can.
+    #: As in `FitnessChanged`.
     unfit: str = ""
-    #: Why no sandbox can be made there, though what lives there goes on; empty if one can.
-    newcomers: str = ""
+    finishing: bool = False
 
 
 class NodeWelcome(Message, kw_only=True):

@@ -275,15 +275,6 @@ class RemoteFiles:
         )
 
 
-#: Of why a node is not fit, as much is told to people.
-WHY_MAX = 1000
-
-
-def unfitness(why: str, newcomers: str) -> tuple[str, bool]:
-    """Return why a node is unfit, empty if it is not, and whether what lives there goes on."""
-    return (why or newcomers)[:WHY_MAX], not why and bool(newcomers)
-
-
 #: Seconds in which what a node says of its models is taken up at most once: it may say it as often as it likes.
 EVERY_S = 0.1
 _NOTHING = ModelsChanged(services=[], resident={})

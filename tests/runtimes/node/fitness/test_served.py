@@ -37,7 +37,7 @@ def test_too_little_room_is_found_before_a_write_fails_and_enough_again_once_the
     told: list[str] = []
     fitness = NodeFitness(disk, 2 * 2**20, on_change=lambda changed: told.append(changed.why))
     fitness.look()
-    assert (fitness.why, told) == ("", [])
+    assert (fitness.report.why, told) == ("", [])
     filler = disk / "filler"
     filler.write_bytes(bytes(SIZE - 2**20))
     fitness.look()
@@ -45,28 +45,28 @@ def test_too_little_room_is_found_before_a_write_fails_and_enough_again_once_the
     assert len(told) == 1 and "server.free_min" in told[0]
     filler.write_bytes(bytes(SIZE - 2 * 2**20))
     fitness.look()
-    assert fitness.why, "just at the bound it would come and go"
+    assert fitness.report.why, "just at the bound it would come and go"
     filler.unlink()
     fitness.look()
-    assert (fitness.why, told[1:]) == ("", [""])
+    assert (fitness.report.why, told[1:]) == ("", [""])
 
 
 def test_a_disk_that_refuses_is_unfit_until_it_takes_a_write_of_ours_and_nothing_of_that_is_left(disk: Path) -> None:
     fitness = NodeFitness(disk, 0)
     filler = fill(disk)
     fitness.look()
-    assert not fitness.why, "it asks for no room, and nothing was refused"
+    assert not fitness.report.why, "it asks for no room, and nothing was refused"
     fitness.refused(OSError(errno.ENOSPC, "No space left on device"))
-    assert "No space left" in fitness.why and "make room" in fitness.why
+    assert "No space left" in fitness.report.why and "make room" in fitness.report.why
     filler.unlink()
     fitness.look()
-    assert fitness.why == "" and list(disk.iterdir()) == []
+    assert fitness.report.why == "" and list(disk.iterdir()) == []
 
 
 def test_a_refusal_that_is_over_already_closes_nothing(tmp_path: Path) -> None:
     fitness = NodeFitness(tmp_path, 0)
     fitness.refused(OSError(errno.EIO, "once"))
-    assert fitness.why == ""
+    assert fitness.report.why == ""
 
 
 async def test_the_gateway_is_told_at_the_join_and_whenever_it_turns(disk: Path) -> None:
@@ -77,12 +77,12 @@ async def test_the_gateway_is_told_at_the_join_and_whenever_it_turns(disk: Path)
         serving = asyncio.create_task(daemon.serve(far))
         async with asyncio.timeout(STUCK_S):
             await near.receive(protocol.Inventory, STUCK_S)
-            assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("", "")
+            assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("", False)
             filler = disk / "filler"
             filler.write_bytes(bytes(SIZE - 2**20))
             assert "server.free_min" in (await near.receive(FitnessChanged, STUCK_S)).why
             filler.unlink()
-            assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("", "")
+            assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("", False)
         near.close("done")
         await serving
     finally:
@@ -101,10 +101,9 @@ async def test_one_whose_sandboxes_are_in_trouble_says_that_nothing_new_can_begi
     fitness = NodeFitness(tmp_path, 0, trouble=found, on_change=told.put_nowait)
     watching = asyncio.create_task(fitness.watch_for_ever())
     async with asyncio.timeout(STUCK_S):
-        assert await told.get() == FitnessChanged("", "its engine is gone")
-        assert (fitness.why, fitness.newcomers) == ("", trouble), "what lives there may go on"
+        assert await told.get() == FitnessChanged("its engine is gone", True)
         trouble = ""
-        assert await told.get() == FitnessChanged("", "")
+        assert await told.get() == FitnessChanged("", False)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
 
