@@ -33,7 +33,7 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec import ExecRuntime
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 
-GREETING_S, JOIN_S, STOP_S = 30.0, 60.0, 30.0
+HANDSHAKE_S, JOIN_S, STOP_S = 30.0, 60.0, 30.0
 #: Actions that are in flight at once where many are, lines of an action, and commands that say them at once.
 IN_FLIGHT, LINES, SPEAKERS = 512, 100, 64
 FRAME_BYTES = 1024
@@ -88,9 +88,9 @@ class BenchDoor:
             bind("127.0.0.1:0"),
             server_side(certificate),
             settings,
-            greeting_s=GREETING_S,
-            greetings_max=64,
-            greet=self._greet,
+            handshake_s=HANDSHAKE_S,
+            handshakes_max=64,
+            greet=self._handshake,
         )
         self._door.open()
 
@@ -104,11 +104,11 @@ class BenchDoor:
         self.nodes[name] = RemoteNode(name)
         return self.nodes[name]
 
-    async def _greet(self, link: NodeLink, has_greeted: Callable[[], None]) -> None:
-        hello = await link.receive(protocol.NodeHello, GREETING_S)
-        has_greeted()
+    async def _handshake(self, link: NodeLink, authenticated: Callable[[], None]) -> None:
+        hello = await link.receive(protocol.NodeHello, HANDSHAKE_S)
+        authenticated()
         link.send(protocol.NodeWelcome(generation=1, key="k", beat_s=1.0, silent_s=60.0))
-        inventory = await link.receive(protocol.Inventory, GREETING_S, frame_max_bytes=2**20)
+        inventory = await link.receive(protocol.Inventory, HANDSHAKE_S, frame_max_bytes=2**20)
         self.links[hello.name] = link
         self.joined[hello.name].set()
         if hello.name == "flood":

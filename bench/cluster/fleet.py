@@ -80,7 +80,7 @@ async def crowd(report: BenchReport, count: int, seconds: float) -> None:
     """Many agents join at once, and beat."""
     with tempfile.TemporaryDirectory(prefix="tangram-bench-") as place:
         directory = Path(place)
-        written = document(directory, greetings_max=256)
+        written = document(directory, handshakes_max=256)
         async with serving(directory, written) as app:
             tickets = {f"n{number}": app.machines.ticket(f"n{number}") for number in range(count)}
             host, _, port = next(iter(tickets.values())).gateway.rpartition(":")

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from runtimes.node.certificate import node_side
-from runtimes.node.protocol import GREETING_BYTES, HEADER
+from runtimes.node.protocol import HANDSHAKE_BYTES, HEADER
 
 SOURCE = "127.0.0.2"
 #: Dialling at once; dials in a second after the first wave; descriptors left for other things than connections.
@@ -95,7 +95,7 @@ async def _spelling_tls(writer: asyncio.StreamWriter) -> None:
 
 
 async def _spelling_hello(writer: asyncio.StreamWriter) -> None:
-    writer.write(HEADER.pack(GREETING_BYTES, 1))
+    writer.write(HEADER.pack(HANDSHAKE_BYTES, 1))
     while not writer.is_closing():
         writer.write(b"\x90")
         await asyncio.sleep(SPELL_S)

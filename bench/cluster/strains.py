@@ -26,7 +26,7 @@ FILE_BYTES, PIECE_BYTES = 64 * 2**20, 256 * 2**10
 #: Seconds between two looks at the loop: what comes later is lag.
 TICK_S = 0.005
 #: Strangers, places for them at the door, and seconds for which the loop is watched.
-STRANGERS, GREETINGS_MAX = 10_000, 64
+STRANGERS, HANDSHAKES_MAX = 10_000, 64
 #: What is sent to a node that does not read, more than it may leave unread.
 DEAF_BYTES, DEAF_PIECE = 192 * 2**20, 64 * 2**10
 NOTICED_S, STOP_S = 60.0, 30.0
@@ -150,7 +150,7 @@ async def strangers(report: BenchReport, count: int, seconds: float) -> None:
     """How late the gateway's loop is while strangers stand at the nodes' door, and a node joins meanwhile."""
     with tempfile.TemporaryDirectory(prefix="tangram-bench-") as place:
         directory = Path(place)
-        written = document(directory, greetings_max=GREETINGS_MAX, greeting="5s")
+        written = document(directory, handshakes_max=HANDSHAKES_MAX, handshake="5s")
         async with serving(directory, written) as app, AsyncExitStack() as stack:
             host, _, port = app.machines.ticket("n0").gateway.rpartition(":")
             quiet, loud = LoopLag(), LoopLag()

@@ -20,7 +20,7 @@ from runtimes.node.certificate import node_side
 from runtimes.node.protocol import LinkSettings, LinkStream, Message, NodeLink, Pulse, facts_of
 
 #: Connections that are being made at once, and seconds until a cut one tries again.
-DIALLING, AGAIN_S, GREETING_S = 64, 0.05, 30.0
+DIALLING, AGAIN_S, HANDSHAKE_S = 64, 0.05, 30.0
 SETTINGS = LinkSettings(beat_s=1.0, silent_s=60.0)
 
 
@@ -58,7 +58,7 @@ class StubAgent:
             link = self.link = NodeLink(stream, SETTINGS, pulse=self._pulse)
             link.send(hello(self._name, self._ticket))
             try:
-                await link.receive(protocol.NodeWelcome, GREETING_S)
+                await link.receive(protocol.NodeWelcome, HANDSHAKE_S)
             except CodedError:  # too many are at it: it was cut
                 await asyncio.sleep(AGAIN_S)
                 continue

@@ -18,9 +18,9 @@ from gateway.cluster.listener import NodeListener, bind
 from gateway.cluster.local_node import LocalNode
 from gateway.cluster.ray import RayNodes
 from gateway.cluster.store import (
+    JoinTickets,
     NodeRecords,
     NodeSnapshots,
-    TicketOffice,
     check_name,
     digest_of,
     new_node_key,
@@ -56,12 +56,12 @@ from runtimes.node.daemon import Trouble
 from runtimes.node.membership import (
     HEARD,
     CountedOut,
+    JoinRefused,
     Member,
     NodeMembership,
     NodeState,
     Serves,
     Shut,
-    TurnedAway,
     Verdict,
 )
 from runtimes.node.protocol import (
@@ -143,8 +143,8 @@ class Abilities:
     def require_on(self, machine: str, function: FunctionSpec) -> None:
         """Raise what the machine said when it was asked last, unless it is able to run the function."""
         if function.name not in self._able.get(machine, ()):
-            told = self._unable.get(machine, {}).get(function.name)
-            raise told or CapacityExceeded(f"node {machine} has not said yet that it can", component="cluster")
+            problem = self._unable.get(machine, {}).get(function.name)
+            raise problem or CapacityExceeded(f"node {machine} has not said yet that it can", component="cluster")
 
     async def prepare_all(self, machine: str, functions: tuple[FunctionSpec, ...]) -> None:
         """Have one machine prepare these, a few at once; what it cannot run is noted."""
@@ -232,8 +232,8 @@ def is_changed(spec: NodeSpec, before: NodeSpec, *, awaited: bool) -> bool:
 
 
 def _refused(spec: NodeSpec, rule: str) -> InvalidConfig:
-    told = f"{spec.name} describes a machine that cannot be: {rule} (the section node of its configuration)"
-    return InvalidConfig(told, component="cluster")
+    message = f"{spec.name} describes a machine that cannot be: {rule} (the section node of its configuration)"
+    return InvalidConfig(message, component="cluster")
 
 
 #: Copies on one device, and on all of a node: what more it tells of is taken for not resident, which costs a restore.
@@ -313,7 +313,7 @@ _LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # listen
 class NodeAdmission:
     """What lets machines join."""
 
-    tickets: TicketOffice
+    tickets: JoinTickets
     certificate: NodeCertificate
     #: The files of handlers, for the nodes that execute them.
     archives: HandlerArchives
@@ -357,8 +357,8 @@ class Cluster:
                 config.ray,
                 ticket=self.ticket,
                 is_heard=self.joined,
-                drain=self.ray_drains,
-                report=self.ray_said,
+                drain=self.drain_for_ray,
+                report=self.note_ray,
                 ticket_ttl_s=config.ticket_ttl_s,
                 clock=clock,
             )
@@ -370,9 +370,9 @@ class Cluster:
                 bind(config.listen),
                 server_side(admission.certificate),
                 config.link,
-                greeting_s=config.greeting_s,
-                greetings_max=config.greetings_max,
-                greet=self._greet,
+                handshake_s=config.handshake_s,
+                handshakes_max=config.handshakes_max,
+                greet=self._handshake,
             )
             host, _, _ = config.listen.rpartition(":")
             self.address = config.advertise or f"{host}:{self._listener.port}"
@@ -746,20 +746,20 @@ class Cluster:
         member = self._membership.get(name)
         return member is not None and member.state in HEARD
 
-    def ray_drains(self, name: str, why: str) -> None:
+    def drain_for_ray(self, name: str, why: str) -> None:
         """Ray takes a node's machine away soon."""
         with suppress(NotFound, Unsupported):  # it has not joined yet, or is gone
             self.drain(name, why)
 
-    def ray_said(self, name: str, why: str, final: bool) -> None:
+    def note_ray(self, name: str, why: str, final: bool) -> None:
         """Ray says that a node's machine is there, or gone; ``final`` if it was ended on purpose."""
-        self._step(self._membership.ray_says, name, why, final)
+        self._step(self._membership.note_ray, name, why, final)
 
     # -- joining
 
-    async def _greet(self, link: NodeLink, has_greeted: Callable[[], None]) -> None:
+    async def _handshake(self, link: NodeLink, authenticated: Callable[[], None]) -> None:
         """Let a daemon in, and take what it says until its link is gone."""
-        hello = await link.receive(NodeHello, self._config.greeting_s)
+        hello = await link.receive(NodeHello, self._config.handshake_s)
         try:
             key = self._proven_key(hello)
             spec = self._described(hello)
@@ -769,7 +769,7 @@ class Cluster:
             link.send(NodeRefused(code=error.code, message=error.message, retry_after_s=retry_s))
             logger.warning("a node was refused", node=hello.name[:128], peer=link.peer, why=error.message)
             return
-        has_greeted()
+        authenticated()
         machine = self._machines.get(spec.name)
         if machine is None:
             machine = self._machines[spec.name] = self._machine(spec)
@@ -796,8 +796,8 @@ class Cluster:
         if hello.key and known is not None and hmac.compare_digest(digest_of(hello.key), known.key_digest):
             return hello.key
         if not hello.ticket:
-            told = f"the key of {name} is not known here (any more): give it a ticket (tangram node ticket {name})"
-            raise Unauthorized(told, component="cluster")
+            message = f"the key of {name} is not known here (any more): give it a ticket (tangram node ticket {name})"
+            raise Unauthorized(message, component="cluster")
         assert self._admission is not None
         self._admission.tickets.take(hello.ticket, name)
         return new_node_key()
@@ -807,8 +807,9 @@ class Cluster:
         spec = described(hello)
         machine = self._machines.get(spec.name)
         if machine is not None and is_changed(spec, machine.spec, awaited=spec.name in self._awaited):
-            told = f"{spec.name} has other cores, memory or devices than before: drain it first, or give it a new name"
-            raise Conflict(told, component="cluster", retry_after_s=self._config.times.lost_after_s)
+            changed = f"{spec.name} has other cores, memory or devices than before"
+            message = f"{changed}: drain it first, or give it a new name"
+            raise Conflict(message, component="cluster", retry_after_s=self._config.times.lost_after_s)
         return spec
 
     def _admitted(self, hello: NodeHello) -> bool:
@@ -816,7 +817,7 @@ class Cluster:
         unfit, finishing = hello.unfit[:WHY_MAX], hello.finishing
         greet = self._membership.greet
         for verdict in self._step(greet, hello.name, hello.instance, hello.draining, unfit, finishing):
-            if isinstance(verdict, TurnedAway):
+            if isinstance(verdict, JoinRefused):
                 raise Conflict(verdict.why, component="cluster", retry_after_s=verdict.retry_after_s)
         member = self._membership.get(hello.name)
         return member is not None and member.fenced
@@ -1060,21 +1061,21 @@ async def open_cluster(
     admission = None
     if config.cluster is not None:
         await records.open()
-        tickets = TicketOffice(signing_key(state_dir), records.generation, cluster.ticket_ttl_s, wall=wall)
+        tickets = JoinTickets(signing_key(state_dir), records.generation, cluster.ticket_ttl_s, wall=wall)
         directory = state_dir / "cluster"
         directory.mkdir(mode=0o700, exist_ok=True)
         certificate = await asyncio.to_thread(ensure_certificate, directory)
         await snapshots.open(records.all)
         admission = NodeAdmission(tickets, certificate, HandlerArchives(copies.excluded, state_dir / UPLOADS, copies))
-    made = Cluster(cluster, here, records=records, snapshots=snapshots, admission=admission, clock=clock)
+    created = Cluster(cluster, here, records=records, snapshots=snapshots, admission=admission, clock=clock)
     if cluster.local == "process":
-        made.local = LocalNode(
+        created.local = LocalNode(
             here.name,
             state_dir,
             paths,
-            ticket=made.local_ticket,
-            joined=made.joined,
+            ticket=created.local_ticket,
+            joined=created.joined,
             clock=clock,
             lost_after_s=cluster.times.lost_after_s,
         )
-    return made
+    return created

@@ -46,7 +46,7 @@ def bind(address: str) -> socket.socket:
 class NodeListener:
     """Accepts connections and hands over each as a link.
 
-    Whoever has not shown who he is within ``greeting_s`` is cut, however he spends it. While ``greetings_max`` are at
+    Whoever has not shown who he is within ``handshake_s`` is cut, however he spends it. While ``handshakes_max`` are at
     it, one that comes is cut at once, unless another address has more of these places: that one gives up its oldest.
     """
 
@@ -56,8 +56,8 @@ class NodeListener:
         context: ssl.SSLContext,
         settings: LinkSettings,
         *,
-        greeting_s: float,
-        greetings_max: int,
+        handshake_s: float,
+        handshakes_max: int,
         greet: Callable[[NodeLink, Callable[[], None]], Awaitable[None]],
     ) -> None:
         """``greet`` serves a link to its end, and calls what it is given when the other side has shown who it is."""
@@ -65,16 +65,16 @@ class NodeListener:
         self._context = context
         self._settings = settings
         self._pulse = Pulse()
-        self._greeting_s = greeting_s
-        self._greetings_max = greetings_max
-        self._greet = greet
+        self._handshake_s = handshake_s
+        self._handshakes_max = handshakes_max
+        self._handshake = greet
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._log = structlog.get_logger("gateway.cluster")
         #: By address, the connections that have not shown who they are, the oldest first.
         self._strangers: dict[str, dict[asyncio.Task[None], None]] = {}
         #: How many these are, and how many were cut because there were too many.
-        self.greeting = 0
+        self.handshaking = 0
         self.cut = 0
 
     @property
@@ -109,13 +109,13 @@ class NodeListener:
     def _let_in(self, connection: socket.socket, place: tuple[object, ...]) -> None:
         """Serve a connection, if there is room for it among those that have not shown who they are."""
         address = _network(str(place[0]))
-        if self.greeting >= self._greetings_max and not self._made_room(address):
+        if self.handshaking >= self._handshakes_max and not self._made_room(address):
             self.cut += 1
             connection.close()
             return
         task = asyncio.create_task(self._serve(connection, address))
         self._strangers.setdefault(address, {})[task] = None
-        self.greeting += 1
+        self.handshaking += 1
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -135,7 +135,7 @@ class NodeListener:
         strangers = self._strangers.get(address, {})
         if task in strangers:
             del strangers[task]
-            self.greeting -= 1
+            self.handshaking -= 1
             if not strangers:
                 del self._strangers[address]
 
@@ -143,9 +143,9 @@ class NodeListener:
         task = asyncio.current_task()
         assert task is not None
         link: NodeLink | None = None
-        limit = asyncio.timeout(self._greeting_s)
+        limit = asyncio.timeout(self._handshake_s)
 
-        def has_greeted() -> None:
+        def authenticated() -> None:
             self._is_known(task, address)
             limit.reschedule(None)
 
@@ -153,7 +153,7 @@ class NodeListener:
             async with limit:
                 link = await self._linked(connection)
                 if link is not None:
-                    await self._greet(link, has_greeted)
+                    await self._handshake(link, authenticated)
         except CodedError as error:
             self._log.info("a connection at the nodes' port was refused", why=error.message)
         except Exception:  # noqa: BLE001  # one connection must not end the listener
@@ -177,7 +177,7 @@ class NodeListener:
         stream = LinkStream()
         try:
             await loop.connect_accepted_socket(  # its answer is not the stream where the loop is uvloop's
-                lambda: stream, connection, ssl=self._context, ssl_handshake_timeout=self._greeting_s
+                lambda: stream, connection, ssl=self._context, ssl_handshake_timeout=self._handshake_s
             )
         except (OSError, ssl.SSLError):
             return None

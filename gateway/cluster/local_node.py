@@ -177,13 +177,13 @@ class LocalNode:
         return place.open("ab")
 
     def _command(self, ticket: NodeTicket) -> list[str]:
-        told = {
+        options = {
             "--gateway": ticket.gateway,
             "--fingerprint": ticket.fingerprint,
             "--name": self.name,
             "--state-dir": str(self._directory),
         }
-        words = [word for pair in told.items() for word in pair]
+        words = [word for pair in options.items() for word in pair]
         configured = [word for path in self._paths for word in ("--config", str(path))]
         return [sys.executable, "-m", "gateway", "node", "join", *words, *configured]
 

@@ -22,7 +22,7 @@ from tangram.types import NodeTicket, RayMachineState, RayMachineStatus
 #: Seconds between two looks at who has not joined yet, and longest wait until such a one gets another ticket.
 LOOK_S, AGAIN_MAX_S = 1.0, 600.0
 #: Seconds after which a machine that a new driver has not spoken of is forgotten.
-UNTOLD_S = 60.0
+UNREPORTED_S = 60.0
 #: Seconds for daemons to end and reservations to be given back at the end of a gateway that releases them.
 RELEASE_S = 90.0
 #: Problems that are told at once.
@@ -48,7 +48,7 @@ class RayMachine:
     tickets: int = 0
     again_s: float = 0.0
     #: When a new driver began that has not spoken of it; None once it has.
-    untold_s: float | None = None
+    unreported_s: float | None = None
 
 
 class RayNodes:
@@ -124,10 +124,10 @@ class RayNodes:
     def warnings(self) -> list[str]:
         """Return what should be looked at: Ray is away, or machines wait or fail."""
         away = None if self._driver is None else self._driver.warning()
-        told = [each for each in self.status() if each.state in ("waiting", "failed")]
-        found = [f"{each.node}: {each.why}" for each in told[:PROBLEMS_MAX]]
-        more = [f"{len(told) - PROBLEMS_MAX} more machines of Ray's wait or fail"] if len(told) > PROBLEMS_MAX else []
-        return [*([] if away is None else [away]), *found, *more]
+        problems = [f"{each.node}: {each.why}" for each in self.status() if each.state in ("waiting", "failed")]
+        if (more := len(problems) - PROBLEMS_MAX) > 0:
+            problems[PROBLEMS_MAX:] = [f"{more} more machines of Ray's wait or fail"]
+        return [*([] if away is None else [away]), *problems]
 
     # -- what the driver says
 
@@ -138,7 +138,7 @@ class RayNodes:
             case "connected":
                 self._log.info("a Ray cluster is seen", ray=message.version, driver=message.pid)
                 for each in self._machines.values():
-                    each.untold_s = self._clock.now()
+                    each.unreported_s = self._clock.now()
             case "alive":
                 self._found(message)
             case "dead":
@@ -158,7 +158,7 @@ class RayNodes:
             )
             self._machines[message.node] = machine
             self._log.info("a machine of Ray's is to be a node", machine=machine.id, node=machine.node)
-        machine.untold_s = None
+        machine.unreported_s = None
         if self._owner(machine.node) is machine:
             self._report(machine.node, "Ray has it", False)
 
@@ -176,8 +176,8 @@ class RayNodes:
             case "actor":
                 self._hold(machine)
             case "started" if not message.daemon:
-                told = message.why or f"see daemon.log in {self._state_dir(machine)} there"
-                self._move(machine, "failed", f"its daemon did not come up: {told}")
+                report = message.why or f"see daemon.log in {self._state_dir(machine)} there"
+                self._move(machine, "failed", f"its daemon did not come up: {report}")
             case "waiting":
                 self._move(machine, "waiting", message.reservation())
             case "actor_failed":
@@ -221,7 +221,7 @@ class RayNodes:
         """Note who has joined, hand another ticket to who has not in time, and forget who is not told of any more."""
         now_s = self._clock.now()
         for machine in list(self._machines.values()):
-            if machine.untold_s is not None and now_s - machine.untold_s > UNTOLD_S:
+            if machine.unreported_s is not None and now_s - machine.unreported_s > UNREPORTED_S:
                 self._forget(machine)
             elif machine.held and machine.state in ("starting", "serving", "failed", "found"):
                 self._look_at(machine, now_s)
@@ -243,8 +243,8 @@ class RayNodes:
         now_s, driver = self._clock.now(), self._driver
         owner = self._owner(machine.node)
         if owner is not None and owner is not machine:
-            told = f"machine {owner.id[:12]} of Ray's is node {machine.node} already: tell them apart in cluster.ray"
-            self._move(machine, "failed", f"{told} (name: ray-{{id}}, and {{name}} in state_dir)")
+            message = f"machine {owner.id[:12]} of Ray's is node {machine.node} already: tell them apart in cluster.ray"
+            self._move(machine, "failed", f"{message} (name: ray-{{id}}, and {{name}} in state_dir)")
             return
         machine.again_s = now_s + min(AGAIN_MAX_S, self._ticket_ttl_s * 2.0 ** min(machine.tickets, 20))
         machine.tickets += 1
@@ -258,7 +258,7 @@ class RayNodes:
             driver.start_daemon(machine.id, self._command(machine, ticket), {}, self._state_dir(machine))
 
     def _command(self, machine: RayMachine, ticket: NodeTicket) -> list[str]:
-        told = {
+        options = {
             "--gateway": ticket.gateway,
             "--fingerprint": ticket.fingerprint,
             "--name": machine.node,
@@ -267,8 +267,8 @@ class RayNodes:
         }
         labels = {key: value for key, value in machine.labels.items() if not key.startswith("ray.io/")}
         if labels:
-            told["--labels"] = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
-        words = [word for pair in told.items() for word in pair]
+            options["--labels"] = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+        words = [word for pair in options.items() for word in pair]
         return [*self._settings.command, "node", "join", *words, *self._settings.join]
 
     # -- names

@@ -183,8 +183,8 @@ def signing_key(state_dir: Path) -> bytes:
 def check_name(name: str) -> str:
     """Return the name of a node; raises InvalidInput for what is none."""
     if not _NAME.fullmatch(name):
-        told = f"{name[:128]!r} is no name of a node: letters, digits or . _ -, at most 128"
-        raise InvalidInput(told, component=COMPONENT, detail={"path": "$.name"})
+        message = f"{name[:128]!r} is no name of a node: letters, digits or . _ -, at most 128"
+        raise InvalidInput(message, component=COMPONENT, detail={"path": "$.name"})
     return name
 
 
@@ -198,7 +198,7 @@ def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-class TicketOffice:
+class JoinTickets:
     """Issues tickets and takes each once. One of an earlier start of the gateway is worth nothing."""
 
     def __init__(
@@ -380,8 +380,8 @@ class NodeSnapshots:
         as `RemoteNode.take_snapshot`. One that nobody is told of is removed again.
         """
         if not remote.attached:
-            told = f"node {remote.name}, on which trajectory {trajectory!r} lives, is not reached now"
-            raise CapacityExceeded(told, component=SNAPSHOTS_COMPONENT, retry_after_s=RETRY_S)
+            message = f"node {remote.name}, on which trajectory {trajectory!r} lives, is not reached now"
+            raise CapacityExceeded(message, component=SNAPSHOTS_COMPONENT, retry_after_s=RETRY_S)
         id = secrets.token_hex(6)
         self._under_way.add(id)
         try:
@@ -489,11 +489,11 @@ class NodeSnapshots:
                 logger.info("snapshot removed, as it was used least recently", snapshot=each.record.id, node=each.node)
                 self._remove(each)
         if not self._fits(size_bytes):
-            told = (
+            message = (
                 f"{len(self._kept)} snapshots on nodes are in use and leave no room for another: end trajectories that "
                 "began with them, or raise cluster.snapshots.count_max and total_max"
             )
-            raise CapacityExceeded(told, component=SNAPSHOTS_COMPONENT, retry_after_s=RETRY_S)
+            raise CapacityExceeded(message, component=SNAPSHOTS_COMPONENT, retry_after_s=RETRY_S)
 
     def _fits(self, size_bytes: int) -> bool:
         there = [each.record.size_bytes for each in self._kept.values() if not each.lost]

@@ -526,8 +526,8 @@ class ClusterConfig:
     ] = "inline"
     #: Life of a ticket that admits a node once.
     ticket_ttl_s: float = 120.0
-    greeting_s: Annotated[float, Setting("time for a connection to show who it is", gt=0)] = 10.0
-    greetings_max: Annotated[
+    handshake_s: Annotated[float, Setting("time for a connection to show who it is", gt=0)] = 10.0
+    handshakes_max: Annotated[
         int,
         Setting(
             "most connections that have not shown it yet; others are cut, those of the busiest address first", ge=1

@@ -52,30 +52,23 @@ from runtimes.node.protocol import (
     ARCHIVE_COMPONENT,
     ARCHIVE_MAX_BYTES,
     COMPONENT,
-    GREETING_BYTES,
+    HANDSHAKE_BYTES,
     PATIENCE_S,
     PROTOCOL,
     AcknowledgeEnd,
     AttachAttempt,
     AttachSession,
-    AttemptBegins,
     AttemptEnd,
     AttemptFacts,
-    AttemptGo,
     AttemptLog,
+    AttemptPermit,
+    AttemptReady,
     AttemptStarted,
     CancelAttempt,
     ChannelError,
     DefineFunction,
     ErrorFacts,
     ExecuteAttempt,
-    FilesAsk,
-    FilesEnded,
-    FilesOpened,
-    FilesPiece,
-    FilesStop,
-    FilesTaken,
-    FilesVerb,
     FileTransfer,
     FitnessChanged,
     Inventory,
@@ -95,15 +88,22 @@ from runtimes.node.protocol import (
     ResizeAttempt,
     SandboxChanged,
     SessionControl,
+    SessionCredit,
+    SessionEnded,
     SessionOpened,
-    SessionRoom,
-    SessionSaid,
-    SessionTold,
+    SessionWritten,
     SnapshotOrder,
     SnapshotsKept,
     TerminalInput,
     TerminalInputState,
     TrajectoryFacts,
+    TransferCredit,
+    TransferEnded,
+    TransferOpened,
+    TransferPiece,
+    TransferRequest,
+    TransferStopped,
+    TransferVerb,
     as_failure,
     digest_of,
     end_of,
@@ -140,7 +140,7 @@ class NodeAttempt:
     log: LogSpool
     task: asyncio.Task[None] | None = None
     #: Done once the gateway has said whether it may begin.
-    go: asyncio.Future[AttemptGo] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    go: asyncio.Future[AttemptPermit] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     #: Whether it stands ready and asks; whether it may have begun; whether its work runs.
     asking: bool = False
     begun: bool = False
@@ -267,7 +267,7 @@ class _ServedTransfer(FileTransfer):
     task: asyncio.Task[None] | None = None
 
 
-class ServedTransfers:
+class TransferServer:
     """The transfers of one node; each ends with the link on which it was requested."""
 
     def __init__(
@@ -281,11 +281,11 @@ class ServedTransfers:
         self._transfers: dict[int, _ServedTransfer] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    def take(self, message: FilesPiece | FilesTaken | FilesStop) -> None:
+    def take(self, message: TransferPiece | TransferCredit | TransferStopped) -> None:
         """Take what the gateway says of a transfer, unless that has ended; raises ChannelError."""
         transfer = self._transfers.get(message.transfer)
         if transfer is not None:
-            if isinstance(message, FilesStop):
+            if isinstance(message, TransferStopped):
                 self._stop(transfer)
             else:
                 transfer.take(message)
@@ -301,14 +301,14 @@ class ServedTransfers:
         self.detach()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def begin(self, link: NodeLink, ask: FilesAsk) -> None:
+    def begin(self, link: NodeLink, ask: TransferRequest) -> None:
         """Begin a transfer, or refuse it; raises ChannelError for one that is under way."""
         if ask.transfer in self._transfers:
             raise ChannelError(f"transfer {ask.transfer} was asked for twice")
         if len(self._transfers) >= link.settings.transfers_max:
             message = f"the node has {len(self._transfers)} transfers of files under way (cluster.transfers_max)"
             refusal = facts_of(CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0))
-            link.send(FilesEnded(ask.transfer, refusal, 0, b""))
+            link.send(TransferEnded(ask.transfer, refusal, 0, b""))
             return
         transfer = self._transfers[ask.transfer] = _ServedTransfer(ask, link)
         transfer.task = asyncio.create_task(self._serve(transfer), name=f"{ask.verb} {ask.trajectory}:{ask.path}")
@@ -327,36 +327,36 @@ class ServedTransfers:
         except Exception as error:  # noqa: BLE001  # a bug here ends no daemon
             failure = _failure_facts(error, "transfer", verb=ask.verb, trajectory=ask.trajectory, path=ask.path)
         self._transfers.pop(ask.transfer, None)
-        transfer.link.send(FilesEnded(ask.transfer, failure, size_bytes, entries))
+        transfer.link.send(TransferEnded(ask.transfer, failure, size_bytes, entries))
 
     async def _carried_out(self, transfer: _ServedTransfer) -> tuple[int, bytes]:
         """Do what is asked; return the bytes that were written, and the entries of a directory."""
         ask = transfer.ask
-        if ask.verb is FilesVerb.HANDLER:
+        if ask.verb is TransferVerb.HANDLER:
             return await self._take_handler(ask.path, transfer.chunks()), b""
         files = self._files(ask.trajectory)
         if files is None:
             raise NotFound(f"trajectory {ask.trajectory!r} has no sandbox", component=COMPONENT)
         match ask.verb:
-            case FilesVerb.LIST:
+            case TransferVerb.LIST:
                 entries = msgspec.msgpack.encode(await files.list(ask.path, user=ask.user))
-                if len(entries) > transfer.link.settings.frame_max_bytes - GREETING_BYTES:
+                if len(entries) > transfer.link.settings.frame_max_bytes - HANDSHAKE_BYTES:
                     message = f"the entries of {ask.path!r} are more than a frame of the channel holds"
                     raise TooLarge(message, component=COMPONENT)
                 return 0, entries
-            case FilesVerb.WRITE:
+            case TransferVerb.WRITE:
                 return await files.write(ask.path, transfer.chunks(), mode=ask.mode, user=ask.user), b""
-            case FilesVerb.UNPACK:
+            case TransferVerb.UNPACK:
                 chunks = transfer.chunks()
                 return await files.unpack(ask.path, chunks, limit_bytes=ask.limit_bytes, user=ask.user), b""
-            case FilesVerb.READ:
+            case TransferVerb.READ:
                 async with files.open(ask.path, limit_bytes=ask.limit_bytes, user=ask.user) as file:
-                    transfer.link.send(FilesOpened(ask.transfer, file.size_bytes))
+                    transfer.link.send(TransferOpened(ask.transfer, file.size_bytes))
                     await transfer.send(file.chunks())
             case _:
                 archive = files.pack(ask.path, limit_bytes=ask.limit_bytes, user=ask.user, base=ask.base)
                 async with archive as chunks:
-                    transfer.link.send(FilesOpened(ask.transfer, None))
+                    transfer.link.send(TransferOpened(ask.transfer, None))
                     await transfer.send(chunks)
         return 0, b""
 
@@ -490,8 +490,8 @@ class NodeModels:
     def check(self, function: FunctionSpec) -> None:
         """Raise Unsupported for a model function that no device of this node could ever run."""
         if function.model is not None and not self._devices:
-            told = f"function {function.name!r}: this node has no model devices (tangram node join --devices)"
-            raise Unsupported(told, component=COMPONENT)
+            message = f"function {function.name!r}: this node has no model devices (tangram node join --devices)"
+            raise Unsupported(message, component=COMPONENT)
 
     async def prepared(self, function: FunctionSpec) -> None:
         """Tell what the service of a function costs here, now that it was prepared; nothing for other functions."""
@@ -556,7 +556,7 @@ class ServedSession:
         return min(PIECE_BYTES, self.taken + self.window_bytes - self.sent) if self.attended else 0
 
 
-class ServedSessions:
+class SessionServer:
     """The sessions of one node. Use from one event loop."""
 
     def __init__(self, table: SessionTable, on_told: Callable[[str], None]) -> None:
@@ -600,16 +600,16 @@ class ServedSessions:
 
     # --- the link
 
-    def take(self, link: NodeLink, message: AttachSession | SessionRoom) -> None:
+    def take(self, link: NodeLink, message: AttachSession | SessionCredit) -> None:
         """Take what the gateway says of a session, unless that is forgotten."""
         served = self._sessions.get(message.claim)
         match message:
             case AttachSession():
                 if served is None:
-                    link.send(SessionTold(message.claim))
+                    link.send(SessionEnded(message.claim))
                 else:
                     self._attach(served, link, message)
-            case SessionRoom() if served is not None:
+            case SessionCredit() if served is not None:
                 served.taken, served.attended = message.taken, message.attended
                 served.changed.set()
             case _:
@@ -673,21 +673,21 @@ class ServedSessions:
 
     # --- inside
 
-    def _attach(self, served: ServedSession, link: NodeLink, asked: AttachSession) -> None:
+    def _attach(self, served: ServedSession, link: NodeLink, request: AttachSession) -> None:
         ending: list[asyncio.Task[Any]] = []
-        if served.life != asked.life:
-            served.life, served.controlled = asked.life, 0
+        if served.life != request.life:
+            served.life, served.controlled = request.life, 0
             ending = list(served.inputs)  # another side than the present one has sent them
             for task in ending:
                 task.cancel()
         own_bytes = served.session.settings.output_bytes // 4
-        served.window_bytes = max(1, min(asked.window_bytes, own_bytes))
-        served.sent = asked.offset
-        served.taken = asked.offset - (served.window_bytes if asked.held else 0)
-        served.attended, served.told = asked.attended, False
-        served.session.wait_for_somebody(asked.unattended_s)
+        served.window_bytes = max(1, min(request.window_bytes, own_bytes))
+        served.sent = request.offset
+        served.taken = request.offset - (served.window_bytes if request.held else 0)
+        served.attended, served.told = request.attended, False
+        served.session.wait_for_somebody(request.unattended_s)
         reader = served.session.attend(served.sent)  # before the one whose place it takes lets go
-        if not asked.attended:
+        if not request.attended:
             served.session.leave(reader)
         self._stop(served)
         served.link = link
@@ -708,14 +708,14 @@ class ServedSessions:
         await session.opened(None)
         await asyncio.gather(*ending, return_exceptions=True)
         if session.end or not session.ended:  # else it has never begun
-            told = SessionOpened(
+            message = SessionOpened(
                 claim=served.claim,
                 start=session.start,
                 input_offset=session.input_offset,
                 reads=session.reads,
                 window_bytes=served.window_bytes,
             )
-            link.send(told)
+            link.send(message)
         while not (session.ended and served.sent >= session.end):
             if served.attended or session.ended:
                 before = served.sent
@@ -726,7 +726,7 @@ class ServedSessions:
                 served.changed.clear()
                 await served.changed.wait()
         served.told = True
-        link.send(SessionTold(served.claim))
+        link.send(SessionEnded(served.claim))
         self._on_told(served.claim)
 
     async def _tell_some(self, served: ServedSession, link: NodeLink) -> None:
@@ -751,7 +751,7 @@ class ServedSessions:
             part, data = data[:room_bytes], data[room_bytes:]
             offset = piece.offset + len(piece.data) - len(data) - len(part)
             served.sent = offset + len(part)
-            link.send(SessionSaid(served.claim, offset, piece.stream, part))
+            link.send(SessionWritten(served.claim, offset, piece.stream, part))
             await link.drained()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -837,8 +837,8 @@ class HandlerStore:
             except Refused as error:
                 raise InvalidInput(f"what was sent is no handler: {error}", component=ARCHIVE_COMPONENT) from None
             except OSError as error:
-                told = f"the node cannot keep a handler's files: {error}"
-                raise exhaustion(error, ARCHIVE_COMPONENT) or CodedError(told, component=ARCHIVE_COMPONENT) from None
+                message = f"the node cannot keep a handler's files: {error}"
+                raise exhaustion(error, ARCHIVE_COMPONENT) or CodedError(message, component=ARCHIVE_COMPONENT) from None
             finally:
                 await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
         return size_bytes
@@ -853,8 +853,8 @@ class HandlerStore:
         self._held[digest] += 1
         try:
             if not await self.has(digest):
-                told = f"the files of function {function.name} are not on the node: they come when it is prepared anew"
-                raise ActionFailed(Reason.ENVIRONMENT_LOST, told, component=ARCHIVE_COMPONENT, retry_after_s=1.0)
+                message = f"the files of {function.name} are not on the node: they come when it is prepared anew"
+                raise ActionFailed(Reason.ENVIRONMENT_LOST, message, component=ARCHIVE_COMPONENT, retry_after_s=1.0)
             yield
         finally:
             self._held[digest] -= 1
@@ -890,8 +890,8 @@ class HandlerStore:
                 total_bytes -= size
                 logger.info("a handler's files were removed to make room", digest=place.name, size_bytes=size)
         if total_bytes > self._max_bytes:
-            told = f"the handlers that the node serves have {self._max_bytes} bytes of files already"
-            raise CapacityExceeded(told, component=ARCHIVE_COMPONENT)
+            message = f"the handlers that the node serves have {self._max_bytes} bytes of files already"
+            raise CapacityExceeded(message, component=ARCHIVE_COMPONENT)
 
 
 async def _received(part: Path, chunks: AsyncIterator[bytes]) -> int:
@@ -900,8 +900,8 @@ async def _received(part: Path, chunks: AsyncIterator[bytes]) -> int:
         async for chunk in chunks:
             size_bytes += len(chunk)
             if size_bytes > ARCHIVE_MAX_BYTES:
-                told = f"the files of a handler are more than {ARCHIVE_MAX_BYTES} bytes"
-                raise TooLarge(told, component=ARCHIVE_COMPONENT)
+                message = f"the files of a handler are more than {ARCHIVE_MAX_BYTES} bytes"
+                raise TooLarge(message, component=ARCHIVE_COMPONENT)
             file.write(chunk)
     return size_bytes
 
@@ -966,8 +966,8 @@ CHANCE = random.SystemRandom()
 LOCK, PID, KEY, HANDLERS = "lock", "pid", "key", "handlers"
 #: Seconds between two looks whether a draining node is empty.
 DRAIN_LOOK_S = 0.2
-#: Seconds for a connection and its greeting; until the next try, doubled each time, half of it by chance; and at most.
-GREETING_S, REDIAL_S, REDIAL_MAX_S = 10.0, 0.5, 10.0
+#: Seconds for a connection and its handshake; until the next try, doubled each time, half of it by chance; and at most.
+HANDSHAKE_S, REDIAL_S, REDIAL_MAX_S = 10.0, 0.5, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1059,8 +1059,8 @@ class NodeDaemon:
         self._functions: dict[str, tuple[bytes, FunctionSpec | CodedError]] = {}
         #: Requests that are under way, by number.
         self._requests: dict[int, asyncio.Task[None]] = {}
-        self._transfers = ServedTransfers(self._files, lambda digest, chunks: self._handlers.take(digest, chunks))
-        self._sessions = ServedSessions(self._environments.sessions, self._session_ended)
+        self._transfers = TransferServer(self._files, lambda digest, chunks: self._handlers.take(digest, chunks))
+        self._sessions = SessionServer(self._environments.sessions, self._session_ended)
         self._shipper = LogShipper(self._sessions.owes)
         #: The sandboxes that the gateway knows of.
         self._reported: dict[str, TrajectoryFacts] = {}
@@ -1264,7 +1264,7 @@ class NodeDaemon:
 
     async def _join(self) -> None:
         """One connection, from its dialling to its end."""
-        async with asyncio.timeout(GREETING_S):
+        async with asyncio.timeout(HANDSHAKE_S):
             link = await self._dial()
         try:
             link.send(self._hello())
@@ -1318,7 +1318,7 @@ class NodeDaemon:
         )
 
     async def _welcomed(self, link: NodeLink) -> NodeWelcome:
-        answer = await link.receive(Message, GREETING_S)
+        answer = await link.receive(Message, HANDSHAKE_S)
         match answer:
             case NodeWelcome():
                 return answer
@@ -1374,7 +1374,7 @@ class NodeDaemon:
         match message:
             case ExecuteAttempt():
                 self._execute(message)
-            case AttemptGo():
+            case AttemptPermit():
                 self._permit(message)
             case AcknowledgeEnd():
                 self._acknowledged(message.claim)
@@ -1390,11 +1390,11 @@ class NodeDaemon:
                 self._begin_request(message)
             case NodeDraining():
                 self.drain(message.why)
-            case FilesAsk():
+            case TransferRequest():
                 self._transfers.begin(link, message)
-            case FilesPiece() | FilesTaken() | FilesStop():
+            case TransferPiece() | TransferCredit() | TransferStopped():
                 self._transfers.take(message)
-            case AttachSession() | SessionRoom():
+            case AttachSession() | SessionCredit():
                 self._sessions.take(link, message)
             case _:
                 raise ChannelError(f"a {type(message).__name__} to a node")
@@ -1592,7 +1592,7 @@ class NodeDaemon:
             return True  # by its first command, or under a daemon before
         attempt.asking = True
         if attempt.attached and not attempt.go.done():
-            self._send(AttemptBegins(attempt.claim))
+            self._send(AttemptReady(attempt.claim))
         while not attempt.go.done():  # another one takes its place if the link goes
             await attempt.go
         go = attempt.go.result()
@@ -1609,7 +1609,7 @@ class NodeDaemon:
         self._report_sandbox(attempt.execute.action.trajectory)
         return True
 
-    def _permit(self, go: AttemptGo) -> None:
+    def _permit(self, go: AttemptPermit) -> None:
         """It may begin, perhaps before it asks; or its caller has gone, and it outlives him."""
         attempt = self._attempts.get(go.claim)
         if attempt is None:
@@ -1632,7 +1632,7 @@ class NodeDaemon:
         attempt.asking = False
         most_bytes = LinkSettings().frame_max_bytes if self._link is None else self._link.settings.frame_max_bytes
         end = end_of(attempt.claim, outcome, attempt.log.omitted_bytes)
-        if len(end.result) + len(end.detail) > most_bytes - GREETING_BYTES:
+        if len(end.result) + len(end.detail) > most_bytes - HANDSHAKE_BYTES:
             end = end_of(attempt.claim, oversized(outcome, len(end.result)), attempt.log.omitted_bytes)
         attempt.end = end
         self._sessions.ended(attempt.claim)
@@ -1668,7 +1668,7 @@ class NodeDaemon:
         """Send the gateway what it has not received."""
         attempt.sent_bytes, attempt.start_sent, attempt.end_sent = min(log_offset, attempt.log.end), False, False
         if attempt.asking and not attempt.go.done():
-            self._send(AttemptBegins(attempt.claim))
+            self._send(AttemptReady(attempt.claim))
         self._shipper.more(attempt, at_once=True)
 
     def _cancel(self, message: CancelAttempt) -> None:

@@ -45,7 +45,7 @@ UNSURE = frozenset({NodeState.SUSPECT, NodeState.JOINING})
 # The membership: which nodes there are and in what state, as a pure function of what happens and of the time.
 #
 # Each event is a method that takes its instant and returns verdicts: no clock and no I/O. A node is joining from its
-# accepted greeting until it is reconciled, then ready. It is suspect while it is not heard, and lost when that lasts;
+# accepted handshake until it is reconciled, then ready. It is suspect while it is not heard, and lost when that lasts;
 # draining while it takes nothing new. Silence of many at once is first of all the gateway's own: then no verdict of
 # loss falls for a while (the storm). Whoever is lost too often is refused for a while (flapping). What Ray says of a
 # node never outweighs a link that beats.
@@ -85,7 +85,7 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnedAway:
+class JoinRefused:
     """The daemon is refused, for now if ``retry_after_s`` is not 0."""
 
     node: str
@@ -121,7 +121,7 @@ class CountedOut:
 
 
 P = ParamSpec("P")
-Verdict = Admitted | TurnedAway | Shut | Serves | CountedOut
+Verdict = Admitted | JoinRefused | Shut | Serves | CountedOut
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ def _event(
     def step(membership: NodeMembership, now_s: float, /, *args: P.args, **kwargs: P.kwargs) -> list[Verdict]:
         membership.now_s = max(membership.now_s, now_s)
         verdicts = method(membership, *args, **kwargs)
-        return [*verdicts, *membership.pass_sentence()]
+        return [*verdicts, *membership.expire()]
 
     return step
 
@@ -227,15 +227,15 @@ class NodeMembership:
         if member is None:
             if len(self._members) >= self.settings.nodes_max and not self._forget_one():
                 why = f"{self.settings.nodes_max} nodes have joined, which is the bound cluster.nodes_max"
-                return [TurnedAway(node, instance, why, self.settings.refused_s)]
+                return [JoinRefused(node, instance, why, self.settings.refused_s)]
             member = self._members[node] = Member(node, NodeState.LOST, self.now_s)
         elif member.refused_until_s > self.now_s:
             why = f"it was lost {len(member.losses)} times of late"
-            return [TurnedAway(node, instance, why, member.refused_until_s - self.now_s)]
+            return [JoinRefused(node, instance, why, member.refused_until_s - self.now_s)]
         elif member.state in HEARD:
             if instance != member.instance:
                 why = f"a living daemon has joined under the name {node}"
-                return [TurnedAway(node, instance, why, _AGAIN_S)]
+                return [JoinRefused(node, instance, why, _AGAIN_S)]
             doubted = self._doubt(member, "its daemon joins again")  # the old link is gone, whatever it says
         fence = member.fenced
         member.instance, member.doomed, member.unfit, member.finishing = instance, "", unfit, finishing
@@ -334,7 +334,7 @@ class NodeMembership:
         return self._lose(member, why, victims=True) if killed else self._doubt(member, why)
 
     @_event
-    def ray_says(self, node: str, why: str, final: bool = False) -> list[Verdict]:
+    def note_ray(self, node: str, why: str, final: bool = False) -> list[Verdict]:
         """Ray (or a cloud) speaks of a node's machine; ``final`` if it was ended on purpose (SIGTERM, terminated).
 
         What was said last counts: a machine that was ended may have been begun again.
@@ -376,7 +376,7 @@ class NodeMembership:
 
     # -- time
 
-    def pass_sentence(self) -> list[Verdict]:
+    def expire(self) -> list[Verdict]:
         """Count out who is due, unless so many are that it must be the gateway's own network."""
         overdue = self._overdue()
         silent = [member for member in overdue if not _is_certain(member)]

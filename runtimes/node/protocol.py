@@ -58,7 +58,7 @@ class ErrorFacts(Message, kw_only=True):
 # A transfer lives as long as the link on which it was asked for; neither side goes on with one over another link.
 
 
-class FilesVerb(StrEnum):
+class TransferVerb(StrEnum):
     """What is done with the files of a sandbox, or that those of a handler are kept (``path``: their digest)."""
 
     WRITE = "write"
@@ -71,14 +71,14 @@ class FilesVerb(StrEnum):
     @property
     def inward(self) -> bool:
         """Whether its bytes go to the node."""
-        return self in (FilesVerb.WRITE, FilesVerb.UNPACK, FilesVerb.HANDLER)
+        return self in (TransferVerb.WRITE, TransferVerb.UNPACK, TransferVerb.HANDLER)
 
 
-class FilesAsk(Message, kw_only=True):
+class TransferRequest(Message, kw_only=True):
     """Begin a transfer; to the node."""
 
     transfer: int
-    verb: FilesVerb
+    verb: TransferVerb
     trajectory: str
     path: str
     #: Empty: the sandbox's own.
@@ -91,7 +91,7 @@ class FilesAsk(Message, kw_only=True):
     base: bool = False
 
 
-class FilesOpened(Message):
+class TransferOpened(Message):
     """What is read is there, and its pieces follow; from the node."""
 
     transfer: int
@@ -99,21 +99,21 @@ class FilesOpened(Message):
     size_bytes: int | None
 
 
-class FilesPiece(Message):
+class TransferPiece(Message):
     """The next bytes, either way; an empty piece is the last one."""
 
     transfer: int
     data: bytes
 
 
-class FilesTaken(Message):
+class TransferCredit(Message):
     """So many bytes were taken, and there is room for as many more; either way."""
 
     transfer: int
     size_bytes: int
 
 
-class FilesEnded(Message):
+class TransferEnded(Message):
     """It is done, or failed, and the transfer is over; from the node."""
 
     transfer: int
@@ -124,7 +124,7 @@ class FilesEnded(Message):
     entries: bytes
 
 
-class FilesStop(Message):
+class TransferStopped(Message):
     """Nobody wants more of it, or there is no more to give; to the node, which says nothing of it any more."""
 
     transfer: int
@@ -171,7 +171,7 @@ class AttachSession(Message, kw_only=True):
     unattended_s: float
 
 
-class SessionRoom(Message):
+class SessionCredit(Message):
     """Its output was taken up to here, and whether somebody reads it; to the node."""
 
     claim: str
@@ -192,7 +192,7 @@ class SessionOpened(Message, kw_only=True):
     window_bytes: int
 
 
-class SessionSaid(Message):
+class SessionWritten(Message):
     """A piece of its output; from the node."""
 
     claim: str
@@ -201,7 +201,7 @@ class SessionSaid(Message):
     data: bytes
 
 
-class SessionTold(Message):
+class SessionEnded(Message):
     """It has ended, and this was all of its output; from the node."""
 
     claim: str
@@ -258,7 +258,7 @@ class SnapshotOrder(msgspec.Struct, frozen=True):
 PROTOCOL = 1
 HEADER = struct.Struct(">IB")
 #: Bytes of the largest frame of somebody who has not shown who he is.
-GREETING_BYTES = 64 * 2**10
+HANDSHAKE_BYTES = 64 * 2**10
 COMPONENT = "node.channel"
 #: An empty object, `pack`ed.
 NOTHING = b"m\x80"
@@ -273,7 +273,7 @@ class ChannelError(CodedError):
         super().__init__(message, component=COMPONENT)
 
 
-# --- greeting
+# --- handshake
 
 
 class NodeHello(Message, kw_only=True):
@@ -391,8 +391,8 @@ class AttachAttempt(Message):
     log_offset: int
 
 
-class AttemptGo(Message):
-    """The answer to `AttemptBegins`: it may begin (``refusal`` is None), and whether it outlives its caller."""
+class AttemptPermit(Message):
+    """The answer to `AttemptReady`: it may begin (``refusal`` is None), and whether it outlives its caller."""
 
     claim: str
     lasting: bool
@@ -422,7 +422,7 @@ class ResizeAttempt(Message):
 # --- actions, from the node
 
 
-class AttemptBegins(Message):
+class AttemptReady(Message):
     """It is ready, and asks whether it may begin."""
 
     claim: str
@@ -514,11 +514,11 @@ KINDS: Mapping[int, type[Message]] = dict(
             DefineFunction,
             ExecuteAttempt,
             AttachAttempt,
-            AttemptGo,
+            AttemptPermit,
             CancelAttempt,
             AcknowledgeEnd,
             ResizeAttempt,
-            AttemptBegins,
+            AttemptReady,
             AttemptStarted,
             AttemptLog,
             AttemptEnd,
@@ -527,18 +527,18 @@ KINDS: Mapping[int, type[Message]] = dict(
             SandboxChanged,
             NodeDraining,
             NodeGoodbye,
-            FilesAsk,
-            FilesOpened,
-            FilesPiece,
-            FilesTaken,
-            FilesEnded,
-            FilesStop,
+            TransferRequest,
+            TransferOpened,
+            TransferPiece,
+            TransferCredit,
+            TransferEnded,
+            TransferStopped,
             ModelsChanged,
             AttachSession,
-            SessionRoom,
+            SessionCredit,
             SessionOpened,
-            SessionSaid,
-            SessionTold,
+            SessionWritten,
+            SessionEnded,
             SnapshotsKept,
             FitnessChanged,
         ),
@@ -701,7 +701,7 @@ def _can_be(figure: float) -> bool:
     return 0.0 <= figure <= 1e18  # nan is not; squares and sums of what is are finite
 
 
-#: Bytes that are kept for who reads a greeting; beyond these nothing more is taken from the peer meanwhile.
+#: Bytes that are kept for who reads a handshake; beyond these nothing more is taken from the peer meanwhile.
 READ_BYTES = 128 * 2**10
 #: Bytes that are handed to the transport ahead of the peer. More waits here, frame by frame: a transport keeps all in
 #: one piece, which it moves as a whole whenever that grows.
@@ -973,8 +973,8 @@ class NodeLink:
 
     # --- in
 
-    async def receive(self, wanted: type[_M], within_s: float, *, frame_max_bytes: int = GREETING_BYTES) -> _M:
-        """Return the next message, which must be a ``wanted``: for the greeting.
+    async def receive(self, wanted: type[_M], within_s: float, *, frame_max_bytes: int = HANDSHAKE_BYTES) -> _M:
+        """Return the next message, which must be a ``wanted``: for the handshake.
 
         Raises LinkClosed if none comes in time, ChannelError for another one, or a `NodeHello` of another protocol,
         which is told so. Afterwards the link is closed.
@@ -1200,7 +1200,7 @@ WINDOW_BYTES = 2**20
 class FileTransfer:
     """The bytes of one transfer on one link, in pieces: those that arrive, for one reader, and those that leave."""
 
-    def __init__(self, ask: FilesAsk, link: NodeLink) -> None:
+    def __init__(self, ask: TransferRequest, link: NodeLink) -> None:
         self.ask, self.link = ask, link
         self._waiting: deque[bytes] = deque()
         self._inflow, self._outflow = Window(WINDOW_BYTES), Window(AHEAD_BYTES)
@@ -1211,9 +1211,9 @@ class FileTransfer:
         self._error: CodedError | None = None
         self._changed = asyncio.Event()
 
-    def take(self, message: FilesPiece | FilesTaken) -> None:
+    def take(self, message: TransferPiece | TransferCredit) -> None:
         """A piece has arrived, or the other side has room again; raises ChannelError for more than there was."""
-        if isinstance(message, FilesTaken):
+        if isinstance(message, TransferCredit):
             if not 0 < message.size_bytes <= self._outflow.used_bytes:
                 raise ChannelError("more bytes of a file were taken than were sent")
             self._outflow.free(message.size_bytes)
@@ -1243,7 +1243,7 @@ class FileTransfer:
                 self._taken_bytes += len(data)
                 due = self._taken_bytes >= AHEAD_BYTES // 4
                 if due:
-                    self.link.send(FilesTaken(self.ask.transfer, self._taken_bytes))
+                    self.link.send(TransferCredit(self.ask.transfer, self._taken_bytes))
                     self._inflow.free(self._taken_bytes)
                     self._taken_bytes = 0
                 yield data
@@ -1263,10 +1263,10 @@ class FileTransfer:
                 await self._outflow.room()  # of any size, so that it gets full: some only tell of so much at once
                 piece = chunk[start : start + self._piece_bytes]
                 self._outflow.use(len(piece))
-                self.link.send(FilesPiece(self.ask.transfer, piece))
+                self.link.send(TransferPiece(self.ask.transfer, piece))
                 await self.link.drained()
                 await asyncio.sleep(0)  # where there is room, nothing above has waited
-        self.link.send(FilesPiece(self.ask.transfer, b""))
+        self.link.send(TransferPiece(self.ask.transfer, b""))
 
 
 # The files of a handler as one archive, and the digest of all of them, which is their name on a node.
@@ -1322,8 +1322,9 @@ class HandlerArchives:
                 if kept is None or kept[0] != found:
                     kept = found, await asyncio.to_thread(_packed, directory, found)
             except OSError as error:
-                told = f"the files of {directory} cannot be read: {error}"
-                raise exhaustion(error, ARCHIVE_COMPONENT) or InvalidConfig(told, component=ARCHIVE_COMPONENT) from None
+                message = f"the files of {directory} cannot be read: {error}"
+                failure = exhaustion(error, ARCHIVE_COMPONENT) or InvalidConfig(message, component=ARCHIVE_COMPONENT)
+                raise failure from None
             self._kept[directory] = kept
             while sum(len(archive.data) for _, archive in self._kept.values()) > KEPT_MAX_BYTES:
                 del self._kept[next(iter(self._kept))]
@@ -1332,10 +1333,10 @@ class HandlerArchives:
     def _found(self, directory: Path) -> list[HandlerFile]:
         root = directory.resolve(strict=True)
         if root.parent not in self._kept_in and not self._excluded.isdisjoint((root, *root.parents)):
-            told = (
+            message = (
                 f"{directory} lies where nothing travels from, as the gateway's state does: keep the handler elsewhere"
             )
-            raise InvalidConfig(told, component=ARCHIVE_COMPONENT)
+            raise InvalidConfig(message, component=ARCHIVE_COMPONENT)
         return handler_files(directory, self._excluded)
 
 

@@ -26,28 +26,21 @@ from runtimes.node.daemon import SERVED
 from runtimes.node.protocol import (
     ARCHIVE_COMPONENT,
     COMPONENT,
-    GREETING_BYTES,
+    HANDSHAKE_BYTES,
     AcknowledgeEnd,
     AttachAttempt,
     AttachSession,
-    AttemptBegins,
     AttemptEnd,
     AttemptFacts,
-    AttemptGo,
     AttemptLog,
+    AttemptPermit,
+    AttemptReady,
     AttemptStarted,
     CancelAttempt,
     ChannelError,
     DefineFunction,
     ErrorFacts,
     ExecuteAttempt,
-    FilesAsk,
-    FilesEnded,
-    FilesOpened,
-    FilesPiece,
-    FilesStop,
-    FilesTaken,
-    FilesVerb,
     FileTransfer,
     FitnessChanged,
     HandlerArchive,
@@ -63,15 +56,22 @@ from runtimes.node.protocol import (
     ResizeAttempt,
     SandboxChanged,
     SessionControl,
+    SessionCredit,
+    SessionEnded,
     SessionOpened,
-    SessionRoom,
-    SessionSaid,
-    SessionTold,
+    SessionWritten,
     SnapshotOrder,
     SnapshotsKept,
     TerminalInput,
     TerminalInputState,
     TrajectoryFacts,
+    TransferCredit,
+    TransferEnded,
+    TransferOpened,
+    TransferPiece,
+    TransferRequest,
+    TransferStopped,
+    TransferVerb,
     error_of,
     facts_of,
     failed,
@@ -111,7 +111,7 @@ class RemoteCall:
     #: Whether a gateway before says so, and the node has not told yet whether it is true.
     unconfirmed: bool = False
     #: The answer to its question whether it may begin, and who finds that out.
-    go: AttemptGo | None = None
+    go: AttemptPermit | None = None
     asking: asyncio.Task[None] | None = None
     started: bool = False
     cancelled: bool = False
@@ -168,24 +168,24 @@ class RemoteCall:
 class _Transfer(FileTransfer):
     """One transfer that waits for its end."""
 
-    def __init__(self, ask: FilesAsk, link: NodeLink) -> None:
+    def __init__(self, ask: TransferRequest, link: NodeLink) -> None:
         super().__init__(ask, link)
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[int | None] = loop.create_future()
-        self.ended: asyncio.Future[FilesEnded] = loop.create_future()
+        self.ended: asyncio.Future[TransferEnded] = loop.create_future()
 
-    def receive(self, message: FilesOpened | FilesPiece | FilesTaken | FilesEnded) -> None:
+    def receive(self, message: TransferOpened | TransferPiece | TransferCredit | TransferEnded) -> None:
         """Take what the node says of it; raises ChannelError."""
         match message:
-            case FilesOpened():
+            case TransferOpened():
                 if not self.opened.done():
                     self.opened.set_result(message.size_bytes)
-            case FilesPiece() | FilesTaken():
+            case TransferPiece() | TransferCredit():
                 self.take(message)
-            case FilesEnded(error=None):
+            case TransferEnded(error=None):
                 if not self.ended.done():
                     self.ended.set_result(message)
-            case FilesEnded(error=ErrorFacts() as error):
+            case TransferEnded(error=ErrorFacts() as error):
                 self.fail(error_of(error))
 
     def fail(self, error: CodedError) -> None:
@@ -226,13 +226,13 @@ class RemoteFiles:
         return self._workdir
 
     async def write(self, path: str, data: FileSource, *, mode: int | None = None, user: str = "") -> int:
-        return await self._node.upload(self._ask(FilesVerb.WRITE, path, user, mode=mode), FileContent(data).pieces())
+        return await self._node.upload(self._ask(TransferVerb.WRITE, path, user, mode=mode), FileContent(data).pieces())
 
     async def unpack(self, path: str, chunks: AsyncIterator[bytes], *, limit_bytes: int, user: str = "") -> int:
-        return await self._node.upload(self._ask(FilesVerb.UNPACK, path, user, limit_bytes=limit_bytes), chunks)
+        return await self._node.upload(self._ask(TransferVerb.UNPACK, path, user, limit_bytes=limit_bytes), chunks)
 
     async def list(self, path: str, *, user: str = "") -> list[FileStat]:
-        async with self._node.transfer(self._ask(FilesVerb.LIST, path, user)) as transfer:
+        async with self._node.transfer(self._ask(TransferVerb.LIST, path, user)) as transfer:
             ended = await transfer.ended
         try:
             return msgspec.msgpack.decode(ended.entries, type=list[FileStat])
@@ -241,29 +241,29 @@ class RemoteFiles:
 
     @asynccontextmanager
     async def open(self, path: str, *, limit_bytes: int, user: str = "") -> AsyncIterator[_RemoteStream]:
-        async with self._node.transfer(self._ask(FilesVerb.READ, path, user, limit_bytes=limit_bytes)) as transfer:
+        async with self._node.transfer(self._ask(TransferVerb.READ, path, user, limit_bytes=limit_bytes)) as transfer:
             yield _RemoteStream(await transfer.opened, transfer)
 
     @asynccontextmanager
     async def pack(
         self, path: str, *, limit_bytes: int, user: str = "", base: bool = False
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        ask = self._ask(FilesVerb.PACK, path, user, limit_bytes=limit_bytes, base=base)
+        ask = self._ask(TransferVerb.PACK, path, user, limit_bytes=limit_bytes, base=base)
         async with self._node.transfer(ask) as transfer:
             await transfer.opened
             yield transfer.chunks()
 
     def _ask(
         self,
-        verb: FilesVerb,
+        verb: TransferVerb,
         path: str,
         user: str,
         *,
         mode: int | None = None,
         limit_bytes: int = 0,
         base: bool = False,
-    ) -> FilesAsk:
-        return FilesAsk(
+    ) -> TransferRequest:
+        return TransferRequest(
             transfer=0,
             verb=verb,
             trajectory=self._trajectory,
@@ -338,7 +338,7 @@ WINDOW_BYTES = 256 * 2**10
 CONTROLS_MAX = 64
 
 
-class RemoteSession:
+class SessionClient:
     """A `runtimes.sandbox.session.SessionGrip` on a session of a node, over all of its links.
 
     Input and controls are requests, so that each is done once whatever is cut. Output comes as messages by offset.
@@ -386,10 +386,10 @@ class RemoteSession:
         for answer in self._controls:
             answer.cancel()
 
-    def take(self, message: SessionOpened | SessionSaid) -> None:
+    def take(self, message: SessionOpened | SessionWritten) -> None:
         """Take the news of its command: it runs, or runs still; or a piece of its output, of which some is known."""
         session = self._session
-        if isinstance(message, SessionSaid):
+        if isinstance(message, SessionWritten):
             session.said(message.stream, message.data, message.offset)
             self._credit()
             return
@@ -412,7 +412,7 @@ class RemoteSession:
     def attend(self, *, attended: bool) -> None:
         self._attended = attended
         self._taken = self._session.end
-        self._node.send(SessionRoom(self._claim, self._taken, attended))
+        self._node.send(SessionCredit(self._claim, self._taken, attended))
 
     async def settle(self) -> None:
         await self._settled.wait()
@@ -481,7 +481,7 @@ class RemoteSession:
         """Say what was taken, a quarter of the window at once; nothing while its reader is slow."""
         if self._attended and not self._held and self._session.end - self._taken >= max(1, self._window_bytes // 4):
             self._taken = self._session.end
-            self._node.send(SessionRoom(self._claim, self._taken, True))
+            self._node.send(SessionCredit(self._claim, self._taken, True))
 
 
 #: Times that files are sent whose way was cut off, or had no room.
@@ -549,7 +549,7 @@ class RemoteHandlers:
         for tries in count(1):
             if (await self._node.request("has_handler", archive.digest)).done:
                 return
-            ask = FilesAsk(transfer=0, verb=FilesVerb.HANDLER, trajectory="", path=archive.digest, user="")
+            ask = TransferRequest(transfer=0, verb=TransferVerb.HANDLER, trajectory="", path=archive.digest, user="")
             try:
                 await self._node.upload(ask, _whole(archive.data))
                 return
@@ -635,7 +635,7 @@ class RemoteNode:
         self._handlers = RemoteHandlers(self, archives or HandlerArchives())
         self._table = sessions or SessionTable()
         #: The sessions there, by claim.
-        self._sessions: dict[str, RemoteSession] = {}
+        self._sessions: dict[str, SessionClient] = {}
 
     # --- the link
 
@@ -748,7 +748,7 @@ class RemoteNode:
                 self._take_log(message)
             case AttemptEnd():
                 self._take_end(message)
-            case AttemptBegins():
+            case AttemptReady():
                 self._take_ready(message)
             case AttemptStarted():
                 self._take_start(message)
@@ -758,13 +758,13 @@ class RemoteNode:
                 self._take_sandbox(message.facts)
             case NodeDraining() | NodeGoodbye() | FitnessChanged():
                 self.on_message(message)
-            case FilesOpened() | FilesPiece() | FilesTaken() | FilesEnded():
+            case TransferOpened() | TransferPiece() | TransferCredit() | TransferEnded():
                 if (transfer := self._transfers.get(message.transfer)) is not None:
                     transfer.receive(message)
-            case SessionOpened() | SessionSaid():
+            case SessionOpened() | SessionWritten():
                 if (session := self._sessions.get(message.claim)) is not None:
                     session.take(message)
-            case SessionTold():
+            case SessionEnded():
                 pass  # its end follows
             case ModelsChanged():
                 self.models.take(message)
@@ -879,7 +879,7 @@ class RemoteNode:
         return None if facts is None else RemoteFiles(self, trajectory, facts.workdir)
 
     @asynccontextmanager
-    async def transfer(self, ask: FilesAsk) -> AsyncIterator[_Transfer]:
+    async def transfer(self, ask: TransferRequest) -> AsyncIterator[_Transfer]:
         """Yield a transfer that is requested, and is stopped at the block's end if it has not ended.
 
         Raises CapacityExceeded if there is no link, or no room on it.
@@ -899,9 +899,9 @@ class RemoteNode:
         finally:
             del self._transfers[ask.transfer]
             if not transfer.ended.done():
-                link.send(FilesStop(ask.transfer))
+                link.send(TransferStopped(ask.transfer))
 
-    async def upload(self, ask: FilesAsk, chunks: AsyncIterator[bytes]) -> int:
+    async def upload(self, ask: TransferRequest, chunks: AsyncIterator[bytes]) -> int:
         """Send the bytes until there are no more, or the node has ended it; the end that comes first counts.
 
         Return the bytes that were written. Raises what the node says, and what `transfer` raises.
@@ -930,7 +930,7 @@ class RemoteNode:
             return False
         id = call.context.get("invocation_id", action.id)
         session = self._table.living(id, terminal_of(call.input))
-        self._sessions[claim] = RemoteSession(self, claim, id, session)
+        self._sessions[claim] = SessionClient(self, claim, id, session)
         self._sessions[claim].attach()
         return True
 
@@ -1028,7 +1028,7 @@ class RemoteNode:
             self._end(remote, Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled"))
             return
         largest_bytes = self._link.settings.frame_max_bytes if self._link is not None else 0
-        if len(remote.execute.input) > largest_bytes - GREETING_BYTES:
+        if len(remote.execute.input) > largest_bytes - HANDSHAKE_BYTES:
             message = f"an input of {len(remote.execute.input)} bytes is more than a frame of the channel holds"
             self._end(remote, failed(Unsupported(message, component=COMPONENT)))
             return
@@ -1138,7 +1138,7 @@ class RemoteNode:
         """It outlives its caller from now on."""
         remote = self._calls.get(claims)
         if remote is not None and remote.go is not None and remote.go.refusal is None:
-            remote.go = AttemptGo(claims, True, None)
+            remote.go = AttemptPermit(claims, True, None)
             self.send(remote.go)
 
     def acknowledge(self, claims: str) -> None:
@@ -1166,7 +1166,7 @@ class RemoteNode:
             remote.started = True
             remote.call.hooks.begun()
 
-    def _take_ready(self, message: AttemptBegins) -> None:
+    def _take_ready(self, message: AttemptReady) -> None:
         remote = self._calls.get(message.claim)
         if remote is None or remote.cancelled:
             return
@@ -1199,7 +1199,7 @@ class RemoteNode:
             lasting = await remote.call.hooks.announce()
         except CodedError as error:
             refusal = facts_of(error)
-        remote.go = AttemptGo(claim, lasting, refusal)
+        remote.go = AttemptPermit(claim, lasting, refusal)
         remote.begun = refusal is None
         self.send(remote.go)
 

@@ -138,8 +138,8 @@ class RayMembers:
         if not self.wants(node) or (self._most is not None and len(self.known) >= self._most):
             return []
         self.known[node.id] = KnownNode(node, again_s=now_s)
-        told = {"kind": "alive", "node": node.id, "address": node.address, "labels": dict(node.labels)}
-        return [Act("tell", node.id, told)]
+        message = {"kind": "alive", "node": node.id, "address": node.address, "labels": dict(node.labels)}
+        return [Act("tell", node.id, message)]
 
     def _gone(self, id: str, why: str) -> list[Act]:
         if self.known.pop(id, None) is None:
@@ -180,8 +180,8 @@ class RayMembers:
             return []
         wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0**known.failures)
         known.actor, known.failures, known.again_s = "absent", min(known.failures + 1, 30), now_s + wait_s
-        told = {"kind": "actor_failed", "node": id, "why": why[:1000], "again_in_s": wait_s}
-        return [Act("forget", id), Act("tell", id, told)]
+        message = {"kind": "actor_failed", "node": id, "why": why[:1000], "again_in_s": wait_s}
+        return [Act("forget", id), Act("tell", id, message)]
 
 
 class RayCluster:
@@ -284,8 +284,8 @@ class RayDriver:
         if actor is None:
             self._tell({"kind": "refused", "node": node, "why": f"no actor is ready on {node}"})
         elif given["kind"] == "start":
-            asked = actor.start.remote(given["command"], given["environment"], given["state_dir"])
-            self._awaited[asked] = (node, "start", time.monotonic())
+            request = actor.start.remote(given["command"], given["environment"], given["state_dir"])
+            self._awaited[request] = (node, "start", time.monotonic())
         else:
             self._awaited[actor.stop.remote(bool(given.get("kill")))] = (node, "release", time.monotonic())
 
@@ -296,7 +296,7 @@ class RayDriver:
                     self._make(act.node)
                 case "forget":
                     self.actors.pop(act.node, None)
-                    self._awaited = {ref: asked for ref, asked in self._awaited.items() if asked[0] != act.node}
+                    self._awaited = {ref: request for ref, request in self._awaited.items() if request[0] != act.node}
                 case _ if act.message.get("kind") == "waiting":
                     self._tell({**act.message, "free": self._free(act.node)})
                 case _:
@@ -319,7 +319,7 @@ class RayDriver:
 
     def _take_answers(self) -> None:
         for reference in self._cluster.ready(list(self._awaited)):
-            node, asked, _ = self._awaited.pop(reference, ("", "", 0.0))
+            node, request, _ = self._awaited.pop(reference, ("", "", 0.0))
             if not node:
                 continue
             try:
@@ -327,11 +327,11 @@ class RayDriver:
             except Exception as error:  # noqa: BLE001  # the actor's, or of what became of it
                 self._carry_out(self._members.failed(node, f"{type(error).__name__}: {error}", time.monotonic()))
                 continue
-            self._answered(node, asked, answer)
+            self._answered(node, request, answer)
         self._ask_again()
 
-    def _answered(self, node: str, asked: str, answer: Any) -> None:
-        match asked:
+    def _answered(self, node: str, request: str, answer: Any) -> None:
+        match request:
             case "facts":
                 self._carry_out(self._members.answered(node, answer))
             case "start":
@@ -343,10 +343,10 @@ class RayDriver:
 
     def _ask_again(self) -> None:
         """Ask each ready actor how it is: one that was killed answers with an error."""
-        asked = {node for node, _, _ in self._awaited.values()}
+        pending = {node for node, _, _ in self._awaited.values()}
         for node, actor in self.actors.items():
             known = self._members.known.get(node)
-            if known is not None and known.actor == "ready" and node not in asked:
+            if known is not None and known.actor == "ready" and node not in pending:
                 self._awaited[actor.facts.remote()] = (node, "facts", time.monotonic())
 
 
@@ -399,20 +399,20 @@ def main() -> int:
         with wall:
             out.write(json.dumps(message) + "\n")
 
-    given = json.loads(sys.stdin.readline())
+    settings = json.loads(sys.stdin.readline())
     commands: queue.Queue[Mapping[str, Any] | None] = queue.Queue()
     sight = Sight(time.monotonic())
     threading.Thread(target=_read, args=(commands, tell, sight), daemon=True).start()
-    reservation = Reservation(cpus=given["cpus"], gpus=given["gpus"])
+    reservation = Reservation(cpus=settings["cpus"], gpus=settings["gpus"])
     members = RayMembers(
-        given["labels"],
-        head=given["head"],
+        settings["labels"],
+        head=settings["head"],
         reservation=reservation,
-        waiting_s=given["waiting_s"],
-        most=given["most"],
+        waiting_s=settings["waiting_s"],
+        most=settings["most"],
     )
     try:
-        driver = RayDriver(RayCluster(given["address"]), members, tell)
+        driver = RayDriver(RayCluster(settings["address"]), members, tell)
     except Exception as error:  # noqa: BLE001  # a wrong token, another version, nobody there
         tell({"kind": "unreachable", "why": f"{type(error).__name__}: {error}"[:1000]})
         return 1
@@ -458,7 +458,7 @@ def _read(
         else:
             commands.put(command)
     commands.put(None)
-    # Ray may hold the other thread in a call for tens of seconds; who has closed our input waits for nothing of it.
+    # Ray may hold the other thread in a call for tens of seconds; who has closed our settings waits for nothing of it.
     time.sleep(LOOK_S)
     os._exit(0)
 

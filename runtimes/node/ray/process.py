@@ -139,8 +139,8 @@ class RayDriverProcess:
 
     def start_daemon(self, node: str, command: list[str], environment: Mapping[str, str], state_dir: str) -> None:
         """Have a machine's actor start its daemon; what comes of it is a message."""
-        told = {"kind": "start", "node": node, "command": command, "environment": environment, "state_dir": state_dir}
-        self._send(told)
+        start = {"kind": "start", "node": node, "command": command}
+        self._send({**start, "environment": environment, "state_dir": state_dir})
 
     def release(self, node: str, *, kill: bool = False) -> None:
         """Have a machine's daemon end, and what is reserved there given back."""
@@ -238,8 +238,8 @@ class RayDriverProcess:
     async def _read_complaints(self) -> None:
         """Keep the last of what Ray prints."""
         assert self._process is not None and self._process.stderr is not None
-        while said := await self._process.stderr.read(COMPLAINT_MAX_BYTES):
-            self._complaint = (self._complaint + said)[-COMPLAINT_MAX_BYTES:]
+        while output := await self._process.stderr.read(COMPLAINT_MAX_BYTES):
+            self._complaint = (self._complaint + output)[-COMPLAINT_MAX_BYTES:]
 
     def _send(self, message: Mapping[str, object]) -> None:
         """Write a line; without a driver it is dropped: the next one is told anew by what it says."""

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 #: Less where the machine allows a process fewer descriptors.
 STRANGERS, STRANGERS_MIN = 10_000, 500
 #: Places of strangers, and descriptors of the gateway that come and go besides (HTTP, cut connections that linger).
-GREETINGS_MAX, OTHERS = 64, 160
+HANDSHAKES_MAX, OTHERS = 64, 160
 STOP_S = 60.0
 
 
@@ -46,7 +46,7 @@ def descriptors(gateway: ClusterGateway) -> int:
 def test_nodes_join_and_serve_beside_ten_thousand_strangers_and_every_descriptor_is_given_back(
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
-    gateway = start_gateway(greetings_max=GREETINGS_MAX, greeting="5s")
+    gateway = start_gateway(handshakes_max=HANDSHAKES_MAX, handshake="5s")
     first, second = make_node(gateway, "n1"), make_node(gateway, "n2", core=0)
     first.start()
     gateway.until_state("n1", "ready")
@@ -56,12 +56,12 @@ def test_nodes_join_and_serve_beside_ten_thousand_strangers_and_every_descriptor
     with flooded(gateway) as dialled:
         assert dialled >= STRANGERS_MIN
         print(f"{dialled} strangers")
-        assert descriptors(gateway) <= before + GREETINGS_MAX + OTHERS
+        assert descriptors(gateway) <= before + HANDSHAKES_MAX + OTHERS
         second.start()
         gateway.until_state("n2", "ready")
         there = gateway.ended(gateway.submit("there", "echo served"))
         assert (there["state"], there["node"], there["result"]["stdout"]) == ("succeeded", "n2", "served\n")
-        assert descriptors(gateway) <= before + GREETINGS_MAX + OTHERS
+        assert descriptors(gateway) <= before + HANDSHAKES_MAX + OTHERS
         found = gateway.has("n1")
         assert (found.state, found.running) == ("ready", 1), "who was there before has not noticed"
     until(lambda: descriptors(gateway) <= before + 16, "every descriptor is given back")

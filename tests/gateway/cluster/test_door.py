@@ -41,9 +41,9 @@ class Porter:
     def __init__(self) -> None:
         self.met: asyncio.Queue[NodeLink] = asyncio.Queue()
 
-    async def greet(self, link: NodeLink, has_greeted: Callable[[], None]) -> None:
+    async def greet(self, link: NodeLink, authenticated: Callable[[], None]) -> None:
         await link.receive(NodeHello, DEADLINE_S)
-        has_greeted()
+        authenticated()
         self.met.put_nowait(link)
         await link.closed.wait()
 
@@ -53,16 +53,16 @@ async def opened(
     certificate: NodeCertificate,
     porter: Porter,
     *,
-    greetings_max: int = 4,
-    greeting_s: float = DEADLINE_S,
+    handshakes_max: int = 4,
+    handshake_s: float = DEADLINE_S,
     settings: LinkSettings | None = None,
 ) -> AsyncIterator[NodeListener]:
     door = NodeListener(
         bind("127.0.0.1:0"),
         server_side(certificate),
         settings or LinkSettings(),
-        greeting_s=greeting_s,
-        greetings_max=greetings_max,
+        handshake_s=handshake_s,
+        handshakes_max=handshakes_max,
         greet=porter.greet,
     )
     door.open()
@@ -100,20 +100,20 @@ async def cut(reader: asyncio.StreamReader) -> bool:
 async def test_connections_that_say_nothing_are_bounded_and_those_beyond_are_cut_at_once(
     certificate: NodeCertificate,
 ) -> None:
-    async with opened(certificate, Porter(), greetings_max=3) as door:
+    async with opened(certificate, Porter(), handshakes_max=3) as door:
         silent = [await dialled(door, None) for _ in range(3)]
         for _ in range(20):
             reader, writer = await dialled(door, None)
             assert await cut(reader)
             writer.close()
-        assert (door.greeting, door.cut) == (3, 20)
+        assert (door.handshaking, door.cut) == (3, 20)
         for _, writer in silent:
             writer.close()
 
 
 async def test_one_that_says_nothing_is_cut_after_its_time_and_makes_room(certificate: NodeCertificate) -> None:
     porter = Porter()
-    async with opened(certificate, porter, greetings_max=1, greeting_s=0.05) as door:
+    async with opened(certificate, porter, handshakes_max=1, handshake_s=0.05) as door:
         reader, writer = await dialled(door, None)
         assert await cut(reader)
         writer.close()
@@ -123,7 +123,7 @@ async def test_an_address_that_has_most_places_makes_room_for_another_one_and_no
     certificate: NodeCertificate,
 ) -> None:
     porter = Porter()
-    async with opened(certificate, porter, greetings_max=4) as door:
+    async with opened(certificate, porter, handshakes_max=4) as door:
         crowd = [await dialled(door, None, "127.0.0.2") for _ in range(4)]
         late, writer = await dialled(door, None, "127.0.0.2")
         assert await cut(late)
@@ -131,7 +131,7 @@ async def test_an_address_that_has_most_places_makes_room_for_another_one_and_no
         others = [await dialled(door, None, "127.0.0.3") for _ in range(2)]
         for reader, _ in crowd[:2]:
             assert await cut(reader), "its oldest go first"
-        assert (door.greeting, door.cut) == (4, 3)
+        assert (door.handshaking, door.cut) == (4, 3)
         even, writer = await dialled(door, None, "127.0.0.3")
         assert await cut(even), "both have the same share now"
         writer.close()
@@ -139,7 +139,7 @@ async def test_an_address_that_has_most_places_makes_room_for_another_one_and_no
         link.send(hello(PROTOCOL))
         async with asyncio.timeout(DEADLINE_S):
             await porter.met.get()
-        assert (door.greeting, door.cut) == (3, 5)
+        assert (door.handshaking, door.cut) == (3, 5)
         for _, writer in (*crowd, *others):
             writer.close()
         link.close("the test is over")
@@ -149,7 +149,7 @@ async def test_one_that_spells_its_greeting_byte_by_byte_has_no_more_time_than_o
     certificate: NodeCertificate,
 ) -> None:
     porter = Porter()
-    async with opened(certificate, porter, greeting_s=0.5) as door:
+    async with opened(certificate, porter, handshake_s=0.5) as door:
         reader, writer = await dialled(door, node_side())
         over = asyncio.ensure_future(cut(reader))
         for byte in encode(hello(PROTOCOL))[:-1]:
@@ -160,7 +160,7 @@ async def test_one_that_spells_its_greeting_byte_by_byte_has_no_more_time_than_o
         assert await over
         writer.close()
         assert porter.met.empty()
-        await until(lambda: not door.greeting)
+        await until(lambda: not door.handshaking)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096])
@@ -215,7 +215,7 @@ def test_nodes_are_let_in_on_the_loop_that_gateways_have(certificate: NodeCertif
 
 async def test_whoever_has_greeted_makes_room_for_the_next(certificate: NodeCertificate) -> None:
     porter = Porter()
-    async with opened(certificate, porter, greetings_max=1) as door:
+    async with opened(certificate, porter, handshakes_max=1) as door:
         links = []
         for _ in range(3):
             link = await linked(door)
@@ -223,7 +223,7 @@ async def test_whoever_has_greeted_makes_room_for_the_next(certificate: NodeCert
             async with asyncio.timeout(DEADLINE_S):
                 await porter.met.get()
             links.append(link)
-        assert door.greeting == 0
+        assert door.handshaking == 0
         for link in links:
             link.close("the test is over")
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gateway.cluster.ray import UNTOLD_S, RayNodes
+from gateway.cluster.ray import UNREPORTED_S, RayNodes
 from manager.clock import VirtualClock
 from manager.errors import InvalidInput
 from runtimes.node.ray.process import RayDriverProcess, RayMessage, RaySettings
@@ -59,10 +59,10 @@ class ScriptedNodes:
     def joined(self, name: str) -> bool:
         return name in self.here
 
-    def ray_drains(self, name: str, why: str) -> None:
+    def drain_for_ray(self, name: str, why: str) -> None:
         self.drained.append(name)
 
-    def ray_said(self, name: str, why: str, final: bool) -> None:
+    def note_ray(self, name: str, why: str, final: bool) -> None:
         self.said.append((name, final))
 
 
@@ -76,8 +76,8 @@ class Scene:
             RaySettings(**settings),
             ticket=office.ticket,
             is_heard=office.joined,
-            drain=office.ray_drains,
-            report=office.ray_said,
+            drain=office.drain_for_ray,
+            report=office.note_ray,
             ticket_ttl_s=TTL_S,
             clock=self.clock,
         )
@@ -294,7 +294,7 @@ async def test_a_machine_of_which_a_new_driver_says_nothing_is_forgotten() -> No
         scene.alive("went")
         scene.nodes.hear(RayMessage(kind="connected", pid=2, version="2"))
         scene.alive("stays")
-        scene.pass_s(UNTOLD_S + 1)
+        scene.pass_s(UNREPORTED_S + 1)
         assert scene.states == [("stays", "found")]
 
 

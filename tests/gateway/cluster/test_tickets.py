@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cluster.store import SIGNING_KEY, TicketOffice, check_name, signing_key
+from gateway.cluster.store import SIGNING_KEY, JoinTickets, check_name, signing_key
 from manager.errors import CapacityExceeded, InvalidInput, StorageUnavailable, Unauthorized
 
 KEY = b"k" * 32
@@ -22,8 +22,8 @@ class Hours:
         return self.now_s
 
 
-def office(hours: Hours, *, key: bytes = KEY, generation: int = 1, used_max: int = 100) -> TicketOffice:
-    return TicketOffice(key, generation, 120.0, wall=hours, used_max=used_max)
+def office(hours: Hours, *, key: bytes = KEY, generation: int = 1, used_max: int = 100) -> JoinTickets:
+    return JoinTickets(key, generation, 120.0, wall=hours, used_max=used_max)
 
 
 def test_a_ticket_admits_its_name_once() -> None:
@@ -57,7 +57,7 @@ def test_a_ticket_of_another_gateway_or_of_an_earlier_start_is_worth_nothing(oth
     hours = Hours()
     ticket, _ = office(hours).issue("n1")
     with pytest.raises(Unauthorized, match="no gateway's"):
-        TicketOffice(
+        JoinTickets(
             other.get("key", KEY),  # type: ignore[arg-type]  # as the parameters say
             other.get("generation", 1),  # type: ignore[arg-type]
             120.0,

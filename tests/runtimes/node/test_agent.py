@@ -88,7 +88,7 @@ async def test_ends_are_written_down_behind_their_telling_and_before_they_are_fo
     daemon._handle(link, protocol.DefineFunction("f", protocol.function_bytes(FunctionSpec(name="f", runtime="exec"))))
     for claim in ("kept.1/", "told.1/"):
         daemon._handle(link, replace(EXECUTE, claim=claim, action=dataclasses.replace(ACTION, id=claim[:4])))
-        daemon._handle(link, protocol.AttemptGo(claim, False, None))
+        daemon._handle(link, protocol.AttemptPermit(claim, False, None))
     attempts = dict(daemon._attempts)
     await asyncio.wait([attempt.task for attempt in attempts.values() if attempt.task is not None], timeout=STUCK_S)
     daemon._handle(link, protocol.AcknowledgeEnd("told.1/"))

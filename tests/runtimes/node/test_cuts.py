@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from manager.action import State
-from runtimes.node.protocol import AttemptBegins, AttemptGo
+from runtimes.node.protocol import AttemptPermit, AttemptReady
 from tests.runtimes.node.machine import Machine
 from tests.runtimes.node.session import WORDS, Session, kept_in, said, settled
 
@@ -57,7 +57,7 @@ async def test_a_session_without_faults_has_one_link(tmp_path: Path) -> None:
 async def test_what_needs_no_preparation_is_let_go_before_it_asks(tmp_path: Path) -> None:
     for ready, asks in ((False, 2), (True, 1)):
         session = await play(tmp_path / str(ready), {}, ready=ready)
-        assert session.heard[AttemptBegins] == asks and session.heard[AttemptGo] == 2
+        assert session.heard[AttemptReady] == asks and session.heard[AttemptPermit] == 2
         assert session.actions["b"].asked == 1
 
 

@@ -24,12 +24,12 @@ def transport_of(link: NodeLink) -> MemoryTransport:
 async def test_frames_of_one_turn_arrive_in_order() -> None:
     near, far = pair()
     for number in range(100):
-        near.send(protocol.AttemptBegins(str(number)))
+        near.send(protocol.AttemptReady(str(number)))
     heard: list[str] = []
     all_heard = asyncio.Event()
 
     def hear(message: Message) -> None:
-        assert isinstance(message, protocol.AttemptBegins)
+        assert isinstance(message, protocol.AttemptReady)
         heard.append(message.claim)
         if len(heard) == 100:
             all_heard.set()
@@ -91,14 +91,14 @@ async def test_each_side_beats_at_every_tick_whatever_else_it_says() -> None:
     for tick in range(1, 11):
         near.tick()
         if tick % 3 == 0:
-            near.send(protocol.AttemptBegins("a.1/"))
+            near.send(protocol.AttemptReady("a.1/"))
             await asyncio.sleep(0)
         assert kinds.count(beat) == tick
 
 
 async def test_what_waits_to_leave_needs_no_beat_beside_it() -> None:
     near, _ = pair()
-    near.send(protocol.AttemptBegins("a.1/"))
+    near.send(protocol.AttemptReady("a.1/"))
     unsent_bytes = near.unsent_bytes
     near.tick()
     assert near.unsent_bytes == unsent_bytes
@@ -216,7 +216,7 @@ async def test_another_protocol_is_refused_with_the_remedy() -> None:
 
 async def test_somebody_who_says_something_else_than_hello_is_refused() -> None:
     near, far = pair()
-    far.send(protocol.AttemptBegins("a.1/"))
+    far.send(protocol.AttemptReady("a.1/"))
     with pytest.raises(protocol.ChannelError, match="where a NodeHello was expected"):
         await near.receive(protocol.NodeHello, WITHIN_S)
     assert near.closed.is_set()
@@ -224,7 +224,7 @@ async def test_somebody_who_says_something_else_than_hello_is_refused() -> None:
 
 async def test_a_stranger_has_room_for_a_greeting_and_no_more() -> None:
     near, far = pair()
-    far.send(protocol.AttemptLog("a.1/", 0, b"x" * (protocol.GREETING_BYTES + 1)))
+    far.send(protocol.AttemptLog("a.1/", 0, b"x" * (protocol.HANDSHAKE_BYTES + 1)))
     with pytest.raises(protocol.ChannelError, match="more than"):
         await near.receive(protocol.NodeHello, WITHIN_S)
 
@@ -249,7 +249,7 @@ async def test_a_frame_that_does_not_fit_cuts_a_running_link() -> None:
 async def test_the_first_message_and_what_follows_it_at_once_are_both_heard() -> None:
     near, far = pair()
     far.send(hello())
-    far.send(protocol.AttemptBegins("a.1/"))
+    far.send(protocol.AttemptReady("a.1/"))
     await near.receive(protocol.NodeHello, WITHIN_S)
     heard = asyncio.Event()
     running = asyncio.create_task(near.run(lambda message: heard.set()))
@@ -271,10 +271,10 @@ async def test_what_is_in_no_hurry_leaves_with_what_is_said_next() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
     assert near.unsent_bytes > 0, "it waits"
-    near.send(protocol.AttemptBegins("b.1/"))
+    near.send(protocol.AttemptReady("b.1/"))
     assert isinstance(await far.receive(protocol.AcknowledgeEnd, WITHIN_S), protocol.AcknowledgeEnd)
     assert near.unsent_bytes == 0
-    await far.receive(protocol.AttemptBegins, WITHIN_S)
+    await far.receive(protocol.AttemptReady, WITHIN_S)
 
 
 async def test_what_is_in_no_hurry_leaves_all_the_same_if_nothing_else_is_said() -> None:
@@ -323,8 +323,8 @@ async def test_an_error_of_who_hears_ends_the_link_and_is_raised() -> None:
 
     running = asyncio.create_task(near.run(hear))
     await asyncio.sleep(0)
-    far.send(protocol.AttemptBegins("a.1/"))
-    far.send(protocol.AttemptBegins("b.1/"))
+    far.send(protocol.AttemptReady("a.1/"))
+    far.send(protocol.AttemptReady("b.1/"))
     async with asyncio.timeout(WITHIN_S):
         with pytest.raises(ZeroDivisionError):
             await running

@@ -99,11 +99,11 @@ async def test_an_end_waits_its_turn_where_the_link_has_no_room(
 ) -> None:
     monkeypatch.setattr(daemon, "LOG_UNSENT_BYTES", 1)
     told = ShippingNode(tmp_path)
-    told.near.send(protocol.AttemptBegins("b.1/"))
+    told.near.send(protocol.AttemptReady("b.1/"))
     attempt = told.attempt("a.1/")
     attempt.end = protocol.end_of(attempt.claim, SUCCEEDED, 0)
     before = told.near.unsent_bytes
     told.shipper.more(attempt, at_once=True)
     assert told.near.unsent_bytes == before
-    assert await told.until_heard(2) == [protocol.AttemptBegins, protocol.AttemptEnd]
+    assert await told.until_heard(2) == [protocol.AttemptReady, protocol.AttemptEnd]
     await told.close()

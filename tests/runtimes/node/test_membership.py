@@ -17,12 +17,12 @@ from runtimes.node.membership import (
     LEGAL_NODE_MOVES,
     Admitted,
     CountedOut,
+    JoinRefused,
     MembershipSettings,
     NodeMembership,
     NodeState,
     Serves,
     Shut,
-    TurnedAway,
     Verdict,
 )
 
@@ -92,7 +92,7 @@ def test_one_that_greets_again_and_again_without_reconciling_is_lost_all_the_sam
 def test_a_name_is_one_living_daemons() -> None:
     membership = joined("n")
     (refused,) = membership.greet(1, "n", "other")
-    assert isinstance(refused, TurnedAway) and "a living daemon" in refused.why
+    assert isinstance(refused, JoinRefused) and "a living daemon" in refused.why
     assert state(membership) is NodeState.READY
 
 
@@ -145,7 +145,7 @@ def test_a_goodbye_that_killed_everything_is_a_loss_at_once_and_any_other_leaves
 
 def test_what_ray_says_never_outweighs_a_link_that_beats() -> None:
     membership = joined("n")
-    assert membership.ray_says(1, "n", "raylet: received SIGTERM", final=True) == []
+    assert membership.note_ray(1, "n", "raylet: received SIGTERM", final=True) == []
     assert state(membership) is NodeState.READY
     assert kinds(membership.lose_link(2, "n", "n-1", "cut")) == [Shut, CountedOut], "both say so: no need to wait"
 
@@ -153,7 +153,7 @@ def test_what_ray_says_never_outweighs_a_link_that_beats() -> None:
 def test_when_ray_only_fears_that_a_node_is_dead_it_has_its_time() -> None:
     membership = joined("n")
     membership.lose_link(1, "n", "n-1", "cut")
-    assert membership.ray_says(2, "n", "health check failed") == []
+    assert membership.note_ray(2, "n", "health check failed") == []
 
 
 def test_the_silence_of_many_is_the_gateways_own_and_nobody_is_lost_until_it_has_lasted() -> None:
@@ -206,7 +206,7 @@ def test_a_node_that_is_lost_again_and_again_is_refused_for_longer_each_time() -
         now_s += 61
         assert kinds(membership.tick(now_s)) == [CountedOut]
         (verdict,) = membership.greet(now_s, "n", f"i{loss}")
-        if isinstance(verdict, TurnedAway):
+        if isinstance(verdict, JoinRefused):
             refused.append(verdict.retry_after_s)
             now_s += verdict.retry_after_s
             membership.greet(now_s, "n", f"i{loss}")
@@ -227,7 +227,7 @@ def test_nodes_of_the_gateway_before_are_awaited_as_if_they_were_silent_since_it
 
 def test_there_are_no_more_nodes_than_the_bound_and_the_longest_lost_is_forgotten_for_a_new_one() -> None:
     membership = joined("a", "b", membership=NodeMembership(MembershipSettings(nodes_max=2)))
-    assert kinds(membership.greet(1, "c", "c-1")) == [TurnedAway]
+    assert kinds(membership.greet(1, "c", "c-1")) == [JoinRefused]
     membership.goodbye(2, "a", "a-1", "kill", killed=True)
     assert kinds(membership.greet(3, "c", "c-1")) == [Admitted]
     assert [member.name for member in membership.members()] == ["b", "c"]
@@ -363,7 +363,7 @@ class NodeHistory:
                 Event("undrain", name),
                 Event("empty", name),
                 Event("goodbye", name, instance, {"why": "bye", "killed": killed}),
-                Event("ray_says", name, None, {"why": "dead", "final": final}),
+                Event("note_ray", name, None, {"why": "dead", "final": final}),
                 Event("tick"),
             )
         )
@@ -376,7 +376,7 @@ class NodeHistory:
             self.check(verdict, event, before)
         after = {member.name: member.state for member in self.membership.members()}
         assert self.open == {name for name, now in after.items() if now is NodeState.READY}, (event, verdicts)
-        if event.method == "ray_says" and before.get(str(event.node)) in (NodeState.READY, NodeState.UNFIT):
+        if event.method == "note_ray" and before.get(str(event.node)) in (NodeState.READY, NodeState.UNFIT):
             node = str(event.node)
             assert node in beats and after[node] is before[node], "Ray ended a node that beats"
         if len(verdicts) <= 1:  # one step, one move
@@ -411,7 +411,7 @@ class NodeHistory:
                 assert before.get(verdict.node) is not NodeState.LOST, "it was lost already"
                 if verdict.why.startswith("not heard"):
                     self.count_silent_loss(len(before))
-            case TurnedAway():
+            case JoinRefused():
                 assert verdict.retry_after_s > 0 and verdict.why
 
     def count_silent_loss(self, known: int) -> None:

@@ -102,7 +102,7 @@ async def test_what_runs_in_no_sandbox_is_let_go_before_it_asks(runtime: str, to
     execution = asyncio.create_task(node.execute(ACTION, LEASE, call))
     for _ in range(5):
         await asyncio.sleep(0)
-    assert kinds == [protocol.DefineFunction, protocol.ExecuteAttempt, *([protocol.AttemptGo] if told else [])]
+    assert kinds == [protocol.DefineFunction, protocol.ExecuteAttempt, *([protocol.AttemptPermit] if told else [])]
     await node.close()
     with pytest.raises(asyncio.CancelledError):
         await execution
@@ -339,7 +339,7 @@ async def test_a_frame_of_the_wrong_side_cuts_the_link(session: Session) -> None
     assert session.daemon is not None
     link, _ = pair()
     with pytest.raises(protocol.ChannelError):
-        session.daemon._handle(link, protocol.AttemptBegins("a.1/"))
+        session.daemon._handle(link, protocol.AttemptReady("a.1/"))
     with pytest.raises(protocol.ChannelError, match="never defined"):
         session.daemon._handle(
             link, protocol.ExecuteAttempt("a.1/", ACTION, LEASE, "unknown", b"m\x80", None, None, {})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manager.errors import InvalidInput, NotFound, TooLarge
-from runtimes.node.daemon import ServedTransfers
+from runtimes.node.daemon import TransferServer
 from runtimes.node.protocol import Inventory, LinkSettings, NodeLink
 from runtimes.node.remote import RemoteFiles, RemoteNode
 from runtimes.sandbox.command import FileContent, FileSource, FileStat, FileStream
@@ -115,7 +115,7 @@ class FilesWorld:
         self.there = MemoryFiles()
         self.node = RemoteNode("n1")
         self.daemon = daemon_on(Machine(), directory)
-        self.daemon._transfers = ServedTransfers({"t": self.there}.get, self._no_handler)
+        self.daemon._transfers = TransferServer({"t": self.there}.get, self._no_handler)
         #: Kinds of the frames.
         self.frames: list[int] = []
         self.near: NodeLink | None = None

@@ -11,15 +11,15 @@ from runtimes.node.protocol import (
     AHEAD_BYTES,
     PIECE_BYTES,
     WINDOW_BYTES,
-    FilesAsk,
-    FilesPiece,
-    FilesTaken,
-    FilesVerb,
     FileTransfer,
+    TransferCredit,
+    TransferPiece,
+    TransferRequest,
+    TransferVerb,
 )
 from tests.runtimes.node.memory_stream import close_all, pair
 
-ASK = FilesAsk(transfer=1, verb=FilesVerb.READ, trajectory="t", path="f", user="")
+ASK = TransferRequest(transfer=1, verb=TransferVerb.READ, trajectory="t", path="f", user="")
 
 
 async def test_others_have_a_turn_between_two_pieces_where_the_link_has_room_for_all() -> None:
@@ -56,11 +56,11 @@ async def test_one_that_tells_of_what_it_took_a_quarter_of_the_old_window_at_onc
 
     def take(message: object) -> None:
         nonlocal taken, untold
-        assert isinstance(message, FilesPiece)
+        assert isinstance(message, TransferPiece)
         taken, untold = taken + len(message.data), untold + len(message.data)
         assert untold <= WINDOW_BYTES
         if untold >= WINDOW_BYTES // 4:
-            transfer.take(FilesTaken(1, untold))
+            transfer.take(TransferCredit(1, untold))
             untold = 0
 
     running = asyncio.create_task(far.run(take))

@@ -14,11 +14,11 @@ from runtimes.node.protocol import (
     KINDS,
     PIECE_BYTES,
     WINDOW_BYTES,
-    FilesAsk,
-    FilesPiece,
-    FilesTaken,
-    FilesVerb,
     LinkSettings,
+    TransferCredit,
+    TransferPiece,
+    TransferRequest,
+    TransferVerb,
 )
 from runtimes.node.remote import RemoteFiles
 from tests.runtimes.node.files.conftest import FilesWorld
@@ -109,7 +109,7 @@ async def test_a_sandbox_that_takes_nothing_holds_up_no_more_than_a_window(world
 
 async def test_a_reader_that_takes_nothing_is_sent_no_more_than_a_window(world: FilesWorld) -> None:
     world.there.kept["/workspace/f"] = LARGE
-    piece = next(number for number, kind in KINDS.items() if kind is FilesPiece)
+    piece = next(number for number, kind in KINDS.items() if kind is TransferPiece)
     async with world.files.open("/workspace/f", limit_bytes=LIMIT_BYTES) as file:
         for _ in range(2000):
             await asyncio.sleep(0)
@@ -177,7 +177,7 @@ async def test_a_node_refuses_more_than_it_allows(world: FilesWorld) -> None:
     await world.join(LinkSettings(beat_s=3600.0, silent_s=7200.0, transfers_max=2))
     assert world.near is not None
     for number in range(2):
-        ask = FilesAsk(transfer=number, verb=FilesVerb.WRITE, trajectory="t", path=f"/{number}", user="")
+        ask = TransferRequest(transfer=number, verb=TransferVerb.WRITE, trajectory="t", path=f"/{number}", user="")
         world.near.send(ask)
     with pytest.raises(CapacityExceeded, match="the node has 2"):
         await world.files.list("/")
@@ -186,16 +186,18 @@ async def test_a_node_refuses_more_than_it_allows(world: FilesWorld) -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        [FilesPiece(1, bytes(WINDOW_BYTES))] * 3,  # the first may be taken before the next arrives
-        [FilesTaken(1, 5)],
-        [FilesAsk(transfer=1, verb=FilesVerb.LIST, trajectory="t", path="/", user="")],
+        [TransferPiece(1, bytes(WINDOW_BYTES))] * 3,  # the first may be taken before the next arrives
+        [TransferCredit(1, 5)],
+        [TransferRequest(transfer=1, verb=TransferVerb.LIST, trajectory="t", path="/", user="")],
     ],
     ids=["more than the window", "taken what was never sent", "one number twice"],
 )
-async def test_who_breaks_the_rules_is_cut(world: FilesWorld, sent: list[FilesPiece | FilesTaken | FilesAsk]) -> None:
+async def test_who_breaks_the_rules_is_cut(
+    world: FilesWorld, sent: list[TransferPiece | TransferCredit | TransferRequest]
+) -> None:
     world.there.takes.clear()
     assert world.near is not None
-    world.near.send(FilesAsk(transfer=1, verb=FilesVerb.WRITE, trajectory="t", path="/f", user=""))
+    world.near.send(TransferRequest(transfer=1, verb=TransferVerb.WRITE, trajectory="t", path="/f", user=""))
     for message in sent:
         world.near.send(message)
     near, far = await world.gone()

@@ -13,7 +13,7 @@ from manager.action import State
 from manager.errors import InvalidConfig, Reason, Unsupported
 from manager.function import FunctionSpec
 from runtimes.node import protocol
-from runtimes.node.protocol import FilesAsk, FilesEnded, FilesPiece, Message
+from runtimes.node.protocol import Message, TransferEnded, TransferPiece, TransferRequest
 from runtimes.sandbox.handler.sources import SOURCES_LIMIT_BYTES
 from tests.runtimes.node.handlers.test_store import function
 from tests.runtimes.node.machine import Machine
@@ -70,7 +70,7 @@ async def test_functions_of_one_directory_run_with_its_files_which_are_sent_once
     await prepared(session, judge)
     assert session.runtimes is not None and sorted(session.runtimes.prepared) == ["judge", "judge", "other"]
     assert code(await ran(session, "a", judge)) == code(await ran(session, "b", other)) == "x = 1\n"
-    assert session.kinds[FilesAsk] == len(sent(tmp_path)) == 1
+    assert session.kinds[TransferRequest] == len(sent(tmp_path)) == 1
 
 
 async def test_changed_code_is_sent_beside_the_one_before_and_each_revision_runs_its_own(
@@ -86,7 +86,9 @@ async def test_changed_code_is_sent_beside_the_one_before_and_each_revision_runs
     assert len(sent(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("message", [FilesAsk, FilesPiece, FilesEnded, protocol.NodeAnswer, protocol.DefineFunction])
+@pytest.mark.parametrize(
+    "message", [TransferRequest, TransferPiece, TransferEnded, protocol.NodeAnswer, protocol.DefineFunction]
+)
 @pytest.mark.parametrize("fault", ["cut", "daemon"])
 async def test_files_arrive_whatever_is_cut_off_in_the_middle(
     session: Session, judge: FunctionSpec, tmp_path: Path, message: type[Message], fault: str

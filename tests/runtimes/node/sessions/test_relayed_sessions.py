@@ -18,7 +18,7 @@ from manager.errors import CapacityExceeded
 from manager.executor import Call
 from manager.function import FunctionSpec
 from runtimes.node.daemon import NodeDaemon
-from runtimes.node.protocol import KINDS, Inventory, LinkClosed, NodeLink, SessionSaid
+from runtimes.node.protocol import KINDS, Inventory, LinkClosed, NodeLink, SessionWritten
 from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.session import InteractiveSession, SessionPiece, SessionSettings, SessionTable, TerminalSize
 from tests.runtimes.node.machine import Machine, MachineRuntimes, daemon_settings
@@ -28,7 +28,7 @@ STUCK_S = 60.0
 SMALL = SessionSettings(output_bytes=64 * 2**10)
 ACTION = Action(id="a", function="shell")
 GIVEN: Mapping[str, object] = {"argv": ["sh"], "session": {"terminal": True, "rows": 30, "columns": 100}}
-SAID = next(kind for kind, message in KINDS.items() if message is SessionSaid)
+SAID = next(kind for kind, message in KINDS.items() if message is SessionWritten)
 
 
 class TypedCommand:
