@@ -37,12 +37,12 @@ SHOWN = 200
 def make_facades(api: Api, calls: ForeignCalls) -> dict[str, Facade]:
     """Return the doors that the configuration opens, by name."""
     opened = dict(api.server.facades.opened())
-    made = {name: FACADES[name](api, calls, section) for name, section in opened.items() if name in FACADES}
+    created = {name: FACADES[name](api, calls, section) for name, section in opened.items() if name in FACADES}
     if "mcp" in opened:
         from gateway.facades.mcp import Mcp
 
-        made["mcp"] = Mcp(api, calls, opened["mcp"])
-    return made
+        created["mcp"] = Mcp(api, calls, opened["mcp"])
+    return created
 
 
 class FacadeApp(GuardedApp):
@@ -86,9 +86,9 @@ class FacadeApp(GuardedApp):
         return self._facade.refuse(fault_of(error))
 
     def no_route(self, status: int, scope: Scope) -> CodedError:
-        asked = f"{scope['method']} {scope['path']}"[:SHOWN]
+        request = f"{scope['method']} {scope['path']}"[:SHOWN]
         kind = MethodNotAllowed if status == 405 else NotFound
-        return kind(f"no such route: {asked}; the door {self._facade.name} has {self._rows}", component="facades")
+        return kind(f"no such route: {request}; the door {self._facade.name} has {self._rows}", component="facades")
 
 
 class FrontApp:

@@ -272,18 +272,18 @@ class ForeignCalls:
 
     async def _run(self, calls: Sequence[InvocationRequest], until_s: float) -> list[LiveInvocation]:
         now = asyncio.get_running_loop().time
-        made: list[LiveInvocation] = []
+        created: list[LiveInvocation] = []
         try:
             for call in calls:
-                made.append(await self._admit(call, until_s))  # noqa: PERF401  # what was made is left, also if one is refused
-            for invocation in made:
+                created.append(await self._admit(call, until_s))  # noqa: PERF401  # what was made is left, also if one is refused
+            for invocation in created:
                 if not await invocation.has_ended(max(0.0, until_s - now())):
-                    raise await self._withdrawn(made)
+                    raise await self._withdrawn(created)
                 if invocation.refusal is not None:
                     raise invocation.refusal
-            return made
+            return created
         finally:
-            for invocation in made:
+            for invocation in created:
                 if not invocation.record.terminal:
                     self._invocations.leave(invocation)
 
@@ -312,9 +312,9 @@ class ForeignCalls:
         finally:
             self._held.give(len(call.body))
 
-    async def _withdrawn(self, made: Sequence[LiveInvocation]) -> CodedError:
+    async def _withdrawn(self, created: Sequence[LiveInvocation]) -> CodedError:
         """Take back what has not ended, but for what a client's next try joins; return what the client is told."""
-        left = [invocation for invocation in made if not invocation.record.terminal]
+        left = [invocation for invocation in created if not invocation.record.terminal]
         for invocation in left:
             if not invocation.record.detached:
                 with suppress(Conflict):
@@ -402,10 +402,10 @@ class Facade(ABC):
         self, request: Request, function: str, input: Mapping[str, object], *, timeout_s: float | None = None
     ) -> InvocationRequest:
         """Return the call that a request asks for, with the headers that every door honours; raises InvalidInput."""
-        made = read_call(read_headers(request, CallHeaders), function, serialization.dumps(input), Mode.SYNC)
-        if made.callback_url is not None or made.max_age_s is not None:
+        created = read_call(read_headers(request, CallHeaders), function, serialization.dumps(input), Mode.SYNC)
+        if created.callback_url is not None or created.max_age_s is not None:
             raise InvalidInput("X-Callback-Url and X-Max-Age are for asynchronous calls, which this door has not")
-        return made if timeout_s is None else replace(made, timeout_s=timeout_s)
+        return created if timeout_s is None else replace(created, timeout_s=timeout_s)
 
     async def run(self, request: Request, calls: Sequence[InvocationRequest], known_s: float) -> list[Record]:
         """Return the records of the calls; raises as `ForeignCalls.run`, and CallFailed for the first that failed."""
@@ -416,14 +416,14 @@ class Facade(ABC):
         return records
 
 
-def read_shape(given: Mapping[str, object], kind: type[T]) -> T:
+def read_shape(fields: Mapping[str, object], kind: type[T]) -> T:
     """Return a JSON object as a dialect's struct; raises InvalidInput with the path of what does not fit."""
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        said, place = explained(error)
+        problem, place = explained(error)
         path = f"${place}"
-        raise InvalidInput(f"{path}: {said}", component="facades", detail={"path": path}) from None
+        raise InvalidInput(f"{path}: {problem}", component="facades", detail={"path": path}) from None
 
 
 def result_of(record: Record) -> object:
@@ -477,8 +477,8 @@ def split_path(scope: Scope) -> tuple[list[str], bytes | None]:
 
 def with_bearer(scope: Scope, token: bytes | None) -> Scope:
     """Return the scope with the token as a bearer; ``token`` is that of the path, which comes after the headers'."""
-    found = token_of(dict(reversed(scope["headers"]))) or token
+    result = token_of(dict(reversed(scope["headers"]))) or token
     others = [(name, value) for name, value in scope["headers"] if name != AUTHORIZATION]
-    if found is not None:
-        others.append((AUTHORIZATION, b"Bearer " + found))
+    if result is not None:
+        others.append((AUTHORIZATION, b"Bearer " + result))
     return {**scope, "headers": others}

@@ -160,8 +160,8 @@ class McpSessions:
         session = self._known.get(name) or self._of_earlier_gateway(name)
         if session is None or self._is_over(session):
             self._known.pop(name, None)
-            told = "no such session: it has ended, or never began, or the gateway began anew; initialize another"
-            raise RpcRefused(INVALID_REQUEST, told, status=404)
+            message = "no such session: it has ended, or never began, or the gateway began anew; initialize another"
+            raise RpcRefused(INVALID_REQUEST, message, status=404)
         self._known.move_to_end(name)
         return session
 
@@ -196,8 +196,8 @@ class McpSessions:
         if len(self._known) >= SESSIONS_MAX and (oldest := next(idle, None)) is not None:
             del self._known[oldest.name]
         if len(self._known) >= SESSIONS_MAX:
-            told = f"{SESSIONS_MAX} sessions live, as many as may be: end one, or come again"
-            raise CapacityExceeded(told, component="mcp", retry_after_s=FULL_S)
+            message = f"{SESSIONS_MAX} sessions live, as many as may be: end one, or come again"
+            raise CapacityExceeded(message, component="mcp", retry_after_s=FULL_S)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -309,9 +309,9 @@ class Mcp(Facade):
                 self._server, exchange, message.method, message.params, connection=connection, lifespan_state=None
             )
         except MCPError as error:
-            told, data = error.error.message, error.error.data
-            told = f"{told}: {data[:SHOWN]}" if isinstance(data, str) and data else told
-            raise RpcRefused(error.error.code, told) from None
+            problem, data = error.error.message, error.error.data
+            problem = f"{problem}: {data[:SHOWN]}" if isinstance(data, str) and data else problem
+            raise RpcRefused(error.error.code, problem) from None
         except ValidationError as error:
             raise RpcRefused(INVALID_PARAMS, _explained(error)) from None
         if message.method == INITIALIZE:
@@ -347,14 +347,14 @@ class Mcp(Facade):
             raise RpcRefused(INVALID_PARAMS, "params.cursor: there is only one page, and it has no cursor")
         return COMPLETE | {"tools": [_tool(each) for each in self._functions()]}
 
-    async def _call(self, context: Context, asked: CallToolRequestParams) -> Told:
+    async def _call(self, context: Context, request: CallToolRequestParams) -> Told:
         """Call a tool, in the session's trajectory unless a header names another."""
         exchange = _exchange(context)
-        function = next((each for each in self._functions() if each.name == asked.name), None)
+        function = next((each for each in self._functions() if each.name == request.name), None)
         if function is None:
             named = ", ".join(each.name for each in self._functions()) or "none"
-            raise RpcRefused(INVALID_PARAMS, f"no such tool: {asked.name[:SHOWN]!r}; there are {named}")
-        call = self.call(exchange.request, function.name, asked.arguments or {})
+            raise RpcRefused(INVALID_PARAMS, f"no such tool: {request.name[:SHOWN]!r}; there are {named}")
+        call = self.call(exchange.request, function.name, request.arguments or {})
         if call.trajectory is None and not exchange.single:
             if exchange.session is None:
                 raise RpcRefused(INVALID_REQUEST, "tools/call needs Mcp-Session-Id (see initialize)", status=400)
@@ -464,12 +464,12 @@ def _read_message(body: bytes) -> JSONRPCRequest | JSONRPCNotification:
 
 def _connection(request: Request, message: JSONRPCRequest, *, single: bool) -> Connection:
     """Return the connection of a request, in the version that it names; raises RpcRefused."""
-    asked = request.headers.get(MCP_PROTOCOL_VERSION_HEADER, DEFAULT_NEGOTIATED_VERSION)
+    body = request.headers.get(MCP_PROTOCOL_VERSION_HEADER, DEFAULT_NEGOTIATED_VERSION)
     served = (*HANDSHAKE_PROTOCOL_VERSIONS, *MODERN_PROTOCOL_VERSIONS)
-    if (unserved := unsupported_protocol_version_rejection(asked[:SHOWN], served)) is not None:
+    if (unserved := unsupported_protocol_version_rejection(body[:SHOWN], served)) is not None:
         raise RpcRefused(unserved.code, unserved.message, status=400, data=unserved.data)
     if not single:
-        return Connection.from_envelope(asked, None, None)
+        return Connection.from_envelope(body, None, None)
     route = classify_inbound_request({"method": message.method, "params": message.params}, headers=request.headers)
     if isinstance(route, InboundLadderRejection):
         raise RpcRefused(route.code, route.message, data=route.data)
@@ -520,9 +520,9 @@ def _text(function: FunctionSpec, value: object) -> str:
 
 def _told(fault: Fault) -> dict[str, object]:
     """Return what a program may want to know of a fault."""
-    told = {"code": fault.code, "path": fault.path or None, "invocation_id": fault.invocation_id}
+    fields = {"code": fault.code, "path": fault.path or None, "invocation_id": fault.invocation_id}
     more = {"retry_after_s": fault.retry_after_s}
-    return {name: value for name, value in (told | more).items() if value is not None}
+    return {name: value for name, value in (fields | more).items() if value is not None}
 
 
 def _error_body(request_id: RequestId | None, code: int, message: str, data: Mapping[str, object]) -> object:

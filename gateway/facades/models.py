@@ -184,11 +184,11 @@ class JudgedSequence:
         """Return SGLang's ``meta_info`` of the input, from its token ``start`` on."""
         rows: list[list[object]] = [[None, self.ids[0], None]]
         rows += [[value, token, None] for value, token in zip(self.logprobs, self.ids[1:], strict=True)]
-        told: dict[str, object] = {"input_token_logprobs": rows[start:], "output_token_logprobs": []}
+        fields: dict[str, object] = {"input_token_logprobs": rows[start:], "output_token_logprobs": []}
         if top:
             others = [None, *([[value, int(token), None] for token, value in row] for row in self.top)]
-            told["input_top_logprobs"] = others[start:]
-        return told
+            fields["input_top_logprobs"] = others[start:]
+        return fields
 
 
 def _told(logprob: float, rank: int) -> dict[str, object]:
@@ -231,11 +231,11 @@ def check_scoring(max_tokens: int | None, temperature: float | None, top: int, w
         raise refusal(what, f"must be 0 to {TOP_MAX}")
 
 
-def check_generating(asked: CompletionRequest | ChatRequest) -> None:
+def check_generating(request: CompletionRequest | ChatRequest) -> None:
     """Raise InvalidInput for what changes a generation and is not served."""
-    if asked.n not in (None, 1):
+    if request.n not in (None, 1):
         raise refusal("n", "must be 1")
-    if asked.stop:
+    if request.stop:
         raise refusal("stop", "is not served")
 
 
@@ -245,7 +245,7 @@ def refusal(what: str, message: str) -> InvalidInput:
 
 def texts_of(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """Return a conversation with contents as text; raises InvalidInput for what is none."""
-    found: list[dict[str, object]] = []
+    result: list[dict[str, object]] = []
     for index, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list):
@@ -260,8 +260,8 @@ def texts_of(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]
         unknown = message.keys() - {"role", "content", "name"}
         if unknown:
             raise refusal(f"messages[{index}].{min(unknown)}", "is not served")
-        found.append({"role": message["role"], "content": content})
-    return found
+        result.append({"role": message["role"], "content": content})
+    return result
 
 
 # Teachers and reward models in the words of OpenAI, vLLM and SGLang: what trainers ask of a server of their own.
@@ -333,71 +333,71 @@ class Models(Facade):
 
     async def complete(self, request: Request) -> Response:
         """Judge prompts, or go on with them."""
-        asked = await self._read(request, CompletionRequest)
-        check_generating(asked)
-        if asked.prompt_logprobs is None and not (asked.echo and asked.logprobs is not None):
-            return await self._completed(request, asked)
-        what = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
-        top = max(asked.prompt_logprobs or 0, asked.logprobs or 0)
-        check_scoring(asked.max_tokens, asked.temperature, top, what)
-        input = sequences_of(asked.prompt, "prompt")
-        record, judged = await self._judge(request, asked.model, input, top, OPENAI_S)
+        body = await self._read(request, CompletionRequest)
+        check_generating(body)
+        if body.prompt_logprobs is None and not (body.echo and body.logprobs is not None):
+            return await self._completed(request, body)
+        what = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        top = max(body.prompt_logprobs or 0, body.logprobs or 0)
+        check_scoring(body.max_tokens, body.temperature, top, what)
+        input = sequences_of(body.prompt, "prompt")
+        record, judged = await self._judge(request, body.model, input, top, OPENAI_S)
         choices = [
             {
                 "index": index,
                 "text": "",
                 "finish_reason": "length",
-                "logprobs": each.openai() if asked.echo and asked.logprobs is not None else None,
-                "prompt_logprobs": each.vllm() if asked.prompt_logprobs is not None else None,
+                "logprobs": each.openai() if body.echo and body.logprobs is not None else None,
+                "prompt_logprobs": each.vllm() if body.prompt_logprobs is not None else None,
             }
             for index, each in enumerate(judged)
         ]
-        return self._answer(record, "text_completion", choices, sum(len(each.ids) for each in judged), 0, asked.stream)
+        return self._answer(record, "text_completion", choices, sum(len(each.ids) for each in judged), 0, body.stream)
 
     async def vllm_generate(self, request: Request) -> Response:
         """vLLM's own route, by which prime-rl asks its teacher."""
-        asked = await self._read(request, VllmGenerateRequest)
-        sampling = asked.sampling_params
+        body = await self._read(request, VllmGenerateRequest)
+        sampling = body.sampling_params
         if sampling.prompt_logprobs is None:
             raise refusal("sampling_params.prompt_logprobs", "must be given: this route only judges prompts")
         check_scoring(sampling.max_tokens, sampling.temperature, sampling.prompt_logprobs, "prompt_logprobs")
-        input = sequences_of(asked.token_ids, "token_ids")
-        record, judged = await self._judge(request, asked.model, input, sampling.prompt_logprobs, OPENAI_S)
+        input = sequences_of(body.token_ids, "token_ids")
+        record, judged = await self._judge(request, body.model, input, sampling.prompt_logprobs, OPENAI_S)
         choices = [{"index": 0, "token_ids": [], "finish_reason": "length"}]
         return answer({"request_id": record.id, "choices": choices, "prompt_logprobs": judged[0].vllm()}, record)
 
     async def sglang_generate(self, request: Request) -> Response:
         """SGLang's route, by which slime asks its teacher."""
-        asked = await self._read(request, SglangGenerateRequest)
-        sampling = asked.sampling_params
-        if not asked.return_logprob or asked.stream:
+        body = await self._read(request, SglangGenerateRequest)
+        sampling = body.sampling_params
+        if not body.return_logprob or body.stream:
             raise refusal("return_logprob", "must be true, without stream: this route only judges its input")
         # Its temperature is that of what is generated, never of the input.
-        check_scoring(sampling.max_new_tokens, None, asked.top_logprobs_num, "top_logprobs_num")
-        prompts = _one_of(asked.text, asked.input_ids)
+        check_scoring(sampling.max_new_tokens, None, body.top_logprobs_num, "top_logprobs_num")
+        prompts = _one_of(body.text, body.input_ids)
         input = sequences_of(prompts, "input_ids")
-        record, judged = await self._judge(request, None, input, asked.top_logprobs_num, SGLANG_S)
-        told = []
+        record, judged = await self._judge(request, None, input, body.top_logprobs_num, SGLANG_S)
+        result = []
         for each in judged:
-            start = len(each.ids) - 1 if asked.logprob_start_len < 0 else asked.logprob_start_len
+            start = len(each.ids) - 1 if body.logprob_start_len < 0 else body.logprob_start_len
             about = {
                 "id": record.id,
                 "prompt_tokens": len(each.ids),
                 "completion_tokens": 0,
                 "cached_tokens": 0,
                 "finish_reason": {"type": "length", "length": 0},
-                **each.sglang(start, asked.top_logprobs_num),
+                **each.sglang(start, body.top_logprobs_num),
             }
-            told.append({"text": "", "output_ids": [], "meta_info": about})
-        return answer(told if _is_batch(prompts) else told[0], record)
+            result.append({"text": "", "output_ids": [], "meta_info": about})
+        return answer(result if _is_batch(prompts) else result[0], record)
 
     async def _judge(
         self, request: Request, model: str | None, input: Mapping[str, object], top: int, client_timeout_s: float
     ) -> tuple[Record, list[JudgedSequence]]:
         """Return the record and the sequences; raises InvalidInput rather than judge one that was cut."""
         function = self._model(request, model, ModelAction.LOGPROBS)
-        record, told = await self._act(request, function, {**input, "top_logprobs": top}, client_timeout_s)
-        parts = (told["token_ids"], told["logprobs"], told["ranks"], told["top_logprobs"])
+        record, result = await self._act(request, function, {**input, "top_logprobs": top}, client_timeout_s)
+        parts = (result["token_ids"], result["logprobs"], result["ranks"], result["top_logprobs"])
         return record, [
             JudgedSequence(ids=ids, logprobs=logprobs, ranks=ranks, top=likeliest)
             for ids, logprobs, ranks, likeliest in zip(*parts, strict=True)
@@ -405,33 +405,33 @@ class Models(Facade):
 
     # Generating
 
-    async def _completed(self, request: Request, asked: CompletionRequest) -> Response:
-        if asked.logprobs is not None or asked.echo:
+    async def _completed(self, request: Request, body: CompletionRequest) -> Response:
+        if body.logprobs is not None or body.echo:
             raise refusal(
-                "logprobs" if asked.logprobs is not None else "echo", "is served with the other of the two only"
+                "logprobs" if body.logprobs is not None else "echo", "is served with the other of the two only"
             )
-        function = self._model(request, asked.model, ModelAction.GENERATE)
-        input = {**sequences_of(asked.prompt, "prompt"), **_sampling(asked, asked.max_tokens)}
-        record, told = _written(await self._act(request, function, input, OPENAI_S))
+        function = self._model(request, body.model, ModelAction.GENERATE)
+        input = {**sequences_of(body.prompt, "prompt"), **_sampling(body, body.max_tokens)}
+        record, result = _written(await self._act(request, function, input, OPENAI_S))
         choices = [
             {"index": index, "text": text, "finish_reason": reason, "logprobs": None}
-            for index, (text, reason) in enumerate(zip(told["texts"], told["finish_reasons"], strict=True))
+            for index, (text, reason) in enumerate(zip(result["texts"], result["finish_reasons"], strict=True))
         ]
-        return self._answer(record, "text_completion", choices, *_counts(told), asked.stream)
+        return self._answer(record, "text_completion", choices, *_counts(result), body.stream)
 
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation."""
-        asked = await self._read(request, ChatRequest)
-        check_generating(asked)
-        function = self._model(request, asked.model, ModelAction.GENERATE)
-        most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-        input = {"messages": [texts_of(asked.messages)], **_sampling(asked, most)}
-        record, told = _written(await self._act(request, function, input, OPENAI_S))
-        message = {"role": "assistant", "content": told["texts"][0]}
-        part = "delta" if asked.stream else "message"
-        choices = [{"index": 0, part: message, "finish_reason": told["finish_reasons"][0], "logprobs": None}]
-        kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        return self._answer(record, kind, choices, *_counts(told), asked.stream)
+        body = await self._read(request, ChatRequest)
+        check_generating(body)
+        function = self._model(request, body.model, ModelAction.GENERATE)
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        input = {"messages": [texts_of(body.messages)], **_sampling(body, most)}
+        record, result = _written(await self._act(request, function, input, OPENAI_S))
+        message = {"role": "assistant", "content": result["texts"][0]}
+        part = "delta" if body.stream else "message"
+        choices = [{"index": 0, part: message, "finish_reason": result["finish_reasons"][0], "logprobs": None}]
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        return self._answer(record, kind, choices, *_counts(result), body.stream)
 
     def _answer(
         self, record: Record, kind: str, choices: object, prompt: int, completion: int, stream: bool
@@ -461,64 +461,64 @@ class Models(Facade):
         return await self._vectors(request, "pooling", "data")
 
     async def _vectors(self, request: Request, kind: str, key: str) -> Response:
-        asked = await self._read(request, EmbeddingRequest)
-        vector((), asked.encoding_format)
-        function = self._model(request, asked.model, ModelAction.EMBED)
-        record, told = await self._act(request, function, sequences_of(asked.input, "input"), OPENAI_S)
+        body = await self._read(request, EmbeddingRequest)
+        vector((), body.encoding_format)
+        function = self._model(request, body.model, ModelAction.EMBED)
+        record, result = await self._act(request, function, sequences_of(body.input, "input"), OPENAI_S)
         rows = [
-            {"object": kind, "index": index, key: vector(row, asked.encoding_format)}
-            for index, row in enumerate(told["embeddings"])
+            {"object": kind, "index": index, key: vector(row, body.encoding_format)}
+            for index, row in enumerate(result["embeddings"])
         ]
-        return answer(_listed(record, rows, sum(told["tokens"])), record)
+        return answer(_listed(record, rows, sum(result["tokens"])), record)
 
     async def score(self, request: Request) -> Response:
         """How alike two texts are, by an embedding model."""
-        asked = await self._read(request, ScoreRequest)
-        function = self._model(request, asked.model, ModelAction.EMBED)
-        left, right = ([each] if isinstance(each, str) else each for each in (asked.text_1, asked.text_2))
+        body = await self._read(request, ScoreRequest)
+        function = self._model(request, body.model, ModelAction.EMBED)
+        left, right = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
         if not left or not right or (len(left) != len(right) and len(left) != 1):
             raise refusal("text_2", "must have as many texts as text_1, or text_1 one")
         input = sequences_of([*left, *right], "text_1")
-        record, told = await self._act(request, function, input, OPENAI_S)
-        vectors = told["embeddings"]
+        record, result = await self._act(request, function, input, OPENAI_S)
+        vectors = result["embeddings"]
         first = vectors[: len(left)] * (len(right) if len(left) == 1 else 1)
         rows = [
             {"index": index, "object": "score", "score": math.fsum(map(float.__mul__, one, other))}
             for index, (one, other) in enumerate(zip(first, vectors[len(left) :], strict=True))
         ]
-        return answer(_listed(record, rows, sum(told["tokens"])), record)
+        return answer(_listed(record, rows, sum(result["tokens"])), record)
 
     async def classify(self, request: Request) -> Response:
         """The value of a score model's head: vLLM's form, or SGLang's, which share a path."""
-        given = await self.read_object(request)
-        if "text" in given or "input_ids" in given:
-            return await self._sglang_vectors(request, read_shape(given, SglangEncodeRequest), ModelAction.SCORE)
-        asked = read_shape(given, ClassifyRequest)
-        function = self._model(request, asked.model, ModelAction.SCORE)
-        record, told = await self._act(request, function, sequences_of(asked.input, "input"), OPENAI_S)
+        inputs = await self.read_object(request)
+        if "text" in inputs or "input_ids" in inputs:
+            return await self._sglang_vectors(request, read_shape(inputs, SglangEncodeRequest), ModelAction.SCORE)
+        body = read_shape(inputs, ClassifyRequest)
+        function = self._model(request, body.model, ModelAction.SCORE)
+        record, result = await self._act(request, function, sequences_of(body.input, "input"), OPENAI_S)
         rows = []
-        for index, value in enumerate(told["scores"]):
+        for index, value in enumerate(result["scores"]):
             values = value if isinstance(value, list) else [value]
-            probs = _activated(values) if asked.use_activation else values
+            probs = _activated(values) if body.use_activation else values
             label = f"LABEL_{max(range(len(values)), key=values.__getitem__)}"
             rows.append({"index": index, "label": label, "probs": probs, "num_classes": len(values)})
-        return answer(_listed(record, rows, sum(told["tokens"])), record)
+        return answer(_listed(record, rows, sum(result["tokens"])), record)
 
     async def encode(self, request: Request) -> Response:
         """SGLang's embeddings."""
         return await self._sglang_vectors(request, await self._read(request, SglangEncodeRequest), ModelAction.EMBED)
 
-    async def _sglang_vectors(self, request: Request, asked: SglangEncodeRequest, action: ModelAction) -> Response:
-        prompts = _one_of(asked.text, asked.input_ids)
+    async def _sglang_vectors(self, request: Request, body: SglangEncodeRequest, action: ModelAction) -> Response:
+        prompts = _one_of(body.text, body.input_ids)
         function = self._model(request, None, action)
-        record, told = await self._act(request, function, sequences_of(prompts, "text"), SGLANG_S)
-        values = told["scores" if action is ModelAction.SCORE else "embeddings"]
+        record, result = await self._act(request, function, sequences_of(prompts, "text"), SGLANG_S)
+        values = result["scores" if action is ModelAction.SCORE else "embeddings"]
         rows = [
             {
                 "embedding": row if isinstance(row, list) else [row],
                 "meta_info": {"id": record.id, "prompt_tokens": count},
             }
-            for row, count in zip(values, told["tokens"], strict=True)
+            for row, count in zip(values, result["tokens"], strict=True)
         ]
         return answer(rows if _is_batch(prompts) else rows[0], record)
 
@@ -564,12 +564,12 @@ class Models(Facade):
             raise refusal("model", "must name a function, here or in the path: /models/NAME/...")
         known = [each.name for each in self.api.functions.all() if each.model is not None]
         if name not in known:
-            told = f"the model {str(name)[:128]!r} does not exist; known: {', '.join(known)[:500] or 'none'}"
-            raise NotFound(told, component=self.name)
+            message = f"the model {str(name)[:128]!r} does not exist; known: {', '.join(known)[:500] or 'none'}"
+            raise NotFound(message, component=self.name)
         function = self.function(name)
         if action is not None and _spec(function).action is not action:
-            told = f"the model {name!r} does {_spec(function).action}, and this request needs one that does {action}"
-            raise InvalidInput(told, component=self.name, detail={"path": "model"})
+            message = f"the model {name!r} does {_spec(function).action}, and this request needs one that does {action}"
+            raise InvalidInput(message, component=self.name, detail={"path": "model"})
         return function
 
     async def _act(
@@ -577,14 +577,14 @@ class Models(Facade):
     ) -> tuple[Record, Mapping[str, Any]]:
         """Run one action and return its record and result; raises as `run`, and InvalidInput for a cut text."""
         (record,) = await self.run(request, [self.call(request, function.name, input)], client_timeout_s)
-        told = result_of(record)
-        assert isinstance(told, dict), f"{function.name} told no object"
-        if told.get("truncated"):
+        result = result_of(record)
+        assert isinstance(result, dict), f"{function.name} told no object"
+        if result.get("truncated"):
             most = _spec(function).max_tokens
             raise refusal("prompt", f"is longer than the {most} tokens of {function.name}, and would be cut")
-        if "tokens" not in told:  # of an external engine
-            told["tokens"] = [0] * len(told.get("embeddings") or told.get("scores") or told.get("texts") or ())
-        return record, told
+        if "tokens" not in result:  # of an external engine
+            result["tokens"] = [0] * len(result.get("embeddings") or result.get("scores") or result.get("texts") or ())
+        return record, result
 
 
 def _spec(function: FunctionSpec) -> ModelSpec:
@@ -606,16 +606,16 @@ def _is_batch(prompts: Texts | Ids) -> bool:
     return not isinstance(prompts, str) and bool(prompts) and not isinstance(prompts[0], int)
 
 
-def _sampling(asked: CompletionRequest | ChatRequest, most: int | None) -> dict[str, object]:
+def _sampling(request: CompletionRequest | ChatRequest, most: int | None) -> dict[str, object]:
     """Return how to sample, as a model action is told; OpenAI's own temperature is 1."""
-    given = {"max_new_tokens": most, "top_p": asked.top_p, "seed": asked.seed}
-    chosen: dict[str, object] = {name: value for name, value in given.items() if value is not None}
-    return {**chosen, "temperature": 1.0 if asked.temperature is None else asked.temperature}
+    fields = {"max_new_tokens": most, "top_p": request.top_p, "seed": request.seed}
+    chosen: dict[str, object] = {name: value for name, value in fields.items() if value is not None}
+    return {**chosen, "temperature": 1.0 if request.temperature is None else request.temperature}
 
 
-def _counts(told: Mapping[str, Any]) -> tuple[int, int]:
+def _counts(fields: Mapping[str, Any]) -> tuple[int, int]:
     """Return the tokens that were read, and those that were made."""
-    return sum(told["tokens"]), sum(len(ids) for ids in told.get("token_ids", ()))
+    return sum(fields["tokens"]), sum(len(ids) for ids in fields.get("token_ids", ()))
 
 
 def _written(ended: tuple[Record, Mapping[str, Any]]) -> tuple[Record, Mapping[str, Any]]:

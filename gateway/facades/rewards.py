@@ -83,22 +83,22 @@ class Rewards(Facade):
 
     def body(self, fault: Fault, status: int) -> object:
         """Return a fault as a body: none of these dialects has a shape for it, their clients log the text."""
-        told = {"code": fault.code, "message": fault.message, "invocation_id": fault.invocation_id}
-        return {"error": {name: value for name, value in told.items() if value is not None}}
+        fields = {"code": fault.code, "message": fault.message, "invocation_id": fault.invocation_id}
+        return {"error": {name: value for name, value in fields.items() if value is not None}}
 
     async def reward(self, request: Request) -> Response:
         """A reward, or one for each answer of a batch; whose words they are is told by the keys."""
         function = _repeatable(self.function(request.path_params["function"]))
-        given = await self.read_object(request)
-        if "query" in given or "prompts" in given:
-            return await self._openrlhf(request, function, read_shape(given, OpenRlhfRewards))
-        return await self._slime(request, function, read_shape(given, SlimeReward))
+        value = await self.read_object(request)
+        if "query" in value or "prompts" in value:
+            return await self._openrlhf(request, function, read_shape(value, OpenRlhfRewards))
+        return await self._slime(request, function, read_shape(value, SlimeReward))
 
-    async def _slime(self, request: Request, function: FunctionSpec, asked: SlimeReward) -> Response:
+    async def _slime(self, request: Request, function: FunctionSpec, body: SlimeReward) -> Response:
         if _scores(function):
-            input = _conversation(asked)
+            input = _conversation(body)
         else:
-            input = {"prompt": asked.prompt, "response": asked.response, "label": asked.label}
+            input = {"prompt": body.prompt, "response": body.response, "label": body.label}
         (record,) = await self.run(request, [self.call(request, function.name, input)], SLIME_S)
         value = result_of(record)
         if _scores(function):
@@ -114,15 +114,15 @@ class Rewards(Facade):
             raise _no_reward(record, worth)
         return answer(value, record)
 
-    async def _openrlhf(self, request: Request, function: FunctionSpec, asked: OpenRlhfRewards) -> Response:
-        if not len(asked.query) == len(asked.prompts) == len(asked.labels):
+    async def _openrlhf(self, request: Request, function: FunctionSpec, body: OpenRlhfRewards) -> Response:
+        if not len(body.query) == len(body.prompts) == len(body.labels):
             raise InvalidInput("query, prompts and labels must be of one length", detail={"path": "$.query"})
-        if not 0 < len(asked.query) <= QUERIES_MAX:
+        if not 0 < len(body.query) <= QUERIES_MAX:
             raise InvalidInput(f"query must have 1 to {QUERIES_MAX} texts", detail={"path": "$.query"})
         if _scores(function):
-            calls = [self.call(request, function.name, {"texts": asked.query})]
+            calls = [self.call(request, function.name, {"texts": body.query})]
         else:
-            calls = [self.call(request, function.name, input) for input in _answers(asked)]
+            calls = [self.call(request, function.name, input) for input in _answers(body)]
         if len(calls) > 1 and calls[0].key is not None:
             raise InvalidInput("an Idempotency-Key is of one call, and this request makes several")
         records = await self.run(request, calls, OPENRLHF_S)
@@ -137,17 +137,17 @@ class Rewards(Facade):
     async def retrieve(self, request: Request) -> Response:
         """Documents for each query, wrapped with their scores only where the client asks for scores."""
         function = _repeatable(self.function(request.path_params["function"]))
-        asked = read_shape(await self.read_object(request), Retrieval)
-        if (asked.queries is None) == (asked.query is None):
+        body = read_shape(await self.read_object(request), Retrieval)
+        if (body.queries is None) == (body.query is None):
             raise InvalidInput("needs exactly one of queries and query", detail={"path": "$"})
-        queries = asked.queries if asked.queries is not None else [str(asked.query)]
+        queries = body.queries if body.queries is not None else [str(body.query)]
         if not 0 < len(queries) <= QUERIES_MAX:
             raise InvalidInput(f"queries must have 1 to {QUERIES_MAX} texts", detail={"path": "$.queries"})
-        call = self.call(request, function.name, {"queries": queries, "topk": asked.topk})
+        call = self.call(request, function.name, {"queries": queries, "topk": body.topk})
         (record,) = await self.run(request, [call], SEARCH_S)
-        found = result_of(record)
-        rows = found.get("result") if isinstance(found, dict) else found
-        shown = _documents(rows, len(queries), asked.return_scores)
+        result = result_of(record)
+        rows = result.get("result") if isinstance(result, dict) else result
+        shown = _documents(rows, len(queries), body.return_scores)
         if shown is None:
             message = "must return a list of {document, score} for each query"
             raise _failed(record, f"{function.name} {message}, under result or by itself")
@@ -179,18 +179,18 @@ def _scores(function: FunctionSpec) -> bool:
     return function.model is not None and function.model.action is ModelAction.SCORE
 
 
-def _conversation(asked: SlimeReward) -> dict[str, object]:
+def _conversation(request: SlimeReward) -> dict[str, object]:
     """Return the input of a score model: the conversation with its answer, or the text as it goes on."""
-    if isinstance(asked.prompt, str):
-        return {"texts": [asked.prompt + asked.response]}
-    return {"messages": [*asked.prompt, {"role": "assistant", "content": asked.response}]}
+    if isinstance(request.prompt, str):
+        return {"texts": [request.prompt + request.response]}
+    return {"messages": [*request.prompt, {"role": "assistant", "content": request.response}]}
 
 
-def _answers(asked: OpenRlhfRewards) -> list[dict[str, object]]:
+def _answers(request: OpenRlhfRewards) -> list[dict[str, object]]:
     """Return the input of one call for each answer: slime's, and the whole text beside it."""
     return [
         {"prompt": prompt, "response": query.removeprefix(prompt), "label": label, "query": query}
-        for query, prompt, label in zip(asked.query, asked.prompts, asked.labels, strict=True)
+        for query, prompt, label in zip(request.query, request.prompts, request.labels, strict=True)
     ]
 
 
@@ -214,33 +214,33 @@ def _further(rows: Sequence[object]) -> dict[str, object]:
     objects: list[Mapping[str, object]] = [row for row in rows if isinstance(row, dict)]
     if len(objects) != len(rows):
         return {}
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     if all(_is_reward(row.get(SCORE)) for row in objects):
-        found["scores"] = [row[SCORE] for row in objects]
+        result["scores"] = [row[SCORE] for row in objects]
     logs = [extra for row in objects if isinstance(extra := row.get(EXTRA), dict)]
     if len(logs) == len(rows):
         shared = [name for name in logs[0] if all(_is_reward(each.get(name)) for each in logs)]
-        found[EXTRA] = {name: [each[name] for each in logs] for name in shared}
-    return found
+        result[EXTRA] = {name: [each[name] for each in logs] for name in shared}
+    return result
 
 
 def _documents(rows: object, queries: int, scores: bool) -> list[list[object]] | None:
     """Return the documents as the client reads them; None if they are none."""
     if not isinstance(rows, list) or len(rows) != queries or not all(isinstance(row, list) for row in rows):
         return None
-    found = [[_wrapped(each) for each in row] for row in rows]
-    if any(each is None for row in found for each in row):
+    result = [[_wrapped(each) for each in row] for row in rows]
+    if any(each is None for row in result for each in row):
         return None
-    return [[each if scores else each["document"] for each in row if each is not None] for row in found]
+    return [[each if scores else each["document"] for each in row if each is not None] for row in result]
 
 
-def _wrapped(found: object) -> dict[str, object] | None:
+def _wrapped(result: object) -> dict[str, object] | None:
     """Return a document with its score, whichever way the function tells them; None if it is neither."""
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         return None
-    if isinstance(found.get("document"), dict):
-        return {"document": found["document"], "score": found.get("score", 0.0)}
-    if "contents" not in found:
+    if isinstance(result.get("document"), dict):
+        return {"document": result["document"], "score": result.get("score", 0.0)}
+    if "contents" not in result:
         return None
-    document = {name: value for name, value in found.items() if name != "score"}
-    return {"document": document, "score": found.get("score", 0.0)}
+    document = {name: value for name, value in result.items() if name != "score"}
+    return {"document": document, "score": result.get("score", 0.0)}

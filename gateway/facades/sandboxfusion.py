@@ -89,7 +89,7 @@ LANGUAGES: Mapping[str, Language] = {
 class Program:
     """A request as its steps need it."""
 
-    asked: RunCodeRequest
+    request: RunCodeRequest
     language: Language
     function: FunctionSpec
     directory: str
@@ -102,8 +102,8 @@ class Program:
 
     def boot(self, argv: Sequence[str], *, laid_out: bool = False, stdin: str = "") -> dict[str, object]:
         """Return the input of an exec action that becomes ``argv``; ``laid_out``: the files are there."""
-        bytes_max = (self.asked.memory_limit_mb or 0) * 2**20
-        told = json.dumps(
+        bytes_max = (self.request.memory_limit_mb or 0) * 2**20
+        result = json.dumps(
             {
                 "directory": self.directory,
                 "files": {} if laid_out else self.files,
@@ -111,7 +111,7 @@ class Program:
                 "argv": [self.file if word == "{file}" else word for word in argv],
             }
         )
-        return {"argv": [*PYTHON, BOOT, str(len(told))], "stdin": self.word + told + stdin}
+        return {"argv": [*PYTHON, BOOT, str(len(result))], "stdin": self.word + result + stdin}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class SandboxFusion(Facade):
     async def run_code(self, request: Request) -> Response:
         """Run a program and tell its verdict."""
         program = self._program(read_shape(await self.read_object(request), RunCodeRequest))
-        if not program.language.compile and not program.asked.fetch_files:
+        if not program.language.compile and not program.request.fetch_files:
             record = await self._step(request, program, program.boot(program.language.run, stdin=_stdin(program)))
             return self._told(program, None, record, {})
         trajectory = f"sandboxfusion-{secrets.token_hex(12)}"
@@ -185,20 +185,20 @@ class SandboxFusion(Facade):
     async def _steps(self, request: Request, program: Program, trajectory: str) -> Response:
         compiled, language = None, program.language
         if language.compile:
-            bounds = replace(program, asked=_without_memory_bound(program.asked))
+            bounds = replace(program, request=_without_memory_bound(program.request))
             compiled = await self._step(request, program, bounds.boot(language.compile), trajectory, compiling=True)
             if fault_of_end(compiled) is not None or not _ended(compiled, program.word).good:
                 return self._told(program, compiled, None, {})
         run = program.boot(language.run, laid_out=compiled is not None, stdin=_stdin(program))
         ran = await self._step(request, program, run, trajectory)
         files: dict[str, object] = {}
-        if program.asked.fetch_files and _is_answer(ran):
-            fetch = {"argv": [*PYTHON, FETCH, program.directory, *program.asked.fetch_files]}
+        if program.request.fetch_files and _is_answer(ran):
+            fetch = {"argv": [*PYTHON, FETCH, program.directory, *program.request.fetch_files]}
             fetched = await self._step(request, program, fetch, trajectory)
-            found = _fetched(fetched, program.word)
-            if found is None:
+            result = _fetched(fetched, program.word)
+            if result is None:
                 return self._no_verdict(fetched, "the files could not be fetched: they are larger than output_limit")
-            files = found
+            files = result
         return self._told(program, compiled, ran, files)
 
     async def _step(
@@ -210,7 +210,7 @@ class SandboxFusion(Facade):
         *,
         compiling: bool = False,
     ) -> Record:
-        bound_s = program.asked.compile_timeout if compiling else program.asked.run_timeout
+        bound_s = program.request.compile_timeout if compiling else program.request.run_timeout
         call = self.call(request, program.function.name, input, timeout_s=bound_s + START_S)
         call = replace(call, trajectory=trajectory, key=None)
         return (await self.calls.run(request, [call], program.until_s))[0].record
@@ -247,66 +247,70 @@ class SandboxFusion(Facade):
         shown.headers.update(record_headers(record))
         return shown
 
-    def _program(self, asked: RunCodeRequest) -> Program:
+    def _program(self, request: RunCodeRequest) -> Program:
         """Return a request as its steps need it; raises InvalidInput."""
         assert isinstance(self.section, SandboxFusionFacade)
         offered = {str(language): name for language, name in self.section.languages.items()}
-        if asked.language not in offered:
-            told = f"$.language: {asked.language[:64]!r} is not offered here; known: {', '.join(sorted(offered))}"
-            raise InvalidInput(told, component=self.name, detail={"path": "$.language"})
-        function = self.function(offered[asked.language])
-        language = LANGUAGES[asked.language]
+        if request.language not in offered:
+            message = f"$.language: {request.language[:64]!r} is not offered here; known: {', '.join(sorted(offered))}"
+            raise InvalidInput(message, component=self.name, detail={"path": "$.language"})
+        function = self.function(offered[request.language])
+        language = LANGUAGES[request.language]
         for name in ("compile_timeout", "run_timeout"):
-            bound_s = getattr(asked, name)
+            bound_s = getattr(request, name)
             if not 0 < bound_s <= function.timeout_s:
-                told = f"$.{name}: {bound_s:g} s is not between 0 and the timeout of {function.name}, "
-                raise InvalidInput(f"{told}{function.timeout_s:g} s", component=self.name, detail={"path": f"$.{name}"})
+                message = f"$.{name}: {bound_s:g} s is not between 0 and the timeout of {function.name}, "
+                raise InvalidInput(
+                    f"{message}{function.timeout_s:g} s", component=self.name, detail={"path": f"$.{name}"}
+                )
         file = f"{secrets.token_hex(8)}{language.suffix}"
         return Program(
-            asked=asked,
+            request=request,
             language=language,
             function=function,
             directory=f"run-{secrets.token_hex(8)}",
             file=file,
-            files={**_files(asked), file: base64.b64encode(asked.code.encode()).decode()},
-            until_s=self.until_s(asked.compile_timeout + asked.run_timeout + CLIENT_MARGIN_S),
+            files={**_files(request), file: base64.b64encode(request.code.encode()).decode()},
+            until_s=self.until_s(request.compile_timeout + request.run_timeout + CLIENT_MARGIN_S),
             word=secrets.token_hex(WORD_BYTES // 2),
         )
 
 
-def _files(asked: RunCodeRequest) -> dict[str, str]:
+def _files(request: RunCodeRequest) -> dict[str, str]:
     """Return the files to lay out; raises InvalidInput."""
-    if len(asked.files) > FILES_MAX or len(asked.fetch_files) > FILES_MAX:
+    if len(request.files) > FILES_MAX or len(request.fetch_files) > FILES_MAX:
         raise InvalidInput(f"$.files: more than {FILES_MAX} files", detail={"path": "$.files"})
-    names = [*asked.files, *asked.fetch_files]
+    names = [*request.files, *request.fetch_files]
     if any(not name or "\0" in name for name in names):
         raise InvalidInput("$.files: a name is empty or holds NUL", detail={"path": "$.files"})
-    given = {name: data for name, data in asked.files.items() if data is not None and IGNORED not in name}
-    for name, data in given.items():
+    fields = {name: data for name, data in request.files.items() if data is not None and IGNORED not in name}
+    for name, data in fields.items():
         try:
             base64.b64decode(data, validate=True)
         except (binascii.Error, ValueError):
-            told = f"$.files: {name[:64]!r} is not base64"
-            raise InvalidInput(told, detail={"path": "$.files"}) from None
-    return given
+            message = f"$.files: {name[:64]!r} is not base64"
+            raise InvalidInput(message, detail={"path": "$.files"}) from None
+    return fields
 
 
 def _stdin(program: Program) -> str:
-    return program.asked.stdin or ""
+    return program.request.stdin or ""
 
 
-def _without_memory_bound(asked: RunCodeRequest) -> RunCodeRequest:
+def _without_memory_bound(request: RunCodeRequest) -> RunCodeRequest:
     """The bound is the program's, not the compiler's."""
-    return RunCodeRequest(code=asked.code, language=asked.language, compile_timeout=asked.compile_timeout)
+    return RunCodeRequest(code=request.code, language=request.language, compile_timeout=request.compile_timeout)
 
 
 def _short_of_memory(program: Program) -> str:
     """Return that it had less memory than was asked for; empty if not: then its end for want of it is its own."""
-    sandbox, asked_bytes = program.function.sandbox, (program.asked.memory_limit_mb or 0) * 2**20
+    sandbox, asked_bytes = program.function.sandbox, (program.request.memory_limit_mb or 0) * 2**20
     if sandbox is None or asked_bytes <= sandbox.memory_bytes:
         return ""
     had = f"{program.function.name} has {sandbox.memory_bytes / 2**20:g} MiB"
-    return f"out of memory: {had} of the {program.asked.memory_limit_mb} that were asked for; raise its sandbox.memory"
+    return (
+        f"out of memory: {had} of the {program.request.memory_limit_mb} that were asked for; raise its sandbox.memory"
+    )
 
 
 def _is_answer(record: Record) -> bool:
@@ -317,9 +321,9 @@ def _is_answer(record: Record) -> bool:
 def _ended(record: Record, word: str) -> Step:
     """Return the end of a step in SandboxFusion's words; ``word`` begins what says that it could not be started."""
     result = result_of(record)
-    told: Mapping[str, object] = result if isinstance(result, dict) else {}
-    stdout, stderr = str(told.get("stdout") or ""), str(told.get("stderr") or "")
-    code, number = told.get("exit_code"), told.get("signal")
+    fields: Mapping[str, object] = result if isinstance(result, dict) else {}
+    stdout, stderr = str(fields.get("stdout") or ""), str(fields.get("stderr") or "")
+    code, number = fields.get("exit_code"), fields.get("signal")
     status, return_code = "Finished", code if isinstance(code, int) else None
     if isinstance(number, int):
         return_code = -number
@@ -327,12 +331,12 @@ def _ended(record: Record, word: str) -> Step:
         status, return_code = "TimeLimitExceeded", None
     elif code == REFUSED and stderr.startswith(f"{word} "):
         status, stderr = "Error", stderr.removeprefix(f"{word} ")
-    elif record.reason is None and (told.get("stdout_truncated") or told.get("stderr_truncated")):
+    elif record.reason is None and (fields.get("stdout_truncated") or fields.get("stderr_truncated")):
         status = "Error"
         stderr = f"the program's output is larger than the output_limit of {record.function}"
     if record.reason is Reason.OUT_OF_MEMORY and return_code is None:
         return_code, stderr = -9, stderr + record.message
-    seconds = told.get("duration_s")
+    seconds = fields.get("duration_s")
     return Step(
         status=status,
         stdout=stdout,
@@ -347,5 +351,5 @@ def _fetched(record: Record, word: str) -> dict[str, object] | None:
     step = _ended(record, word)
     if fault_of_end(record) is not None or not step.good:
         return None
-    found = json.loads(step.stdout)
-    return found if isinstance(found, dict) else None
+    result = json.loads(step.stdout)
+    return result if isinstance(result, dict) else None

@@ -27,21 +27,21 @@ word = ""
 def main():
     global word
     word = need(32).decode()
-    told = json.loads(need(int(sys.argv[1])))
-    os.makedirs(told["directory"], exist_ok=True)
-    os.chdir(told["directory"])
-    for name, data in told["files"].items():
+    request = json.loads(need(int(sys.argv[1])))
+    os.makedirs(request["directory"], exist_ok=True)
+    os.chdir(request["directory"])
+    for name, data in request["files"].items():
         parent = os.path.dirname(name)
         if parent:
             os.makedirs(parent, exist_ok=True)
         with open(name, "wb") as file:
             file.write(base64.b64decode(data))
-    for name in told["limits"]:
+    for name in request["limits"]:
         kind = getattr(resource, name)
         hard = resource.getrlimit(kind)[1]
-        bound = told["limits"][name] if hard == resource.RLIM_INFINITY else min(told["limits"][name], hard)
+        bound = request["limits"][name] if hard == resource.RLIM_INFINITY else min(request["limits"][name], hard)
         resource.setrlimit(kind, (bound, hard))
-    argv = [sys.executable if word == "{python}" else word for word in told["argv"]]
+    argv = [sys.executable if word == "{python}" else word for word in request["argv"]]
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execvp(argv[0], argv)
@@ -57,12 +57,12 @@ except Exception as error:
 FETCH = r"""
 import base64, json, os, sys
 os.chdir(sys.argv[1])
-found = {}
+files = {}
 for name in sys.argv[2:]:
     if os.path.isfile(name):
         with open(name, "rb") as file:
-            found[name] = base64.b64encode(file.read()).decode()
-print(json.dumps(found))
+            files[name] = base64.b64encode(file.read()).decode()
+print(json.dumps(files))
 """
 
 #: Compiles its first argument to ``test``, with the libraries of SandboxFusion's own compiler line that are there.

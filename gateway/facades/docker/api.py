@@ -166,9 +166,9 @@ def container_shape(container: Container) -> dict[str, object]:
     }
 
 
-def _over(unsaid: Mapping[str, object], said: Mapping[str, object]) -> dict[str, object]:
+def _over(unsaid: Mapping[str, object], fields: Mapping[str, object]) -> dict[str, object]:
     """Return what a client said over what holds where it said nothing."""
-    return {**unsaid, **{name: value for name, value in said.items() if value is not None}}
+    return {**unsaid, **{name: value for name, value in fields.items() if value is not None}}
 
 
 def listed_shape(container: Container, now_s: float) -> dict[str, object]:
@@ -247,8 +247,8 @@ def stat_header(path: PathStat) -> str:
         mode |= go if path.mode & bit else 0
     mode |= _GO_DIRECTORY if stat.S_ISDIR(path.mode) else _GO_LINK if stat.S_ISLNK(path.mode) else 0
     link = path.link if stat.S_ISLNK(path.mode) else ""
-    told = {"name": path.name, "size": path.size, "mode": mode, "mtime": instant(path.mtime), "linkTarget": link}
-    return base64.b64encode(serialization.dumps(told)).decode()
+    fields = {"name": path.name, "size": path.size, "mode": mode, "mtime": instant(path.mtime), "linkTarget": link}
+    return base64.b64encode(serialization.dumps(fields)).decode()
 
 
 def version_shape() -> dict[str, object]:
@@ -324,14 +324,14 @@ def filters(text: str) -> dict[str, list[str]]:
     """Return the filters of a list, each as texts: they come as lists, or as objects of true; raises InvalidInput."""
     if not text:
         return {}
-    found = {}
+    result = {}
     for name, values in serialization.loads_object(text.encode()).items():
         if isinstance(values, dict):
             values = [value for value, wanted in values.items() if wanted is True]
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise InvalidInput(f"filters: {name[:64]!r} must be a list of texts", component=COMPONENT)
-        found[name] = values
-    return found
+        result[name] = values
+    return result
 
 
 async def _say(exchange: EngineExchange, progress: object) -> None:
@@ -411,8 +411,8 @@ class ContainerExecs:
         """Run a command, and answer with its output, or at once if it is to run behind."""
         container = self._life.containers.home(command)
         if command.started:
-            told = f"Error: Exec command {command.id} is already running, or has run"
-            raise Conflict(told, component=COMPONENT)
+            message = f"Error: Exec command {command.id} is already running, or has run"
+            raise Conflict(message, component=COMPONENT)
         container.require_running()
         unknown = sorted(name for name in body if name not in ("Detach", "Tty", "ConsoleSize"))
         if unknown:
@@ -455,14 +455,14 @@ class ContainerExecs:
         container, wish = self._life.containers.home(command), command.wish
         sandbox = self._api.environments.get(container.record.trajectory)
         if sandbox is not None and sandbox.spec.background is Background.KILL:
-            told = "Detach: the function's processes end with each command (sandbox.background: kill)"
-            raise Unsupported(told, component=COMPONENT)
+            message = "Detach: the function's processes end with each command (sandbox.background: kill)"
+            raise Unsupported(message, component=COMPONENT)
         command.status_file = STATUS_FILE.format(command.id[:32])
         left, container.left_files[:] = container.left_files[:LEFT_MAX], container.left_files[LEFT_MAX:]
         script = f"rm -f -- {' '.join(left)}; {LAUNCH}" if left else LAUNCH  # names of ours, without odd characters
-        given = {**wish.input(), "argv": ["/bin/sh", "-c", script, "sh", command.status_file, *wish.argv]}
-        del given["session"]
-        invocation = await self._accepted(container, given, patience_s)
+        fields = {**wish.input(), "argv": ["/bin/sh", "-c", script, "sh", command.status_file, *wish.argv]}
+        del fields["session"]
+        invocation = await self._accepted(container, fields, patience_s)
         await invocation.has_ended(None)
         error = invocation.refusal
         if error is None and (fault := fault_of_end(invocation.record)) is not None:
@@ -491,11 +491,11 @@ class ContainerExecs:
         with suppress(CodedError):  # else its container goes, and the file with it
             await self._accepted(container, {"argv": ["rm", "-f", "--", command.status_file]}, REMOVE_S)
 
-    async def _accepted(self, container: Container, given: Mapping[str, object], patience_s: float) -> LiveInvocation:
+    async def _accepted(self, container: Container, fields: Mapping[str, object], patience_s: float) -> LiveInvocation:
         """Return an action of a container, which goes on though nobody attends; raises CodedError."""
         record = container.record
         call = InvocationRequest(
-            function=record.function, input=given, body=serialization.dumps(given), task=record.task,
+            function=record.function, input=fields, body=serialization.dumps(fields), task=record.task,
             trajectory=record.trajectory, living=True, detached=True,
         )  # fmt: skip
         return await self._calls.accept(call, asyncio.get_running_loop().time() + patience_s)
@@ -507,8 +507,8 @@ class ContainerExecs:
             return None
         if PID.fullmatch(words[-1]) is None or int(words[-1]) < PIDS_FROM:
             return None
-        found = KILL.fullmatch(" ".join(words[1:-1]) + " ")
-        name = signal_name("TERM" if len(words) == 2 else found[1] if found is not None else " ".join(words))
+        result = KILL.fullmatch(" ".join(words[1:-1]) + " ")
+        name = signal_name("TERM" if len(words) == 2 else result[1] if result is not None else " ".join(words))
         execs = self._life.containers.home(command).execs.values()
         victim = next((each for each in execs if each.pid == int(words[-1]) and each.running), None)
         return (command, name) if victim is None else (victim, name)
@@ -538,12 +538,13 @@ LSTAT = r"""
 import json, os, sys
 path = sys.argv[1]
 try:
-    found = os.lstat(path)
+    status = os.lstat(path)
     link = os.path.realpath(path) if os.path.islink(path) else ""
 except OSError:
     sys.exit(65)
-told = {"name": os.path.basename(path) or "/", "size": found.st_size, "mode": found.st_mode, "mtime": found.st_mtime}
-print(json.dumps({**told, "link": link}))
+size, mode, mtime = status.st_size, status.st_mode, status.st_mtime
+name = os.path.basename(path) or "/"
+print(json.dumps({"name": name, "size": size, "mode": mode, "mtime": mtime, "link": link}))
 """
 ABSENT, STAT_S, STAT_BYTES = 65, 30.0, 16384
 
@@ -571,14 +572,14 @@ async def _lstat(sandbox: Sandbox, place: str) -> PathStat:
         process = await sandbox.spawn(Command(argv=("-c", LSTAT, place), python=True, timeout_s=STAT_S))
         try:
             await process.close_stdin()
-            said = await gathered(process, "stdout", STAT_BYTES)
+            output = await gathered(process, "stdout", STAT_BYTES)
             code = (await process.wait()).exit_code
         finally:
             await process.kill()
     if code == ABSENT:
         raise NotFound(place, component=COMPONENT)
     try:
-        return msgspec.json.decode(said, type=PathStat)
+        return msgspec.json.decode(output, type=PathStat)
     except msgspec.MsgspecError:
         raise InvalidInput(f"{place!r} could not be looked at (status {code})", component=COMPONENT) from None
 
@@ -615,8 +616,8 @@ def _entry(block: bytes) -> tarfile.TarInfo:
 def _told(error: CodedError, called: str, path: str) -> CodedError:
     """Return what is wrong with a path in the engine's words, as far as it has some; the container as it was called."""
     if isinstance(error, NotFound):
-        told = f"Could not find the file {path} in container {called[:128]}"
-        return NotFound(told, component=COMPONENT)
+        message = f"Could not find the file {path} in container {called[:128]}"
+        return NotFound(message, component=COMPONENT)
     if isinstance(error, Conflict | InvalidInput):
         return InvalidInput(error.message, component=COMPONENT, detail=error.detail)
     return error
@@ -729,15 +730,15 @@ class DockerEngineApi:
 
     async def serve(self, exchange: EngineExchange) -> None:
         """Answer one request; raises CodedError, ClientDisconnect."""
-        asked = version_of(exchange.path)
+        request = version_of(exchange.path)
         path = exchange.path
-        if asked != (0, 0):
+        if request != (0, 0):
             path = "/" + path.lstrip("/").partition("/")[2]
-            if not API_VERSION_MIN <= asked <= API_VERSION:
-                word = "new. Maximum" if asked > API_VERSION else "old. Minimum"
-                bound = shown_version(API_VERSION if asked > API_VERSION else API_VERSION_MIN)
-                told = f"client version {shown_version(asked)} is too {word} supported API version is {bound}"
-                raise InvalidInput(told, component=COMPONENT)
+            if not API_VERSION_MIN <= request <= API_VERSION:
+                word = "new. Maximum" if request > API_VERSION else "old. Minimum"
+                bound = shown_version(API_VERSION if request > API_VERSION else API_VERSION_MIN)
+                message = f"client version {shown_version(request)} is too {word} supported API version is {bound}"
+                raise InvalidInput(message, component=COMPONENT)
         for route, pattern in self._routes:
             if route.method == exchange.method and (match := pattern.fullmatch(path)) is not None:
                 _check_query(exchange, route)
@@ -760,8 +761,8 @@ class DockerEngineApi:
         rows = [f"{row.method} {row.path}" for row in self._table]
         near = get_close_matches(f"{method} {path[:200]}", rows, n=1, cutoff=0.5)
         hint = f"; the nearest is {near[0]}" if near else ""
-        told = f"page not found: no such route: {method} {path[:200]}{hint} (docs/CONNECT.md has all)"
-        return NotFound(told, component=COMPONENT)
+        message = f"page not found: no such route: {method} {path[:200]}{hint} (docs/CONNECT.md has all)"
+        return NotFound(message, component=COMPONENT)
 
     # --- the engine
 
@@ -792,17 +793,17 @@ class DockerEngineApi:
     async def list_containers(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Answer with those that run, or with all."""
         wanted = filters(exchange.query.get("filters", ""))
-        asked: list[tuple[str, str, tuple[str, ...]]] = [(name, name, FILTERS) for name in wanted]
-        asked += [(status, f"status={status}", STATUSES) for status in wanted.get("status", ())]
-        for value, shown, known in asked:
+        requested: list[tuple[str, str, tuple[str, ...]]] = [(name, name, FILTERS) for name in wanted]
+        requested += [(status, f"status={status}", STATUSES) for status in wanted.get("status", ())]
+        for value, shown, known in requested:
             if value not in known:
-                told = f"Invalid filter '{shown[:64]}': known here are {', '.join(known)}"
-                raise InvalidInput(told, component=COMPONENT)
+                message = f"Invalid filter '{shown[:64]}': known here are {', '.join(known)}"
+                raise InvalidInput(message, component=COMPONENT)
         limit = _number(exchange, "limit", 0)
         every = flag(exchange.query.get("all")) or "status" in wanted or limit > 0
-        found = [each for each in self._seen() if (every or each.running) and _fits(each, wanted)]
+        result = [each for each in self._seen() if (every or each.running) and _fits(each, wanted)]
         now_s = self._api.wall()
-        await exchange.answer(200, [listed_shape(each, now_s) for each in (found[:limit] if limit > 0 else found)])
+        await exchange.answer(200, [listed_shape(each, now_s) for each in (result[:limit] if limit > 0 else result)])
 
     async def inspect(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         await exchange.answer(200, container_shape(self._container(match)))
@@ -832,8 +833,8 @@ class DockerEngineApi:
         try:
             await self._life.kill(self._container(match), name)
         except (Conflict, NotFound) as error:
-            told = f"Cannot kill container: {match['id']}: {error.message}"
-            raise type(error)(told, component=COMPONENT) from None
+            message = f"Cannot kill container: {match['id']}: {error.message}"
+            raise type(error)(message, component=COMPONENT) from None
         await exchange.answer(204)
 
     async def wait(self, exchange: EngineExchange, match: re.Match[str]) -> None:
@@ -910,10 +911,10 @@ class DockerEngineApi:
         path = _asked(exchange)
         sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
         try:
-            told = await _lstat(sandbox, _placed(path))
+            result = await _lstat(sandbox, _placed(path))
         except CodedError as error:
             raise _told(error, match["id"], path) from None
-        await exchange.answer(200, None, {STAT: stat_header(replaced(told, name=_shown(path)))})
+        await exchange.answer(200, None, {STAT: stat_header(replaced(result, name=_shown(path)))})
 
     async def archive(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Answer with what a path is as a tar; its names begin with the path's own, or with ``.`` for ``path/.``."""
@@ -924,9 +925,9 @@ class DockerEngineApi:
         try:
             async with packed as chunks:
                 head, entry = await _first(chunks)
-                told = entry_stat(entry, name)
-                link = posixpath.normpath(posixpath.join(posixpath.dirname(place), told.link)) if told.link else ""
-                headers = {STAT: stat_header(replaced(told, size=told.size or len(told.link), link=link))}
+                result = entry_stat(entry, name)
+                link = posixpath.normpath(posixpath.join(posixpath.dirname(place), result.link)) if result.link else ""
+                headers = {STAT: stat_header(replaced(result, size=result.size or len(result.link), link=link))}
                 async with exchange.streamed(TAR, headers):
                     await exchange.send(head)
                     async for chunk in chunks:
@@ -983,26 +984,26 @@ class DockerEngineApi:
     async def _find_image(self, name: str) -> ImageState:
         """Return an image by one of its names, its id or the beginning of it; raises NotFound."""
         names, states = set(image_names(name)), await self._image_states()
-        found = next((each for each in states if names & set(image_names(each.image))), None)
-        if found is None and len(name) >= 12:
+        result = next((each for each in states if names & set(image_names(each.image))), None)
+        if result is None and len(name) >= 12:
             ids = (name, f"sha256:{name}")
-            found = next((each for each in states if image_id(each.image).startswith(ids)), None)
-        if found is None:
+            result = next((each for each in states if image_id(each.image).startswith(ids)), None)
+        if result is None:
             raise NotFound(f"No such image: {name[:256]}", component=COMPONENT)
-        return found
+        return result
 
     async def pull(self, exchange: EngineExchange, match: re.Match[str]) -> None:
         """Pull one, and say how far that is."""
-        asked = exchange.query.get("fromImage", "")
-        if not asked or exchange.query.get("fromSrc"):
-            told = "fromImage: only images of registries can be had, by name"
-            raise InvalidInput(told, component=COMPONENT, detail={"path": "fromImage"})
+        request = exchange.query.get("fromImage", "")
+        if not request or exchange.query.get("fromSrc"):
+            message = "fromImage: only images of registries can be had, by name"
+            raise InvalidInput(message, component=COMPONENT, detail={"path": "fromImage"})
         tag = exchange.query.get("tag", "")
-        named = asked
+        named = request
         if tag:
-            named = f"{asked}@{tag}" if ":" in tag else f"{asked}:{tag}"
-        elif ":" not in asked.rpartition("/")[2] and "@" not in asked:
-            named = f"{asked}:latest"
+            named = f"{request}@{tag}" if ":" in tag else f"{request}:{tag}"
+        elif ":" not in request.rpartition("/")[2] and "@" not in request:
+            named = f"{request}:latest"
         require_image_name(named)
         keeper = self._api.image_keeper()
         states = [each for each in await keeper.states() if each.state == "present"]
@@ -1064,8 +1065,8 @@ def _check_query(exchange: EngineExchange, route: EngineRoute) -> None:
     for name, value in exchange.query.items():
         if name not in route.query and flag(value):
             known = ", ".join(route.query) or "none"
-            told = f"query parameter {name[:64]!r} is not done by this facade; known here: {known}"
-            raise Unsupported(told, component=COMPONENT, detail={"path": name[:64]})
+            message = f"query parameter {name[:64]!r} is not done by this facade; known here: {known}"
+            raise Unsupported(message, component=COMPONENT, detail={"path": name[:64]})
 
 
 def _number(exchange: EngineExchange, name: str, default: float) -> int:

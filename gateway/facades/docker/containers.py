@@ -130,9 +130,9 @@ class CommandWish:
         session: dict[str, object] = {"terminal": True} if self.tty else {}
         if self.tty and self.rows and self.columns:
             session |= {"rows": self.rows, "columns": self.columns}
-        given: dict[str, object] = {"argv": list(self.argv), "session": session}
+        fields: dict[str, object] = {"argv": list(self.argv), "session": session}
         named = {"cwd": self.cwd, "user": self.user, "env": dict(self.env)}
-        return given | {name: value for name, value in named.items() if value}
+        return fields | {name: value for name, value in named.items() if value}
 
 
 class AttendedCommand:
@@ -237,9 +237,9 @@ class AttendedCommand:
 
     def _call(self) -> InvocationRequest:
         """Return what is asked of the gateway: an action that ends with it, as whoever hears this command does."""
-        record, given = self.record, self.wish.input()
+        record, value = self.record, self.wish.input()
         return InvocationRequest(
-            function=record.function, input=given, body=serialization.dumps(given), task=record.task,
+            function=record.function, input=value, body=serialization.dumps(value), task=record.task,
             trajectory=record.trajectory, living=True,
         )  # fmt: skip
 
@@ -395,10 +395,10 @@ class MainCommand(AttendedCommand):
 
 def _error_of(record: Record) -> CodedError:
     """Return why an action has no exit status, as an error that a client is told."""
-    told = f"{record.function}: {record.reason}: {record.message}"
+    message = f"{record.function}: {record.reason}: {record.message}"
     if record.reason in (Reason.QUEUE_TIMEOUT, Reason.QUOTA):
-        return CapacityExceeded(told, component=COMPONENT, invocation_id=record.id)
-    return ActionFailed(record.reason or Reason.INTERNAL, told, component=COMPONENT)
+        return CapacityExceeded(message, component=COMPONENT, invocation_id=record.id)
+    return ActionFailed(record.reason or Reason.INTERNAL, message, component=COMPONENT)
 
 
 logger = structlog.get_logger("gateway.facades")
@@ -492,19 +492,19 @@ class Containers:
     def check(self, name: str) -> str:
         """Return a name for a new container (made up if empty); raises InvalidInput, Conflict, CapacityExceeded."""
         if len(self._by_id) >= CONTAINERS_MAX:
-            told = f"there are {CONTAINERS_MAX} containers, as many as may be: remove some"
-            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0)
+            message = f"there are {CONTAINERS_MAX} containers, as many as may be: remove some"
+            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0)
         return self.free(name.removeprefix("/") or f"tangram_{secrets.token_hex(6)}")
 
     def free(self, wanted: str) -> str:
         """Return a name that no container has; raises InvalidInput, Conflict."""
         if NAME.fullmatch(wanted) is None:
-            told = f"Invalid container name ({wanted[:64]}), only [a-zA-Z0-9][a-zA-Z0-9_.-] are allowed, 100 at most"
-            raise InvalidInput(told, component=COMPONENT, detail={"path": "name"})
+            message = f"Invalid container name ({wanted[:64]}), only [a-zA-Z0-9][a-zA-Z0-9_.-] are allowed, 100 at most"
+            raise InvalidInput(message, component=COMPONENT, detail={"path": "name"})
         if (known := self._names.get(wanted)) is not None:
-            told = f'Conflict. The container name "/{wanted}" is already in use by container "{known.record.id}". '
-            told += "You have to remove (or rename) that container to be able to reuse that name."
-            raise Conflict(told, component=COMPONENT)
+            message = f'Conflict. The container name "/{wanted}" is already in use by container "{known.record.id}". '
+            message += "You have to remove (or rename) that container to be able to reuse that name."
+            raise Conflict(message, component=COMPONENT)
         return wanted
 
     async def add(self, record: ContainerRecord) -> Container:
@@ -553,9 +553,9 @@ class Containers:
 
     def find(self, reference: str) -> Container:
         """Return the container of a name, an id or the beginning of one; raises NotFound, InvalidInput."""
-        found = self._by_id.get(reference) or self._names.get(reference.removeprefix("/"))
-        if found is not None:
-            return found
+        result = self._by_id.get(reference) or self._names.get(reference.removeprefix("/"))
+        if result is not None:
+            return result
         fitting = [each for id, each in self._by_id.items() if reference and id.startswith(reference)]
         if len(fitting) > 1:
             raise InvalidInput(f"Multiple IDs found with provided prefix: {reference[:64]}", component=COMPONENT)
@@ -574,8 +574,8 @@ class Containers:
         if old is None or old is command:
             self.execs.pop(command.id)
             container.execs.pop(command.id, None)
-            told = f"{EXECS_MAX} commands are under way: let some end"
-            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0)
+            message = f"{EXECS_MAX} commands are under way: let some end"
+            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0)
         self.execs.pop(old.id)
         home = self.home(old)
         home.execs.pop(old.id, None)
@@ -584,10 +584,10 @@ class Containers:
 
     def find_exec(self, id: str) -> ContainerExec:
         """Return a command by its id; raises NotFound."""
-        found = self.execs.get(id)
-        if found is None:
+        result = self.execs.get(id)
+        if result is None:
             raise NotFound(f"No such exec instance: {id[:128]}", component=COMPONENT)
-        return found
+        return result
 
     def home(self, command: ContainerExec) -> Container:
         """Return the container of a command that is known."""
@@ -650,15 +650,15 @@ async def _hear(command: ContainerExec, upgraded: asyncio.Event, pipes: list[Eng
     if command.session is not None:
         async for page in command.session.read(0, HEARTBEAT_S):
             await upgraded.wait()
-            said = [piece for piece in page if piece.stream in streams]
-            data = b"".join([piece.data if wish.tty else frame(piece.stream, piece.data) for piece in said])
+            pieces = [piece for piece in page if piece.stream in streams]
+            data = b"".join([piece.data if wish.tty else frame(piece.stream, piece.data) for piece in pieces])
             if data:
                 await pipes[0].write(data)
     await command.ended.wait()
     await upgraded.wait()
-    told = command.told or ("" if command.error is None else f"tangram: {command.error.message}\n")
-    if told:
-        await pipes[0].write(told.encode() if wish.tty else frame("stderr", told.encode()))
+    message = command.told or ("" if command.error is None else f"tangram: {command.error.message}\n")
+    if message:
+        await pipes[0].write(message.encode() if wish.tty else frame("stderr", message.encode()))
 
 
 async def type_to(command: AttendedCommand, pipe: EnginePeer) -> None:
@@ -802,8 +802,8 @@ def container_record(
     attached = reads or _get(body, "AttachStdout", bool, False) or _get(body, "AttachStderr", bool, False)
     idles_s = _idle_s(argv, attached=reads)
     if not argv and attached and not _get(body, "OpenStdin", bool, False):
-        told = "No command specified: name one, as the image's own CMD and ENTRYPOINT are not known here"
-        raise InvalidInput(told, component=COMPONENT, detail={"path": "Cmd"})
+        message = "No command specified: name one, as the image's own CMD and ENTRYPOINT are not known here"
+        raise InvalidInput(message, component=COMPONENT, detail={"path": "Cmd"})
     labels: dict[str, str] = _get(body, "Labels", dict[str, str], {})
     trajectory = f"{name}-{secrets.token_hex(6)}"
     record = ContainerRecord(
@@ -861,14 +861,14 @@ def console_size(body: Mapping[str, object]) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def image_names(asked: str) -> tuple[str, ...]:
+def image_names(wanted: str) -> tuple[str, ...]:
     """Return the ways in which an image's name is written, as it was asked for first."""
-    bare = asked.removeprefix("docker.io/").removeprefix("library/")
-    found: dict[str, None] = {}
-    for name in (asked, bare):
+    bare = wanted.removeprefix("docker.io/").removeprefix("library/")
+    result: dict[str, None] = {}
+    for name in (wanted, bare):
         tagged = ":" in name.rpartition("/")[2] or "@" in name
-        found |= dict.fromkeys((name, name.removesuffix(":latest"), name if tagged else f"{name}:latest"))
-    return tuple(found)
+        result |= dict.fromkeys((name, name.removesuffix(":latest"), name if tagged else f"{name}:latest"))
+    return tuple(result)
 
 
 _KNOWN = frozenset(
@@ -891,17 +891,17 @@ def _choice(
     if policy not in ("", "no"):
         raise _unsupported("HostConfig.RestartPolicy", policy)
     for name, most in (("PidsLimit", spec.pids), ("ShmSize", spec.shm_bytes)):
-        asked = _get(host, name, int | None, None) or 0
-        if asked > 0 and (asked < most if name == "PidsLimit" else asked > most):
-            told = f"{name}: {asked} is not what the function {function.name!r} has ({most})"
-            raise InvalidInput(told, component=COMPONENT, detail={"path": f"HostConfig.{name}"})
+        request = _get(host, name, int | None, None) or 0
+        if request > 0 and (request < most if name == "PidsLimit" else request > most):
+            message = f"{name}: {request} is not what the function {function.name!r} has ({most})"
+            raise InvalidInput(message, component=COMPONENT, detail={"path": f"HostConfig.{name}"})
     _require_plain_network(body)
     user = _user(_get(body, "User", str, ""))
     memory = _get(host, "Memory", int | None, None)
     network = _get(host, "NetworkMode", str | None, None) or ""
     if network not in NETWORKS:
         raise _unsupported("HostConfig.NetworkMode", network)
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         "image": _image(_get(body, "Image", str, ""), spec),
         "env": dict(_env(body)) or None,
         "workdir": _workdir(_get(body, "WorkingDir", str, "")),
@@ -910,38 +910,38 @@ def _choice(
         "network": NETWORKS[network],
         "idle_ttl": labels.get(TTL_LABEL),
     }
-    given = {name: value for name, value in given.items() if value is not None}
+    fields = {name: value for name, value in fields.items() if value is not None}
     try:
-        return msgspec.convert(given, SandboxChoice) if given else None
+        return msgspec.convert(fields, SandboxChoice) if fields else None
     except msgspec.ValidationError as error:
-        said, place = explained(error)
-        raise InvalidInput(f"{place.removeprefix('.')}: {said}", component=COMPONENT) from None
+        problem, place = explained(error)
+        raise InvalidInput(f"{place.removeprefix('.')}: {problem}", component=COMPONENT) from None
 
 
 def _capability_warnings(host: Mapping[str, object]) -> tuple[str, ...]:
     """Return a warning for each capability that is asked for and not given; raises Unsupported for others."""
-    told = []
+    result = []
     for name in _words(host, "CapAdd"):
         if name.upper().removeprefix("CAP_") not in UNGIVEN:
             raise _unsupported("HostConfig.CapAdd", name, "capabilities are the function's: sandbox.capabilities")
-        told.append(f"HostConfig.CapAdd: {name} is not given; capabilities are the function's: sandbox.capabilities")
-    return tuple(told)
+        result.append(f"HostConfig.CapAdd: {name} is not given; capabilities are the function's: sandbox.capabilities")
+    return tuple(result)
 
 
-def _image(asked: str, spec: SandboxSpec) -> str | None:
+def _image(wanted: str, spec: SandboxSpec) -> str | None:
     """Return the name by which the function allows an image, or as it was asked for; None for its own."""
-    if not asked:
+    if not wanted:
         raise InvalidInput("Image: no image is named", component=COMPONENT, detail={"path": "Image"})
-    names = image_names(asked)
+    names = image_names(wanted)
     if not {*image_names(spec.image)}.isdisjoint(names):
         return None
-    return next((name for name in names if any(fnmatchcase(name, pattern) for pattern in spec.images)), asked)
+    return next((name for name in names if any(fnmatchcase(name, pattern) for pattern in spec.images)), wanted)
 
 
-def _workdir(asked: str) -> str | None:
+def _workdir(wanted: str) -> str | None:
     """Return a working directory that the sandbox may make its user's own; one of the system is only gone into."""
-    place = asked.rstrip("/") or "/"
-    if not asked or place in ABOVE_SYSTEM or any(f"{place}/".startswith(f"{each}/") for each in SYSTEM):
+    place = wanted.rstrip("/") or "/"
+    if not wanted or place in ABOVE_SYSTEM or any(f"{place}/".startswith(f"{each}/") for each in SYSTEM):
         return None
     return place
 
@@ -955,10 +955,10 @@ def _idle_s(argv: tuple[str, ...], *, attached: bool) -> float | None:
             return 0.0
         case ("sleep" | "/bin/sleep" | "/usr/bin/sleep", "infinity" | "inf"):
             return 0.0
-        case ("sleep" | "/bin/sleep" | "/usr/bin/sleep", span) if found := re.fullmatch(
+        case ("sleep" | "/bin/sleep" | "/usr/bin/sleep", span) if result := re.fullmatch(
             r"([0-9]{1,15}(?:\.[0-9]{0,15})?)([smhd]?)", span
         ):
-            return max(float(found[1]) * SECONDS[found[2]], 0.001)
+            return max(float(result[1]) * SECONDS[result[2]], 0.001)
         case (("sh" | "bash" | "/bin/sh" | "/bin/bash"), "-c", text) if not attached:
             words = tuple(text.removeprefix("exec ").split())
             return None if not words else _idle_s(words, attached=False) if words[0] in ("sleep", "tail") else None
@@ -966,14 +966,14 @@ def _idle_s(argv: tuple[str, ...], *, attached: bool) -> float | None:
 
 
 def _env(body: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    found: list[tuple[str, str]] = []
+    result: list[tuple[str, str]] = []
     for each in _get(body, "Env", list[str] | None, None) or []:
         name, sign, value = each.partition("=")
         if not sign or ENV_NAME.fullmatch(name) is None:
-            told = f"Env: {each[:64]!r} is no NAME=value; a name alone, which unsets, is not done here"
-            raise InvalidInput(told, component=COMPONENT, detail={"path": "Env"})
-        found.append((name, value))
-    return tuple(found)
+            message = f"Env: {each[:64]!r} is no NAME=value; a name alone, which unsets, is not done here"
+            raise InvalidInput(message, component=COMPONENT, detail={"path": "Env"})
+        result.append((name, value))
+    return tuple(result)
 
 
 def _user(user: str) -> str:
@@ -989,23 +989,23 @@ def _require_plain_network(body: Mapping[str, object]) -> None:
             raise _unsupported(f"NetworkingConfig.EndpointsConfig.{name}", endpoint)
 
 
-def _refuse_rest(given: Mapping[str, object], place: str, known: frozenset[str]) -> None:
-    for name, value in given.items():
+def _refuse_rest(fields: Mapping[str, object], place: str, known: frozenset[str]) -> None:
+    for name, value in fields.items():
         if name not in known and not _empty(value):
             raise _unsupported(f"{place}{name}", value)
 
 
 def _unsupported(place: str, value: object, remedy: str = "leave it out") -> Unsupported:
-    told = f"{place}: {str(value)[:128]!r} is not done by this door; {remedy}"
-    return Unsupported(told, component=COMPONENT, detail={"path": place})
+    message = f"{place}: {str(value)[:128]!r} is not done by this door; {remedy}"
+    return Unsupported(message, component=COMPONENT, detail={"path": place})
 
 
 def _empty(value: object) -> bool:
     return value in (None, "", 0, False, -1, [], {}, [""])
 
 
-def _object(given: Mapping[str, object], name: str) -> dict[str, object]:
-    return _get(given, name, dict[str, object] | None, None) or {}
+def _object(fields: Mapping[str, object], name: str) -> dict[str, object]:
+    return _get(fields, name, dict[str, object] | None, None) or {}
 
 
 def _words(body: Mapping[str, object], name: str) -> tuple[str, ...]:
@@ -1017,16 +1017,16 @@ def _words(body: Mapping[str, object], name: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _get(given: Mapping[str, object], name: str, kind: Any, default: object) -> Any:
+def _get(fields: Mapping[str, object], name: str, kind: Any, default: object) -> Any:
     """Return a field as a type; raises InvalidInput. Null is the default."""
-    value = given.get(name)
+    value = fields.get(name)
     if value is None:
         return default
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        said, place = explained(error)
-        raise InvalidInput(f"{name}{place}: {said}", component=COMPONENT, detail={"path": name}) from None
+        problem, place = explained(error)
+        raise InvalidInput(f"{name}{place}: {problem}", component=COMPONENT, detail={"path": name}) from None
 
 
 #: Seconds between two looks at whether the trajectories of running containers still live.
@@ -1100,8 +1100,8 @@ class ContainerLife:
             return
         if self._api.provider.images is None:
             kind = self._api.provider.info.kind
-            told = f"Image: this gateway's sandboxes are of kind {kind}, and have no images but the function's own"
-            raise Unsupported(told, component=COMPONENT)
+            message = f"Image: this gateway's sandboxes are of kind {kind}, and have no images but the function's own"
+            raise Unsupported(message, component=COMPONENT)
         present = {each.image for each in await self._api.provider.images.states() if each.state == "present"}
         if present.isdisjoint(image_names(image)):
             raise NotFound(f"No such image: {record.image}", component=COMPONENT)
@@ -1117,19 +1117,19 @@ class ContainerLife:
         container.require_kept()
         if record.opened:
             if self._api.engine.trajectory(record.trajectory) is None:
-                told = f"container {record.id} ended with its trajectory, and its files with it: make a new one"
-                raise Conflict(told, component=COMPONENT)
+                message = f"container {record.id} ended with its trajectory, and its files with it: make a new one"
+                raise Conflict(message, component=COMPONENT)
             return
-        asked = TrajectoryOpening(function=record.function, task=record.task, sandbox=record.sandbox)
+        request = TrajectoryOpening(function=record.function, task=record.task, sandbox=record.sandbox)
         done = False
         try:
             async with asyncio.timeout(timeout_s):
-                await self._api.open_trajectory(record.trajectory, asked)
+                await self._api.open_trajectory(record.trajectory, request)
                 container.require_kept()
                 done = True
         except TimeoutError:
-            told = "the container was not begun in the time that its client waits; start it again"
-            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0) from None
+            message = "the container was not begun in the time that its client waits; start it again"
+            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0) from None
         finally:
             if not done:
                 self._chore(self._end_trajectory(record.trajectory))
@@ -1209,11 +1209,11 @@ class ContainerLife:
         self.look(container)
         container.require_running()
         if container.main is not None and not container.main.ended.is_set():
-            told = (
+            message = (
                 f"the main command of container {container.record.id} runs, and commands of one container run one "
                 "after another: let it be kept alive by 'sleep infinity', and begin servers by exec -d"
             )
-            raise Conflict(told, component=COMPONENT)
+            raise Conflict(message, component=COMPONENT)
         command = ContainerExec(self._api, self._calls, container.record, wish, next(self._pids))
         self.containers.add_exec(command)
         return command
@@ -1229,11 +1229,11 @@ class ContainerLife:
         async with container.lock:
             await self.open(container, timeout_s)
         trajectory = container.record.trajectory
-        found = self._api.environments.get(trajectory)
-        if found is None:
+        result = self._api.environments.get(trajectory)
+        if result is None:
             self._api.require_here(trajectory)
             raise NotFound(f"container {container.record.id} has no sandbox any more", component=COMPONENT)
-        return found
+        return result
 
     # --- ending
 
@@ -1292,11 +1292,11 @@ class ContainerLife:
     async def remove(self, container: Container, *, force: bool) -> None:
         """Remove it with its trajectory; raises Conflict for one that runs, unless it is forced."""
         if container.running and not force:
-            told = (
+            message = (
                 f"You cannot remove a running container {container.record.id}. Stop the container before attempting "
                 "removal or force remove"
             )
-            raise Conflict(told, component=COMPONENT)
+            raise Conflict(message, component=COMPONENT)
         if container.timer is not None:
             container.timer.cancel()
         if container.running:
@@ -1312,8 +1312,8 @@ class ContainerLife:
         """See whether its trajectory has ended."""
         record = container.record
         if record.status == "running" and self._api.engine.trajectory(record.trajectory) is None:
-            told = "its trajectory has ended: it was idle for its idle_ttl, or somebody ended it"
-            self._ended(container, KILLED, told)
+            message = "its trajectory has ended: it was idle for its idle_ttl, or somebody ended it"
+            self._ended(container, KILLED, message)
 
     def _ended(self, container: Container, exit_code: int, why: str, *, removes: bool = True) -> None:
         record = container.record

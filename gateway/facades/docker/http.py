@@ -217,15 +217,15 @@ class EngineExchange:
             headers = [("Content-Type", media_type), ("Connection", "Upgrade"), ("Upgrade", "tcp"), *_ENGINE.items()]
             await self.peer.send(h11.InformationalResponse(status_code=101, headers=headers, reason=b"UPGRADED"))
         else:
-            said = "".join(f"{name}: {value}\r\n" for name, value in {"Content-Type": media_type, **_ENGINE}.items())
-            await self.peer.write(f"HTTP/1.1 200 OK\r\n{said}\r\n".encode())
+            text = "".join(f"{name}: {value}\r\n" for name, value in {"Content-Type": media_type, **_ENGINE}.items())
+            await self.peer.write(f"HTTP/1.1 200 OK\r\n{text}\r\n".encode())
         await self.peer.taken()
         self.peer.unread = self.peer.http.trailing_data[0]
         return self.peer
 
     async def _send_whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
-        said = (h11.Data(data=body),) if body and self.method != "HEAD" else ()
-        await self.peer.send(self._head(status, headers), *said, h11.EndOfMessage())
+        pieces = (h11.Data(data=body),) if body and self.method != "HEAD" else ()
+        await self.peer.send(self._head(status, headers), *pieces, h11.EndOfMessage())
 
     def _head(self, status: int, headers: Mapping[str, str]) -> h11.Response:
         self.started = True
@@ -345,8 +345,8 @@ class DockerDoor:
         if refusal is not None:
             raise refusal
         if self._serve is None:
-            told = "the gateway starts: it has not taken up its record yet"
-            raise StorageUnavailable(told, component=COMPONENT, retry_after_s=1.0)
+            message = "the gateway starts: it has not taken up its record yet"
+            raise StorageUnavailable(message, component=COMPONENT, retry_after_s=1.0)
         await self._serve(exchange)
 
 
@@ -376,11 +376,11 @@ def bound(path: Path) -> socket.socket:
 def require_place(path: Path) -> bool:
     """Return whether an ended gateway left its socket at the path; raises Conflict, InvalidConfig, changes nothing."""
     if len(os.fsencode(path)) > PATH_MAX_BYTES:
-        told = f"{path} is longer than {PATH_MAX_BYTES} bytes, which a unix socket's path can have at most"
-        raise InvalidConfig(told, component=COMPONENT)
+        message = f"{path} is longer than {PATH_MAX_BYTES} bytes, which a unix socket's path can have at most"
+        raise InvalidConfig(message, component=COMPONENT)
     if os.environ.get("DOCKER_HOST", "") == f"unix://{path}":
-        told = f"DOCKER_HOST of the gateway itself is its own door ({path}): unset it where the gateway is started"
-        raise InvalidConfig(told, component=COMPONENT)
+        message = f"DOCKER_HOST of the gateway itself is its own door ({path}): unset it where the gateway is started"
+        raise InvalidConfig(message, component=COMPONENT)
     try:
         kind = path.lstat().st_mode
     except FileNotFoundError:
@@ -405,13 +405,13 @@ def require_place(path: Path) -> bool:
 
 
 def _no_place(path: Path, why: str) -> InvalidConfig:
-    told = f"cannot listen at {path}: {why}; choose server.facades.docker.socket"
-    return InvalidConfig(told, component=COMPONENT)
+    message = f"cannot listen at {path}: {why}; choose server.facades.docker.socket"
+    return InvalidConfig(message, component=COMPONENT)
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    told = path.lstat()
-    return told.st_dev, told.st_ino
+    result = path.lstat()
+    return result.st_dev, result.st_ino
 
 
 def _unlink(path: Path, identity: tuple[int, int]) -> None:
@@ -422,11 +422,11 @@ def _unlink(path: Path, identity: tuple[int, int]) -> None:
 
 
 def _coded(error: Exception, exchange: EngineExchange) -> CodedError:
-    told = exhaustion(error, COMPONENT) or error
-    if isinstance(told, CodedError):
-        return told
-    if isinstance(told, h11.RemoteProtocolError):
-        return InvalidInput(f"this is no HTTP/1.1: {told}", component=COMPONENT)
+    result = exhaustion(error, COMPONENT) or error
+    if isinstance(result, CodedError):
+        return result
+    if isinstance(result, h11.RemoteProtocolError):
+        return InvalidInput(f"this is no HTTP/1.1: {result}", component=COMPONENT)
     logger.exception("a request failed", door=COMPONENT, path=exchange.path[:200], error=str(error))
     return CodedError("a fault of the gateway: its log tells more", component=COMPONENT)
 

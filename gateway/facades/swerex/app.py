@@ -163,13 +163,13 @@ def text_of(result: Mapping[str, object], name: str) -> str:
     return str(result.get(name) or "")
 
 
-def decoded(data: bytes, asked: ReadFile) -> str:
+def decoded(data: bytes, request: ReadFile) -> str:
     """Return a file's text as Path.read_text does; raises what the client is to raise."""
-    encoding = asked.encoding or "utf-8"
+    encoding = request.encoding or "utf-8"
     try:
         if encoding != "locale" and codecs.lookup(encoding).name in SLOW_CODECS:
             raise LookupError(f"{encoding} is for names of hosts, and takes hours for a file")
-        return io.TextIOWrapper(io.BytesIO(data), encoding=encoding, errors=asked.errors).read()
+        return io.TextIOWrapper(io.BytesIO(data), encoding=encoding, errors=request.errors).read()
     except (UnicodeError, LookupError, ValueError, TypeError) as error:  # TypeError: a handler that only encodes
         raise RaisedAtClient(f"builtins.{type(error).__name__}", str(error)) from None
 
@@ -183,13 +183,13 @@ def as_python(error: CodedError, path: str) -> RaisedAtClient:
     return RaisedAtClient(f"builtins.{kind}", f"[Errno {number}] {text}: {path!r}")
 
 
-def prefixed(error_msg: str, told: str) -> str:
-    return f"{error_msg}: {told}" if error_msg else told
+def prefixed(error_msg: str, message: str) -> str:
+    return f"{error_msg}: {message}" if error_msg else message
 
 
 # What the door runs in a sandbox, shown to `LOADER` on standard input: each an action of the trajectory.
 #
-# Each begins with ``asked``, what it is asked, as a literal (`told_script`). What a session said is standard output,
+# Each begins with ``request`` as a literal (`script_input`). What a session said is standard output,
 # and how it ended is JSON on standard error, where nobody but these scripts writes.
 #
 # A command is often shorter than the start of the Python that becomes it, so the scripts import as little as they can:
@@ -208,18 +208,18 @@ BOOT = r"""
 import _signal, os, sys
 place = ""
 try:
-    if asked["cwd"] is not None:
-        place = asked["cwd"]
+    if request["cwd"] is not None:
+        place = request["cwd"]
         os.chdir(place)
-    place = asked["argv"][0]
+    place = request["argv"][0]
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_DFL)
-    os.execvpe(place, asked["argv"], os.environ if asked["env"] is None else asked["env"])
+    os.execvpe(place, request["argv"], os.environ if request["env"] is None else request["env"])
 except Exception as error:
     import json
     if isinstance(error, OSError) and error.errno:
         error = type(error)(error.errno, os.strerror(error.errno), place)
-    sys.stderr.write(asked["word"] + " " + json.dumps([type(error).__name__, str(error)]))
+    sys.stderr.write(request["word"] + " " + json.dumps([type(error).__name__, str(error)]))
     sys.stderr.flush()
     os._exit(125)
 """
@@ -229,10 +229,10 @@ SESSION = r"""
 import _socket, os, sys
 place = os.path.join(os.environ.get("TMPDIR") or "/tmp", ".tangram-swerex-%d" % os.getuid())
 home = os.getcwd()
-def report(output, told):
+def report(output, end):
     sys.stdout.buffer.write(output)
     sys.stdout.flush()
-    sys.stderr.buffer.write(told)
+    sys.stderr.buffer.write(end)
 def connected(name):
     conn = _socket.socket(_socket.AF_UNIX)
     try:
@@ -254,35 +254,35 @@ def speak(name, request):
             parts.append(part)
     except OSError:
         pass
-    said = b"".join(parts)
-    if len(said) < 8:
+    reply = b"".join(parts)
+    if len(reply) < 8:
         return b"", b'{"end": "vanished"}'
-    told, output = int.from_bytes(said[:4], "big"), int.from_bytes(said[4:8], "big")
-    return said[8 + told:][:output], said[8:8 + told]
-if asked["verb"] == "open" and not os.path.lexists(place):
+    end, output = int.from_bytes(reply[:4], "big"), int.from_bytes(reply[4:8], "big")
+    return reply[8 + end:][:output], reply[8:8 + end]
+if request["verb"] == "open" and not os.path.lexists(place):
     os.mkdir(place, 0o700)
 there = os.path.lexists(place)
 if there and os.lstat(place).st_uid != os.getuid():
     raise SystemExit(place + " is another user's")
 if there:
     os.chdir(place)
-if asked["verb"] == "open":
-    if connected(asked["name"]) is not None:
+if request["verb"] == "open":
+    if connected(request["name"]) is not None:
         report(b"", b'{"end": "exists"}')
     else:
-        if os.path.lexists(asked["name"]):
-            os.unlink(asked["name"])
+        if os.path.lexists(request["name"]):
+            os.unlink(request["name"])
         os.chdir(home)
         server = {"__name__": "bash_server"}
-        exec(compile(asked["server"], "bash_server", "exec"), server)
-        server["open_session"](place, asked["name"], asked, report)
-elif asked["verb"] == "close all":
+        exec(compile(request["server"], "bash_server", "exec"), server)
+        server["open_session"](place, request["name"], request, report)
+elif request["verb"] == "close all":
     for name in os.listdir(".") if there else ():
-        if name.startswith(asked["name"]):
+        if name.startswith(request["name"]):
             speak(name, b'{"verb": "close"}')
     report(b"", b'{"end": "done"}')
 else:
-    report(*(there and speak(asked["name"], asked["request"]) or (b"", b'{"end": "missing"}')))
+    report(*(there and speak(request["name"], request["request"]) or (b"", b'{"end": "missing"}')))
 """
 
 #: Takes a multipart body apart that lies in a file, and puts its file where its fields say, as SWE-ReX's server does.
@@ -303,21 +303,21 @@ def parts(body, mark):
                 yield name[1].decode(), head + 4, end
         start = end + 2
 def place():
-    part = asked["body"] + ".part"
-    with open(asked["body"], "rb") as file:
-        os.unlink(asked["body"])
+    part = request["body"] + ".part"
+    with open(request["body"], "rb") as file:
+        os.unlink(request["body"])
         body = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        found = {name: (start, end) for name, start, end in parts(body, asked["mark"].encode())}
-        missing = [name for name in ("file", "target_path") if name not in found]
+        fields = {name: (start, end) for name, start, end in parts(body, request["mark"].encode())}
+        missing = [name for name in ("file", "target_path") if name not in fields]
         if missing:
             return {"end": "shape", "missing": missing}
-        unknown = sorted(set(found) - {"file", "target_path", "unzip"})
+        unknown = sorted(set(fields) - {"file", "target_path", "unzip"})
         if unknown:
             return {"end": "shape", "unknown": unknown}
-        text = {name: body[slice(*found[name])].decode() for name in found if name != "file"}
+        text = {name: body[slice(*fields[name])].decode() for name in fields if name != "file"}
         unzip = text.get("unzip", "false").lower() in ("true", "1", "on", "yes", "t", "y")
         target = text["target_path"]
-        start, end = found["file"]
+        start, end = fields["file"]
         with open(part, "w+b") as sink:
             try:
                 if unzip:
@@ -337,10 +337,10 @@ def place():
                     os.unlink(part)
     return {"end": "done"}
 try:
-    told = place()
+    answer = place()
 except Exception as error:
-    told = {"end": "raised", "class": "%s.%s" % (type(error).__module__, type(error).__name__), "message": str(error)}
-sys.stderr.write(json.dumps(told))
+    answer = {"end": "raised", "class": "%s.%s" % (type(error).__module__, type(error).__name__), "message": str(error)}
+sys.stderr.write(json.dumps(answer))
 """
 
 
@@ -350,12 +350,12 @@ def server_text() -> str:
     return files(__package__).joinpath("bash_server.py").read_text(encoding="utf-8")
 
 
-def told_script(text: str, asked: Mapping[str, object]) -> dict[str, object]:
+def script_input(text: str, request: Mapping[str, object]) -> dict[str, object]:
     """Return the input of an exec action that runs a script of this module with what it is asked.
 
     Of texts, bytes, numbers, truths, None, and lists and mappings of them, ``ascii`` is a literal on every Python.
     """
-    script = f"asked = {dict(asked)!a}\n{text}"
+    script = f"request = {dict(request)!a}\n{text}"
     return {"argv": [*PYTHON, LOADER, str(len(script.encode()))], "stdin": script}
 
 
@@ -461,102 +461,102 @@ class Swerex(Facade):
 
     async def create_session(self, request: Request, place: RuntimePlace) -> Response:
         """Begin a bash on a terminal of its own, which stays in the sandbox."""
-        asked = read_shape(await self.read_object(request), CreateSession)
-        given = {"startup_source": asked.startup_source, "startup_timeout": min(asked.startup_timeout, CLIENT_S)}
-        opening = {"verb": "open", "server": server_text(), **given}
-        record, output, told = await self._session(request, place, asked.session, opening)
-        match told["end"]:
+        body = read_shape(await self.read_object(request), CreateSession)
+        fields = {"startup_source": body.startup_source, "startup_timeout": min(body.startup_timeout, CLIENT_S)}
+        opening = {"verb": "open", "server": server_text(), **fields}
+        record, output, result = await self._session(request, place, body.session, opening)
+        match result["end"]:
             case "exists":
                 raise RaisedAtClient(
-                    f"{ERRORS}SessionExistsError", f"session {asked.session} already exists", record=record
+                    f"{ERRORS}SessionExistsError", f"session {body.session} already exists", record=record
                 )
             case "not_started":
-                said = f"the session did not start ({told.get('why', 'no bash in the sandbox?')}): {output[-2000:]!r}"
-                raise RaisedAtClient("pexpect.exceptions.TIMEOUT", said, record=record)
+                text = f"the session did not start ({result.get('why', 'no bash in the sandbox?')}): {output[-2000:]!r}"
+                raise RaisedAtClient("pexpect.exceptions.TIMEOUT", text, record=record)
         return answer({"output": output, "session_type": "bash"}, record)
 
     async def run_in_session(self, request: Request, place: RuntimePlace) -> Response:
         """Type a command, or an interrupt, to a session."""
-        given = await self.read_object(request)
-        if given.get("action_type") == "bash_interrupt":
-            return await self._interrupt(request, place, read_shape(given, BashInterrupt))
-        asked = read_shape(given, BashAction)
-        if asked.is_interactive_command and asked.is_interactive_quit:
-            told = "$.is_interactive_quit: a command is is_interactive_command or is_interactive_quit, not both"
-            raise InvalidInput(told, component=self.name, detail={"path": "$.is_interactive_quit"})
+        value = await self.read_object(request)
+        if value.get("action_type") == "bash_interrupt":
+            return await self._interrupt(request, place, read_shape(value, BashInterrupt))
+        body = read_shape(value, BashAction)
+        if body.is_interactive_command and body.is_interactive_quit:
+            message = "$.is_interactive_quit: a command is is_interactive_command or is_interactive_quit, not both"
+            raise InvalidInput(message, component=self.name, detail={"path": "$.is_interactive_quit"})
         longest_s = max(place.function.timeout_s - SESSION_MARGIN_S, place.function.timeout_s / 2)
         bound_s = min(longest_s, self._client_s - SESSION_MARGIN_S)
-        timeout_s = bound_s if asked.timeout is None else min(asked.timeout, bound_s)
-        typed = {**msgspec.to_builtins(asked), "verb": "run", "timeout": timeout_s}
-        record, output, ended = await self._session(request, place, asked.session, typed)
-        self._check_end(asked, record, output, ended, timeout_s)
+        timeout_s = bound_s if body.timeout is None else min(body.timeout, bound_s)
+        typed = {**msgspec.to_builtins(body), "verb": "run", "timeout": timeout_s}
+        record, output, ended = await self._session(request, place, body.session, typed)
+        self._check_end(body, record, output, ended, timeout_s)
         code = ended["exit_code"]
-        if asked.check == "raise" and code != 0 and not asked.is_interactive_command and not asked.is_interactive_quit:
-            told = f"Command {asked.command!r} failed with exit code {code}. Here is the output:\n{output!r}"
-            raise RaisedAtClient(f"{ERRORS}NonZeroExitCodeError", prefixed(asked.error_msg, told), record=record)
+        if body.check == "raise" and code != 0 and not body.is_interactive_command and not body.is_interactive_quit:
+            message = f"Command {body.command!r} failed with exit code {code}. Here is the output:\n{output!r}"
+            raise RaisedAtClient(f"{ERRORS}NonZeroExitCodeError", prefixed(body.error_msg, message), record=record)
         return self._observed(output, ended, record)
 
     async def close_session(self, request: Request, place: RuntimePlace) -> Response:
         """End a session."""
-        asked = read_shape(await self.read_object(request), CloseSession)
-        record, _, told = await self._session(request, place, asked.session, {"verb": "close"})
-        if told["end"] == "missing":
-            raise self._no_session(asked.session, record)
+        body = read_shape(await self.read_object(request), CloseSession)
+        record, _, result = await self._session(request, place, body.session, {"verb": "close"})
+        if result["end"] == "missing":
+            raise self._no_session(body.session, record)
         return answer({"session_type": "bash"}, record)
 
     async def execute(self, request: Request, place: RuntimePlace) -> Response:
         """Run a command, as subprocess.run does."""
-        asked = read_shape(await self.read_object(request), ExecuteCommand)
-        words = [asked.command] if isinstance(asked.command, str) else asked.command
-        argv = ["/bin/sh", "-c", *words] if asked.shell else words
+        body = read_shape(await self.read_object(request), ExecuteCommand)
+        words = [body.command] if isinstance(body.command, str) else body.command
+        argv = ["/bin/sh", "-c", *words] if body.shell else words
         if not argv:
             raise InvalidInput("$.command: there is none", component=self.name, detail={"path": "$.command"})
         word = secrets.token_hex(WORD_BYTES)
-        input = told_script(BOOT, {"argv": argv, "env": asked.env, "cwd": asked.cwd, "word": word})
-        if asked.merge_output_streams:
+        input = script_input(BOOT, {"argv": argv, "env": body.env, "cwd": body.cwd, "word": word})
+        if body.merge_output_streams:
             input["merge"] = True
-        timeout_s = None if asked.timeout is None else max(asked.timeout, 0.0) + START_S
+        timeout_s = None if body.timeout is None else max(body.timeout, 0.0) + START_S
         record = await self._act(request, place, input, timeout_s)
         result = result_object(record)
         if record.reason is Reason.TIMEOUT:
-            raise self._timed_out(record, asked.timeout, "Timeout ({}s) exceeded while running command")
+            raise self._timed_out(record, body.timeout, "Timeout ({}s) exceeded while running command")
         self._check(record)
         stdout, stderr = text_of(result, "stdout"), text_of(result, "stderr")
-        said = stdout if asked.merge_output_streams else stderr
-        if result.get("exit_code") == REFUSED and said.startswith(f"{word} "):
-            kind, message = orjson.loads(said.removeprefix(f"{word} "))
+        output = stdout if body.merge_output_streams else stderr
+        if result.get("exit_code") == REFUSED and output.startswith(f"{word} "):
+            kind, message = orjson.loads(output.removeprefix(f"{word} "))
             raise RaisedAtClient(f"builtins.{kind}", message, record=record)
         self._check_python(record, result)
         code, number = result.get("exit_code"), result.get("signal")
         code = -number if isinstance(number, int) else code
-        if asked.check and code != 0:
-            told = f"Command {asked.command!r} failed with exit code {code}. Stdout:\n{stdout!r}\nStderr:\n{stderr!r}"
-            raise RaisedAtClient(f"{ERRORS}NonZeroExitCodeError", prefixed(asked.error_msg, told), record=record)
+        if body.check and code != 0:
+            problem = f"Command {body.command!r} failed with exit code {code}. Stdout:\n{stdout!r}\nStderr:\n{stderr!r}"
+            raise RaisedAtClient(f"{ERRORS}NonZeroExitCodeError", prefixed(body.error_msg, problem), record=record)
         return answer({"stdout": stdout, "stderr": stderr, "exit_code": code}, record)
 
     async def read_file(self, request: Request, place: RuntimePlace) -> Response:
         """Read a text as Path.read_text does."""
-        asked = read_shape(await self.read_object(request), ReadFile)
+        body = read_shape(await self.read_object(request), ReadFile)
         files = await self._files(request, place)
         try:
-            path, limit_bytes = placed_path(asked.path, files.workdir), self.api.server.file_limit_bytes
+            path, limit_bytes = placed_path(body.path, files.workdir), self.api.server.file_limit_bytes
             async with files.open(path, limit_bytes=limit_bytes) as file:
                 data = b"".join([chunk async for chunk in file.chunks()])
-            return answer({"content": decoded(data, asked)})
+            return answer({"content": decoded(data, body)})
         except (InvalidInput, NotFound) as error:
-            raise as_python(error, asked.path) from None
+            raise as_python(error, body.path) from None
 
     async def write_file(self, request: Request, place: RuntimePlace) -> Response:
         """Write a text as Path.write_text does, its directories too."""
-        asked = read_shape(await self.read_object(request), WriteFile)
+        body = read_shape(await self.read_object(request), WriteFile)
         files = await self._files(request, place)
         try:
-            data = asked.content.encode("utf-8")
-            await files.write(placed_path(asked.path, files.workdir), data)
+            data = body.content.encode("utf-8")
+            await files.write(placed_path(body.path, files.workdir), data)
         except UnicodeEncodeError as error:
             raise RaisedAtClient("builtins.UnicodeEncodeError", str(error)) from None
         except (InvalidInput, NotFound) as error:
-            raise as_python(error, asked.path) from None
+            raise as_python(error, body.path) from None
         return answer({})
 
     async def upload(self, request: Request, place: RuntimePlace) -> Response:
@@ -571,17 +571,19 @@ class Swerex(Facade):
         chunks = body_chunks(request, self.api, limit_bytes)
         await files.write(placed_path(name, files.workdir), chunks, mode=0o600)
         try:
-            record = await self._act(request, place, told_script(UNPACK, {"body": name, "mark": f"--{boundary}"}), None)
+            record = await self._act(
+                request, place, script_input(UNPACK, {"body": name, "mark": f"--{boundary}"}), None
+            )
             self._check(record)
-            told = self._told(record)
+            result = self._told(record)
         except Exception:  # refused, withdrawn, ended, or its client went away: nothing has taken it apart
             await self._remove(request, place, (name, f"{name}.part"))
             raise
-        if told["end"] == "shape":
-            named = orjson.dumps({name: told[name] for name in told if name != "end"}).decode()
+        if result["end"] == "shape":
+            named = orjson.dumps({name: result[name] for name in result if name != "end"}).decode()
             raise InvalidInput(f"the body's parts do not fit; {named}"[:500], component=self.name)
-        if told["end"] == "raised":
-            raise RaisedAtClient(str(told["class"]), str(told["message"]), record=record)
+        if result["end"] == "raised":
+            raise RaisedAtClient(str(result["class"]), str(result["message"]), record=record)
         return answer({}, record)
 
     async def close(self, request: Request, place: RuntimePlace) -> Response:
@@ -589,7 +591,7 @@ class Swerex(Facade):
         if not self._settings.keep:
             await self.api.engine.end_trajectory(place.trajectory)
         elif self.api.engine.trajectory(place.trajectory) is not None:
-            input = told_script(SESSION, {"verb": "close all", "name": place.session()})
+            input = script_input(SESSION, {"verb": "close all", "name": place.session()})
             self._check(await self._act(request, place, input, None))
         return answer({})
 
@@ -628,18 +630,18 @@ class Swerex(Facade):
             and bounds.guard.tokenless
             and "x-api-key" not in headers
         ):
-            told = (
+            message = (
                 "without tokens a form must come with an X-API-Key, which no web page sends unasked: set any auth_token"
             )
-            raise Forbidden(told, component=self.name)
+            raise Forbidden(message, component=self.name)
         parts = request.path_params
         trajectory = parts.get("trajectory") or request.scope.get(NAMED)
         if trajectory is None:
-            told = (
+            message = (
                 "nothing names the trajectory of this runtime: give the API key TOKEN.TRAJECTORY, or "
                 "host: http://GATEWAY/swerex/FUNCTION/TRAJECTORY without a port"
             )
-            raise InvalidInput(told, component=self.name)
+            raise InvalidInput(message, component=self.name)
         function = self.function(parts.get("function") or self._settings.function)
         if function.runtime != "exec":
             raise InvalidInput(f"{function.name!r} is no exec function", component=self.name)
@@ -665,14 +667,14 @@ class Swerex(Facade):
             logger.warning("what an upload left stays", trajectory=place.trajectory, files=names, why=error.message)
 
     async def _session(
-        self, request: Request, place: RuntimePlace, session: str, asked: Mapping[str, object]
+        self, request: Request, place: RuntimePlace, session: str, body: Mapping[str, object]
     ) -> tuple[Record, str, dict[str, object]]:
         """Return the end of a request to a session: its action, what was said, and how it ended."""
         limit = max(place.function.output_limit_bytes - SHAPE_BYTES, SHAPE_BYTES)
-        asked = {**asked, "name": place.session(session or "\0"), "limit": limit}
-        if asked["verb"] != "open":  # what its server is told goes through untouched, and is read there
-            asked = {"verb": asked["verb"], "name": asked["name"], "request": serialization.dumps(asked)}
-        input = told_script(SESSION, asked)
+        body = {**body, "name": place.session(session or "\0"), "limit": limit}
+        if body["verb"] != "open":  # what its server is told goes through untouched, and is read there
+            body = {"verb": body["verb"], "name": body["name"], "request": serialization.dumps(body)}
+        input = script_input(SESSION, body)
         record = await self._act(request, place, input, None)
         if record.reason is Reason.TIMEOUT:
             raise self._timed_out(record, None, "timeout after {} seconds while running command")
@@ -683,67 +685,67 @@ class Swerex(Facade):
         """Return how a script ended, in its own words."""
         stderr = str(result_object(record).get("stderr", ""))
         try:
-            told = orjson.loads(stderr)
+            result = orjson.loads(stderr)
         except orjson.JSONDecodeError:
-            told = None
-        if not isinstance(told, dict) or "end" not in told:
-            said = f"{record.function}: its sandbox needs python3 (3.8 or newer) and bash for SWE-ReX: {stderr[-2000:]}"
-            raise RaisedAtClient(f"{ERRORS}SwerexException", said, record=record)
-        return told
+            result = None
+        if not isinstance(result, dict) or "end" not in result:
+            text = f"{record.function}: its sandbox needs python3 (3.8 or newer) and bash for SWE-ReX: {stderr[-2000:]}"
+            raise RaisedAtClient(f"{ERRORS}SwerexException", text, record=record)
+        return result
 
     def _check_end(
-        self, asked: BashAction, record: Record, output: str, ended: Mapping[str, object], timeout_s: float
+        self, request: BashAction, record: Record, output: str, ended: Mapping[str, object], timeout_s: float
     ) -> None:
         """Raise what a command's end is to its client, unless it is an observation."""
         match ended["end"]:
             case "done":
                 return
             case "missing":
-                raise self._no_session(asked.session, record)
+                raise self._no_session(request.session, record)
             case "timeout":
-                told = f"timeout after {timeout_s} seconds while running command {asked.command!r}"
-                if asked.timeout is None or asked.timeout > timeout_s:
-                    told += f" (no command may take longer here: timeout of {record.function}, client_timeout)"
-                raise RaisedAtClient(f"{ERRORS}CommandTimeoutError", told, record=record)
+                message = f"timeout after {timeout_s} seconds while running command {request.command!r}"
+                if request.timeout is None or request.timeout > timeout_s:
+                    message += f" (no command may take longer here: timeout of {record.function}, client_timeout)"
+                raise RaisedAtClient(f"{ERRORS}CommandTimeoutError", message, record=record)
             case "no_exit_code":
                 raise RaisedAtClient(f"{ERRORS}NoExitCodeError", "timeout while getting exit code", record=record)
             case "syntax":
-                said = {"bash_stdout": ended["stdout"], "bash_stderr": ended["stderr"]}
-                told = (
-                    f"Error (exit code {ended['exit_code']}) while checking bash command \n{asked.command!r}\n"
+                fields = {"bash_stdout": ended["stdout"], "bash_stderr": ended["stderr"]}
+                message = (
+                    f"Error (exit code {ended['exit_code']}) while checking bash command \n{request.command!r}\n"
                     f"---- Stderr ----\n{ended['stderr']}\n---- Stdout ----\n{ended['stdout']}"
                 )
-                raise RaisedAtClient(f"{ERRORS}BashIncorrectSyntaxError", told, said, record)
+                raise RaisedAtClient(f"{ERRORS}BashIncorrectSyntaxError", message, fields, record)
             case "pattern":
                 raise RaisedAtClient("re.error", str(ended.get("message")), record=record)
         raise RaisedAtClient(
             f"{ERRORS}SwerexException", f"the session {ended['end']}: {ended.get('message', '')}", record=record
         )
 
-    async def _interrupt(self, request: Request, place: RuntimePlace, asked: BashInterrupt) -> Response:
-        typed = {**msgspec.to_builtins(asked), "verb": "interrupt", "timeout": min(asked.timeout, SESSION_MARGIN_S)}
-        record, output, ended = await self._session(request, place, asked.session, typed)
+    async def _interrupt(self, request: Request, place: RuntimePlace, body: BashInterrupt) -> Response:
+        typed = {**msgspec.to_builtins(body), "verb": "interrupt", "timeout": min(body.timeout, SESSION_MARGIN_S)}
+        record, output, ended = await self._session(request, place, body.session, typed)
         if ended["end"] == "uninterrupted":
             raise RaisedAtClient("pexpect.exceptions.TIMEOUT", "Failed to interrupt session", record=record)
-        self._check_end(BashAction(command="", session=asked.session), record, output, ended, asked.timeout)
+        self._check_end(BashAction(command="", session=body.session), record, output, ended, body.timeout)
         return self._observed(output, ended, record)
 
     def _observed(self, output: str, ended: Mapping[str, object], record: Record) -> Response:
-        said = {name: ended.get(name) for name in ("exit_code", "expect_string")}
-        return answer({"output": output, "failure_reason": "", "session_type": "bash", **said}, record)
+        fields = {name: ended.get(name) for name in ("exit_code", "expect_string")}
+        return answer({"output": output, "failure_reason": "", "session_type": "bash", **fields}, record)
 
     async def _files(self, request: Request, place: RuntimePlace) -> SandboxFiles:
         """Return the files of the trajectory's sandbox, which an action makes that waits its turn."""
-        found = self.api.files(place.trajectory)
-        if found is None:
+        result = self.api.files(place.trajectory)
+        if result is None:
             unread = Request(
                 request.scope, _silent
             )  # whoever watches a connection takes the body for its caller's signs
             self._check(await self._act(unread, place, {"command": ":"}, None))
-            found = self.api.files(place.trajectory)
-        if found is None:
+            result = self.api.files(place.trajectory)
+        if result is None:
             raise NotFound(f"trajectory {place.trajectory!r} has no sandbox any more", component=self.name)
-        return found
+        return result
 
     def _check(self, record: Record) -> None:
         """Raise for an end that says something of us, and nothing of the command: never a fake exit code."""
@@ -761,10 +763,10 @@ class Swerex(Facade):
     def _timed_out(self, record: Record, asked_s: float | None, text: str) -> RaisedAtClient:
         function_s = self.api.functions.get(record.function).timeout_s
         bound_s = function_s if asked_s is None else min(asked_s, function_s)
-        told = text.format(bound_s)
+        result = text.format(bound_s)
         if asked_s is None or asked_s > function_s:
-            told += f" (the timeout of {record.function})"
-        return RaisedAtClient(f"{ERRORS}CommandTimeoutError", told, record=record)
+            result += f" (the timeout of {record.function})"
+        return RaisedAtClient(f"{ERRORS}CommandTimeoutError", result, record=record)
 
     def _no_session(self, session: str, record: Record) -> RaisedAtClient:
         return RaisedAtClient(f"{ERRORS}SessionDoesNotExistError", f"session {session!r} does not exist", record=record)

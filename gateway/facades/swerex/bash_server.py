@@ -60,11 +60,11 @@ class BashEnded(Exception):
     """Bash has ended."""
 
 
-class AskerGone(Exception):
+class ClientGone(Exception):
     """Whoever asked is not there any more."""
 
 
-class Said:
+class UnreadOutput:
     """What bash said that nobody has been told yet: searched at its end, and without its middle if it is too long."""
 
     def __init__(self, limit: int) -> None:
@@ -90,12 +90,12 @@ class Said:
 
     def find(self, patterns: list[Pattern[str]]) -> tuple[int, str, str] | None:
         """Return the first match's number, what came before it, and the match, all taken out; None if there is none."""
-        found = [
+        result = [
             (match.start(), i, match) for i, each in enumerate(patterns) for match in [each.search(self.tail)] if match
         ]
-        if not found:
+        if not result:
             return None
-        _, number, match = min(found, key=lambda each: each[:2])
+        _, number, match = min(result, key=lambda each: each[:2])
         rest = self.tail[match.end() :]
         self.tail = self.tail[: match.start()]
         before = self.take()
@@ -128,7 +128,7 @@ class BashTerminal:
 
     def __init__(self, place: str, name: str, limit: int) -> None:
         self.place, self.name = place, name
-        self.said = Said(limit)
+        self.output = UnreadOutput(limit)
         self.dirty = False  # a command may still run, or its prompt is still to come
         self.keep_status = False  # the last command's exit status is the next one's to see
         self.count = int.from_bytes(os.urandom(6), "big")
@@ -140,9 +140,9 @@ class BashTerminal:
 
     # --- reading
 
-    def read(self, within_s: float, asker: socket.socket | None = None) -> bool:
-        """Take in what bash says; return False after a silence of ``within_s``. Raises BashEnded and AskerGone."""
-        watched: list[int | socket.socket] = [self.fd] if asker is None else [self.fd, asker]
+    def read(self, within_s: float, client: socket.socket | None = None) -> bool:
+        """Take in what bash says; return False after a silence of ``within_s``. Raises BashEnded and ClientGone."""
+        watched: list[int | socket.socket] = [self.fd] if client is None else [self.fd, client]
         ready = select.select(watched, [], [], max(0.0, within_s))[0]
         if self.fd in ready:
             try:
@@ -153,28 +153,28 @@ class BashTerminal:
                 data = b""
             if not data:
                 raise BashEnded
-            self.said.add(self.decoder.decode(data))
+            self.output.add(self.decoder.decode(data))
             return True
-        if asker is not None and asker in ready and not asker.recv(1, socket.MSG_PEEK):
-            raise AskerGone
+        if client is not None and client in ready and not client.recv(1, socket.MSG_PEEK):
+            raise ClientGone
         return False
 
     def wait(
-        self, patterns: list[Pattern[str]], within_s: float, asker: socket.socket | None = None
+        self, patterns: list[Pattern[str]], within_s: float, client: socket.socket | None = None
     ) -> tuple[int, str, str]:
         """Wait for the first of the patterns; return its number, what came before it, and the match, all taken out.
 
-        The number is -1 if none came in time: then nothing is taken. Raises BashEnded and AskerGone.
+        The number is -1 if none came in time: then nothing is taken. Raises BashEnded and ClientGone.
         """
         until = time.monotonic() + within_s
         while True:
-            found = self.said.find(patterns)
-            if found is not None:
-                return found
+            result = self.output.find(patterns)
+            if result is not None:
+                return result
             left = until - time.monotonic()
             if left <= 0:
                 return -1, "", ""
-            self.read(min(left, 3600.0), asker)
+            self.read(min(left, 3600.0), client)
 
     # --- typing
 
@@ -209,21 +209,21 @@ class BashTerminal:
         except (OSError, termios.error):
             pass
 
-    def to_prompt(self, asker: socket.socket | None = None) -> str:
+    def to_prompt(self, client: socket.socket | None = None) -> str:
         """Wait for the prompt that follows a mark; return what came before it."""
-        number, before, _ = self.wait([re.compile(re.escape(PROMPT))], PROMPT_S, asker)
+        number, before, _ = self.wait([re.compile(re.escape(PROMPT))], PROMPT_S, client)
         self.dirty = number < 0
         return before
 
-    def ask_status(self, asker: socket.socket) -> int | None:
+    def ask_status(self, client: socket.socket) -> int | None:
         """Return the exit status of what was run last, None if bash does not say."""
         text, pattern = self.mark()
         self.type(" " + text)
-        number, before, mark = self.wait([pattern], STATUS_S, asker)
+        number, before, mark = self.wait([pattern], STATUS_S, client)
         if number < 0:
             self.dirty = True
             return None
-        self.said.put_back(before + self.to_prompt(asker))
+        self.output.put_back(before + self.to_prompt(client))
         return self.status(mark)
 
     # --- the requests
@@ -239,97 +239,97 @@ class BashTerminal:
             raise TimeoutError
         return shown(before + self.to_prompt())
 
-    def run(self, asked: dict[str, Any], asker: socket.socket) -> tuple[str, dict[str, Any]]:
+    def run(self, request: dict[str, Any], client: socket.socket) -> tuple[str, dict[str, Any]]:
         """Run a command as if it were typed; return its output, and how it ended."""
-        refused = _syntax(asked["command"])
+        refused = _syntax(request["command"])
         if refused is not None:
             return "", refused
-        expected = _compiled(asked["expect"])
+        expected = _compiled(request["expect"])
         self.calm()
         file = os.path.join(self.place, f"command-{self.count:x}")
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as sink:
-            sink.write(asked["command"].encode("utf-8", "surrogateescape"))
+            sink.write(request["command"].encode("utf-8", "surrogateescape"))
         try:
-            return self.run_file(file, asked, expected, asker)
+            return self.run_file(file, request, expected, client)
         finally:
             os.unlink(file)
 
     def run_file(
-        self, file: str, asked: dict[str, Any], expected: list[Pattern[str]], asker: socket.socket
+        self, file: str, request: dict[str, Any], expected: list[Pattern[str]], client: socket.socket
     ) -> tuple[str, dict[str, Any]]:
         text, pattern = self.mark()
-        name, silent = shlex.quote(file), asked["check"] == "ignore"
+        name, silent = shlex.quote(file), request["check"] == "ignore"
         read = '"$(r=$?; builtin printf %%s "$(<%s)"; builtin exit $r)"' if self.keep_status else '"$(<%s)"'
         was_dirty, self.dirty, self.keep_status = self.dirty, True, silent
         self.type(" builtin eval " + read % name + ("" if silent else "; " + text))
         # A prompt without the mark: it was interrupted from inside. One that is still to come from before says nothing.
         ends = [pattern, re.compile(re.escape(PROMPT))][: 1 if was_dirty and not silent else 2]
-        number, before, mark = self.wait(expected + ends, asked["timeout"], asker)
+        number, before, mark = self.wait(expected + ends, request["timeout"], client)
         if number < 0:
             return "", {"end": "timeout"}
         number -= len(expected)
-        told: dict[str, Any] = {"end": "done", "exit_code": None, "expect_string": PROMPT_NAME}
+        fields: dict[str, Any] = {"end": "done", "exit_code": None, "expect_string": PROMPT_NAME}
         if number == 0:  # the mark
-            before += self.to_prompt(asker)
-            told["exit_code"] = self.status(mark)
+            before += self.to_prompt(client)
+            fields["exit_code"] = self.status(mark)
         elif number == 1:
             self.dirty = False
-            told["exit_code"] = None if silent else self.ask_status(asker)
+            fields["exit_code"] = None if silent else self.ask_status(client)
         else:
-            told["expect_string"] = asked["expect"][number + len(expected)]
+            fields["expect_string"] = request["expect"][number + len(expected)]
             if not silent:
-                before += self.late_status(pattern, told, asker)
-        if told["exit_code"] is None and asked["check"] == "raise":
+                before += self.late_status(pattern, fields, client)
+        if fields["exit_code"] is None and request["check"] == "raise":
             return shown(before), {"end": "no_exit_code"}
-        return shown(before), told
+        return shown(before), fields
 
-    def late_status(self, pattern: Pattern[str], told: dict[str, Any], asker: socket.socket) -> str:
+    def late_status(self, pattern: Pattern[str], fields: dict[str, Any], client: socket.socket) -> str:
         """Look for the end of a command of which an expected text was seen; return what it said until then."""
-        number, before, mark = self.wait([pattern], STATUS_S, asker)
+        number, before, mark = self.wait([pattern], STATUS_S, client)
         if number < 0:
             return ""
-        told["exit_code"] = self.status(mark)
-        return before + self.to_prompt(asker)
+        fields["exit_code"] = self.status(mark)
+        return before + self.to_prompt(client)
 
-    def interact(self, asked: dict[str, Any], asker: socket.socket) -> tuple[str, dict[str, Any]]:
+    def interact(self, request: dict[str, Any], client: socket.socket) -> tuple[str, dict[str, Any]]:
         """Type a line to a program; return what it answered, up to an expected text or the prompt."""
-        expected = _compiled(asked["expect"])
-        self.type(asked["command"])
-        number, before, _ = self.wait([*expected, re.compile(re.escape(PROMPT))], asked["timeout"], asker)
+        expected = _compiled(request["expect"])
+        self.type(request["command"])
+        number, before, _ = self.wait([*expected, re.compile(re.escape(PROMPT))], request["timeout"], client)
         if number < 0:
             self.dirty = True
             return "", {"end": "timeout"}
         self.dirty = number < len(expected)
         output = shown(before)
-        if asked["is_interactive_quit"]:
+        if request["is_interactive_quit"]:
             termios.tcsetattr(self.fd, termios.TCSANOW, self.modes)
-            self.ask_status(asker)
+            self.ask_status(client)
         else:
             output = output.lstrip()
-            output = (output[len(asked["command"]) :] if output.startswith(asked["command"]) else output).strip()
-        matched = asked["expect"][number] if number < len(expected) else PROMPT_NAME
+            output = (output[len(request["command"]) :] if output.startswith(request["command"]) else output).strip()
+        matched = request["expect"][number] if number < len(expected) else PROMPT_NAME
         return output, {"end": "done", "exit_code": 0, "expect_string": matched}
 
-    def interrupt(self, asked: dict[str, Any], asker: socket.socket) -> tuple[str, dict[str, Any]]:
+    def interrupt(self, request: dict[str, Any], client: socket.socket) -> tuple[str, dict[str, Any]]:
         """End what runs in the foreground: by SIGINT as often as is asked, and then by SIGKILL."""
-        expected = _compiled(asked["expect"])
+        expected = _compiled(request["expect"])
         patterns = [*expected, re.compile(re.escape(PROMPT))]
-        tries = max(0, min(asked["n_retry"], 100))
+        tries = max(0, min(request["n_retry"], 100))
         for attempt in range(tries + 5):
             if attempt < tries:
                 os.write(self.fd, b"\x03")
             else:
                 self.kill_foreground()
-            number, before, _ = self.wait(patterns, max(asked["timeout"], 0.05 if attempt < tries else 1.0), asker)
+            number, before, _ = self.wait(patterns, max(request["timeout"], 0.05 if attempt < tries else 1.0), client)
             if number >= 0:
                 self.dirty = False
                 try:
-                    while self.read(SILENCE_S, asker):
+                    while self.read(SILENCE_S, client):
                         pass
                 finally:
-                    rest = self.said.take()
+                    rest = self.output.take()
                 self.calm()
-                matched = asked["expect"][number] if number < len(expected) else PROMPT_NAME
+                matched = request["expect"][number] if number < len(expected) else PROMPT_NAME
                 return shown(before + rest).strip(), {"end": "done", "exit_code": 0, "expect_string": matched}
         return "", {"end": "uninterrupted"}
 
@@ -396,30 +396,30 @@ def _syntax(command: str) -> dict[str, Any] | None:
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, check=False)
     if done.returncode == 0:
         return None
-    said = [each[:SYNTAX_MAX_BYTES].decode("utf-8", "backslashreplace") for each in (done.stdout, done.stderr)]
-    return {"end": "syntax", "exit_code": done.returncode, "stdout": said[0], "stderr": said[1]}
+    pieces = [each[:SYNTAX_MAX_BYTES].decode("utf-8", "backslashreplace") for each in (done.stdout, done.stderr)]
+    return {"end": "syntax", "exit_code": done.returncode, "stdout": pieces[0], "stderr": pieces[1]}
 
 
 def need(conn: socket.socket, count: int) -> bytes:
-    """Read so many bytes; raises AskerGone."""
+    """Read so many bytes; raises ClientGone."""
     parts = []
     while count:
         part = conn.recv(min(count, 2**20))
         if not part:
-            raise AskerGone
+            raise ClientGone
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
 
 
-def answer(terminal: BashTerminal, asked: dict[str, Any], conn: socket.socket) -> tuple[str, dict[str, Any]]:
+def answer(terminal: BashTerminal, request: dict[str, Any], conn: socket.socket) -> tuple[str, dict[str, Any]]:
     """Return the output of a request, and how it ended."""
-    terminal.said.limit = asked["limit"]
+    terminal.output.limit = request["limit"]
     try:
-        if asked["verb"] == "interrupt":
-            return terminal.interrupt(asked, conn)
-        interactive = asked["is_interactive_command"] or asked["is_interactive_quit"]
-        return terminal.interact(asked, conn) if interactive else terminal.run(asked, conn)
+        if request["verb"] == "interrupt":
+            return terminal.interrupt(request, conn)
+        interactive = request["is_interactive_command"] or request["is_interactive_quit"]
+        return terminal.interact(request, conn) if interactive else terminal.run(request, conn)
     except re.error as error:
         return "", {"end": "pattern", "message": str(error)}
     except OSError as error:
@@ -433,28 +433,28 @@ def serve(terminal: BashTerminal, listener: socket.socket) -> None:
         with conn:
             try:
                 (size,) = struct.unpack("!I", need(conn, 4))
-                asked = json.loads(need(conn, min(size, REQUEST_MAX_BYTES)))
-                if asked["verb"] == "close":
+                request = json.loads(need(conn, min(size, REQUEST_MAX_BYTES)))
+                if request["verb"] == "close":
                     terminal.end()
-                    tell(conn, "", {"end": "done"})
+                    send_answer(conn, "", {"end": "done"})
                     return
                 try:
-                    tell(conn, *answer(terminal, asked, conn))
+                    send_answer(conn, *answer(terminal, request, conn))
                 except BashEnded:
                     status = terminal.end()
                     ended = {"end": "done", "exit_code": status, "expect_string": ""}
-                    tell(conn, shown(terminal.said.take()), dict(ended, ended=True))
+                    send_answer(conn, shown(terminal.output.take()), dict(ended, ended=True))
                     return
-            except (AskerGone, OSError, ValueError, KeyError):
+            except (ClientGone, OSError, ValueError, KeyError):
                 continue  # whoever asked is gone: what runs goes on
 
 
-def tell(conn: socket.socket, output: str, told: dict[str, Any]) -> None:
-    parts = [json.dumps(told).encode(), output.encode("utf-8", "backslashreplace")]
+def send_answer(conn: socket.socket, output: str, fields: dict[str, Any]) -> None:
+    parts = [json.dumps(fields).encode(), output.encode("utf-8", "backslashreplace")]
     conn.sendall(struct.pack("!II", *map(len, parts)) + b"".join(parts))
 
 
-def open_session(place: str, name: str, asked: dict[str, Any], report: Callable[[bytes, bytes], None]) -> None:
+def open_session(place: str, name: str, request: dict[str, Any], report: Callable[[bytes, bytes], None]) -> None:
     """Leave a session behind that serves below ``place``; ``report`` is told once how it began."""
     ours, theirs = os.pipe()
     if os.fork() == 0:
@@ -463,27 +463,27 @@ def open_session(place: str, name: str, asked: dict[str, Any], report: Callable[
         if os.fork() > 0:
             os._exit(0)
         try:
-            _begin(place, name, asked, theirs)
+            _begin(place, name, request, theirs)
         finally:
             os._exit(0)
     os.close(theirs)
     os.wait()
-    with open(ours, "rb") as said:
-        told = json.loads(said.read() or b'{"output": "", "told": {"end": "not_started"}}')
-    report(told["output"].encode("utf-8", "backslashreplace"), json.dumps(told["told"]).encode())
+    with open(ours, "rb") as output:
+        result = json.loads(output.read() or b'{"output": "", "end_fields": {"end": "not_started"}}')
+    report(result["output"].encode("utf-8", "backslashreplace"), json.dumps(result["end_fields"]).encode())
 
 
-def _begin(place: str, name: str, asked: dict[str, Any], pipe: int) -> None:
+def _begin(place: str, name: str, request: dict[str, Any], pipe: int) -> None:
     silence = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(silence, fd)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    terminal = BashTerminal(place, name, asked["limit"])
+    terminal = BashTerminal(place, name, request["limit"])
     try:
-        output = terminal.start(asked["startup_source"], asked["startup_timeout"])
+        output = terminal.start(request["startup_source"], request["startup_timeout"])
     except (BashEnded, TimeoutError, OSError) as error:
         terminal.end()
-        _say(pipe, shown(terminal.said.take()), {"end": "not_started", "why": type(error).__name__})
+        _say(pipe, shown(terminal.output.take()), {"end": "not_started", "why": type(error).__name__})
         return
     os.chdir(place)
     listener = socket.socket(socket.AF_UNIX)
@@ -493,6 +493,6 @@ def _begin(place: str, name: str, asked: dict[str, Any], pipe: int) -> None:
     serve(terminal, listener)
 
 
-def _say(pipe: int, output: str, told: dict[str, Any]) -> None:
+def _say(pipe: int, output: str, fields: dict[str, Any]) -> None:
     with open(pipe, "wb") as sink:
-        sink.write(json.dumps({"output": output[-65536:], "told": told}).encode())
+        sink.write(json.dumps({"output": output[-65536:], "end_fields": fields}).encode())

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.facades.swerex.bash_server import WINDOW, Said
+from gateway.facades.swerex.bash_server import WINDOW, UnreadOutput
 from manager.action import UnitSet
 from manager.function import FunctionSpec
 from runtimes.testing import ScriptStep
@@ -269,7 +269,7 @@ TEXT = "".join(f"{number}\n" for number in range(20_000))
 @pytest.mark.parametrize("piece", [7, 1000, 4 * WINDOW, 30_000, len(TEXT)])
 @pytest.mark.parametrize("limit", [16_000, 40_000, len(TEXT) - 1])
 def test_it_keeps_both_ends_within_its_limit_and_counts_what_is_left_out(piece: int, limit: int) -> None:
-    said = Said(limit)
+    said = UnreadOutput(limit)
     for begin in range(0, len(TEXT), piece):
         said.add(TEXT[begin : begin + piece])
     told = said.take()
@@ -285,6 +285,6 @@ def test_it_keeps_both_ends_within_its_limit_and_counts_what_is_left_out(piece: 
 
 
 def test_what_fits_is_told_whole() -> None:
-    said = Said(len(TEXT))
+    said = UnreadOutput(len(TEXT))
     said.add(TEXT)
     assert said.take() == TEXT
