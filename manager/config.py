@@ -98,8 +98,7 @@ class SchedulerSpec:
     #: docs/SCHEDULING.md R1; for comparison only.
     strict: Annotated[bool, Setting("FCFS over all resources at once, as in the paper's text; slower")] = False
     max_queued: Annotated[int, Setting("most actions that wait in all", ge=1)] = 65536
-    #: Most living trajectories, as many as actions may wait.
-    trajectories_max: int = 65536
+    trajectories_max: Annotated[int, Setting("most living trajectories; beyond it 503", ge=1)] = 65536
     memory_reserve: Annotated[
         float,
         Setting(

@@ -448,7 +448,6 @@ def test_machines_of_ray_need_an_address_to_dial_and_names_of_their_own(tmp_path
         ({"listen": "0.0.0.0:8082", "ray": {}}, "needs advertise"),
         ({"ray": {"name": "node"}}, "names every machine alike"),
         ({"ray": {"reserve_cpus": -1}}, "reserve_cpus"),
-        ({"ray": {"machines_max": 0}}, "machines_max"),
     )
     for section, told in refused:
         with pytest.raises(InvalidConfig, match=told):
