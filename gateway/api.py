@@ -242,10 +242,10 @@ def operation(
         parts = {name: hints[name] for name in hints if f"{{{name}}}" in path or f"{{{name}:path}}" in path}
         reads, returned = hints.get("body"), hints["return"]
         done = 204 if returned is type(None) else status
-        said = answers
-        if isinstance(said, str):
+        specs = answers
+        if isinstance(specs, str):
             content = {} if returned is type(None) else {JSON: returned}
-            said = {done: ResponseSpec(about=said, content=content, links=next_ones)}
+            specs = {done: ResponseSpec(about=specs, content=content, links=next_ones)}
         structured = isinstance(reads, type) and issubclass(reads, Struct)
         shown = body or _shown(reads)
         inputs = parts or shown or {"query", "headers"} & hints.keys()
@@ -266,7 +266,7 @@ def operation(
             body=shown,
             takes_request="request" in defaults,
             status=done,
-            answers=said,
+            answers=specs,
             problems=tuple(sorted({*problems, *implied})),
             open=open,
             admin=admin,
@@ -284,8 +284,8 @@ def _shown(reads: Shape) -> Mapping[str, Shape]:
 
 def operations_of(holder: object) -> list[Operation]:
     """Return the operations of an object, in the order of their declaration."""
-    found = [each.operation for each in vars(type(holder)).values() if hasattr(each, "operation")]
-    return [replace(each, call=getattr(holder, each.call.__name__)) for each in found]
+    rows = [each.operation for each in vars(type(holder)).values() if hasattr(each, "operation")]
+    return [replace(each, call=getattr(holder, each.call.__name__)) for each in rows]
 
 
 #: A call, or why it cannot be read; what became of it.
@@ -379,8 +379,8 @@ class Api:
         """Raise Unsupported if a trajectory lives on another machine than this one."""
         node = self.machines.elsewhere(trajectory)
         if node:
-            told = f"trajectory {trajectory!r} lives on node {node}: this works on the gateway's own machine only"
-            raise Unsupported(told, component="cluster")
+            message = f"trajectory {trajectory!r} lives on node {node}: this works on the gateway's own machine only"
+            raise Unsupported(message, component="cluster")
 
     def files(self, trajectory: str) -> SandboxFiles | None:
         """Return the files of a trajectory's sandbox, wherever it is; None if it has none.
@@ -512,10 +512,10 @@ class Api:
         Raises as `SnapshotCatalogue.get`, InvalidInput or Conflict.
         """
         if opening.sandbox is not None:
-            told = (
+            message = (
                 "$.sandbox: what begins with a snapshot has the choices of the trajectory it was taken of; leave it out"
             )
-            raise InvalidInput(told, component="http", detail={"path": "$.sandbox"})
+            raise InvalidInput(message, component="http", detail={"path": "$.sandbox"})
         if function.sandbox is None:
             raise _no_choice(function, "snapshot")
         snapshot = self.snapshots.get(opening.snapshot or "")
@@ -526,10 +526,10 @@ class Api:
         """Raise Unsupported if an image is named where sandboxes have none."""
         kind = self.provider.info.kind
         if choice.image is not None and kind != "container":
-            told = (
+            message = (
                 f"$.sandbox.image: this gateway's sandboxes are of kind {kind} and have no images; serve it with Docker"
             )
-            raise Unsupported(told, component="sandbox", detail={"path": "$.sandbox.image"})
+            raise Unsupported(message, component="sandbox", detail={"path": "$.sandbox.image"})
 
     @operation(
         "GET /v1/trajectories",
@@ -545,8 +545,8 @@ class Api:
     @operation("GET /v1/trajectories/{id}", "trajectories", "The trajectory", problems=(404,))
     async def get_trajectory(self, id: TrajectoryId) -> TrajectoryInfo:
         """One trajectory."""
-        found = self.engine.trajectory(id)
-        if found is None:
+        trajectory = self.engine.trajectory(id)
+        if trajectory is None:
             raise NotFound(f"no trajectory {id!r}")
         sandbox, living = self.environments.get(id), self.machines.living(id)
         if sandbox is not None:
@@ -558,7 +558,7 @@ class Api:
                 network=spec.network.value,
                 memory_bytes=spec.memory_bytes,
             )
-        return self._leased(replaced(convert(found, TrajectoryInfo), sandbox=living))
+        return self._leased(replaced(convert(trajectory, TrajectoryInfo), sandbox=living))
 
     def _leased(self, trajectory: TrajectoryInfo) -> TrajectoryInfo:
         """Return it with the time for which its client holds it."""
@@ -623,20 +623,20 @@ class Api:
         """
         for place, new in enumerate(body.to):
             if new == id or new in body.to[:place]:
-                told = f"$.to[{place}]: {new!r} is named twice, or is the trajectory itself"
-                raise Conflict(told, component="snapshots", detail={"path": f"$.to[{place}]"})
+                message = f"$.to[{place}]: {new!r} is named twice, or is the trajectory itself"
+                raise Conflict(message, component="snapshots", detail={"path": f"$.to[{place}]"})
             if self.engine.trajectory(new) is not None:
                 raise Conflict(
                     f"trajectory {new!r} lives already: choose another name, or end it", component="snapshots"
                 )
-        found = self.engine.trajectory(id)
-        if found is None:
+        parent = self.engine.trajectory(id)
+        if parent is None:
             raise NotFound(f"no trajectory {id!r}", component="snapshots")
         self.functions.get(body.function)
         taken = (await self.take_snapshot(id)).snapshot
         opening = TrajectoryOpening(
             function=body.function,
-            task=body.task or str(found["task"]),
+            task=body.task or str(parent["task"]),
             step=body.step,
             snapshot=taken,
             lease_s=body.lease_s,
@@ -720,8 +720,8 @@ class Api:
             self.engine.check_trajectory(trajectory, living=True)
         files = self.files(trajectory)
         if files is None:
-            told = f"trajectory {trajectory!r} has no sandbox: it starts with its first action, or when it is opened"
-            raise NotFound(told)
+            message = f"trajectory {trajectory!r} has no sandbox: it starts with its first action, or when it is opened"
+            raise NotFound(message)
         return files
 
     @operation(
@@ -754,8 +754,8 @@ class Api:
                 try:
                     file = await opening.enter_async_context(opened)
                 except TooLarge as error:
-                    told = f"{error.message} (server.file_limit)"
-                    raise TooLarge(told, component=error.component, detail=error.detail) from None
+                    message = f"{error.message} (server.file_limit)"
+                    raise TooLarge(message, component=error.component, detail=error.detail) from None
             yield file
 
     @operation(
@@ -796,8 +796,8 @@ class Api:
         be no more sessions.
         """
         if self.functions.get(opening.function).runtime != "exec":
-            told = f"$.function: {opening.function!r} is no exec function, and others have no sessions"
-            raise InvalidInput(told, component="session", detail={"path": "$.function"})
+            message = f"$.function: {opening.function!r} is no exec function, and others have no sessions"
+            raise InvalidInput(message, component="session", detail={"path": "$.function"})
         self.sessions.check()
         fields: dict[str, object] = {
             "argv": list(opening.argv),
@@ -825,8 +825,8 @@ class Api:
         record = invocation.record
         fields = serialization.loads_object(record.input or b"{}")
         if "session" not in fields or record.trajectory is None:
-            told = "it is no session: begin one by POST /v1/trajectories/{id}/sessions, or on gRPC by Session"
-            raise Conflict(told, component="session", invocation_id=record.id)
+            message = "it is no session: begin one by POST /v1/trajectories/{id}/sessions, or on gRPC by Session"
+            raise Conflict(message, component="session", invocation_id=record.id)
         if record.terminal:
             return self.sessions.get(record.id)
         return self.sessions.living(record.id, terminal_of(fields))
@@ -1066,8 +1066,8 @@ def with_choice(function: FunctionSpec, choice: SandboxChoice) -> FunctionSpec:
 
 
 def _no_choice(function: FunctionSpec, field: str) -> InvalidInput:
-    told = f"$.{field}: function {function.name!r} has no sandbox of which anything could be chosen"
-    return InvalidInput(told, component="http", detail={"path": f"$.{field}"})
+    message = f"$.{field}: function {function.name!r} has no sandbox of which anything could be chosen"
+    return InvalidInput(message, component="http", detail={"path": f"$.{field}"})
 
 
 def rooted(path: str) -> str:
@@ -1083,8 +1083,8 @@ def placed_path(path: str, workdir: str) -> str:
 def _fitting(path: str) -> str:
     """Return a path that a system can take; raises InvalidInput. It is the sandbox that keeps it inside."""
     if "\0" in path or len(path.encode("utf-8", "replace")) > PATH_BYTES_MAX:
-        told = f"the path holds a NUL byte or is longer than {PATH_BYTES_MAX} bytes"
-        raise InvalidInput(told, component="files", detail={"path": "path"})
+        message = f"the path holds a NUL byte or is longer than {PATH_BYTES_MAX} bytes"
+        raise InvalidInput(message, component="files", detail={"path": "path"})
     return path
 
 
@@ -1098,8 +1098,8 @@ def file_conflicts() -> Iterator[None]:
     except ActionFailed as error:
         if error.reason is not Reason.ENVIRONMENT_LOST:
             raise
-        told = f"{error.message}; actions that expect them end environment_lost, then it begins anew, empty"
-        raise Conflict(told, component=error.component, detail=error.detail) from None
+        message = f"{error.message}; actions that expect them end environment_lost, then it begins anew, empty"
+        raise Conflict(message, component=error.component, detail=error.detail) from None
 
 
 class _SentData:
@@ -1193,8 +1193,8 @@ async def bounded_chunks(
             async with asyncio.timeout_at(deadline_s):
                 chunk = await receive()
         except TimeoutError:
-            told = f"the body took longer than {timeout_s:g} s to arrive"
-            raise TooSlow(told, component=component) from None
+            message = f"the body took longer than {timeout_s:g} s to arrive"
+            raise TooSlow(message, component=component) from None
         if chunk is None:
             return
         size_bytes += len(chunk)

@@ -441,8 +441,8 @@ class App:
         self.leases.ended(trajectory)
 
     def _idle_s(self, trajectory: str) -> float | None:
-        found = self.engine.trajectory(trajectory)
-        return None if found is None or found["state"] == "ending" else float(str(found["idle_s"]))
+        result = self.engine.trajectory(trajectory)
+        return None if result is None or result["state"] == "ending" else float(str(result["idle_s"]))
 
     def _watch(self) -> None:
         watch = self.metrics.watch

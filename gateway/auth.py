@@ -85,8 +85,8 @@ def token_problem(token: str) -> str:
     if len(token) >= CONFIGURED_MIN and _TOKEN.fullmatch(token):
         return ""
     odd = "others" if re.search(r"[^!-~]", token) else str(len(token))
-    told = f"a token has {CONFIGURED_MIN} to {TOKEN_BYTES_MAX} visible ASCII characters, and no spaces"
-    return f"{told}; this one has {odd}: openssl rand -hex 32 makes one"
+    message = f"a token has {CONFIGURED_MIN} to {TOKEN_BYTES_MAX} visible ASCII characters, and no spaces"
+    return f"{message}; this one has {odd}: openssl rand -hex 32 makes one"
 
 
 @contextmanager
@@ -124,8 +124,8 @@ def _kept(file: Path) -> str:
         text = file.read_text(encoding="utf-8", errors="replace").strip() if about.st_size <= TOKEN_BYTES_MAX else ""
         if closed and _TOKEN.fullmatch(text):
             if problem := token_problem(text):
-                told = f"{file}: {problem}; without the file the next start writes one"
-                raise InvalidConfig(told, component="auth")
+                message = f"{file}: {problem}; without the file the next start writes one"
+                raise InvalidConfig(message, component="auth")
             return text
         _log.warning("a token that others may have read, or that is none, is replaced", file=str(file))
     except FileNotFoundError:
@@ -182,14 +182,14 @@ class Guard:
         """Return what the Authorization value of a request allows; raises Unauthorized."""
         if self.tokenless:
             return Role.ADMIN
-        scheme, _, given = (authorization or b"").partition(b" ")
+        scheme, _, value = (authorization or b"").partition(b" ")
         # Each is compared, so that the time does not tell which of them the value is like.
-        found = [role for token, role in self._roles if hmac.compare_digest(given, token.encode())]
-        if scheme.lower() != b"bearer" or not given:
+        result = [role for token, role in self._roles if hmac.compare_digest(value, token.encode())]
+        if scheme.lower() != b"bearer" or not value:
             raise Unauthorized(f"a bearer token is needed: {REMEDY}", component="auth")
-        if not found:
+        if not result:
             raise Unauthorized(f"the token that was sent is wrong: {REMEDY}", component="auth")
-        return found[0]
+        return result[0]
 
 
 class PageSession:

@@ -172,8 +172,8 @@ class AppliedConfigs:
 
     async def load(self) -> None:
         """Read what earlier gateways were given."""
-        found = orjson.loads(await self._store.document(DOCUMENT) or "[]")
-        self.documents = tuple(AppliedDocument(base64.b64decode(each["body"]), tuple(each["names"])) for each in found)
+        result = orjson.loads(await self._store.document(DOCUMENT) or "[]")
+        self.documents = tuple(AppliedDocument(base64.b64decode(each["body"]), tuple(each["names"])) for each in result)
 
     def check(self) -> None:
         """Raise StorageUnavailable while the disk refuses: nothing is applied then that would not be kept."""
@@ -190,10 +190,10 @@ class AppliedConfigs:
             for each in self.documents
         ]
         documents = (*kept, AppliedDocument(body, tuple(sorted(names))))
-        found = tuple(each for each in documents if each.names and each.body.strip())
-        if found != self.documents:
-            self.documents = found
-            saved = [{"body": base64.b64encode(each.body).decode(), "names": each.names} for each in found]
+        result = tuple(each for each in documents if each.names and each.body.strip())
+        if result != self.documents:
+            self.documents = result
+            saved = [{"body": base64.b64encode(each.body).decode(), "names": each.names} for each in result]
             self._store.save_document(DOCUMENT, orjson.dumps(saved).decode())
 
     def keep_files(self, digest: str, sources: Mapping[str, str]) -> None:
@@ -328,10 +328,10 @@ class Preparation:
                 self._instead[name] = instead
             again.set()
 
-    def note(self, name: str, told: str) -> None:
+    def note(self, name: str, message: str) -> None:
         """Tell what is done for one that is being prepared."""
         if self._states.get(name, Readiness("ready")).status == "preparing":
-            self._states[name] = Readiness("preparing", told)
+            self._states[name] = Readiness("preparing", message)
 
     async def one(self, function: FunctionSpec, prepare: Prepare | None = None) -> None:
         """Prepare one now; raises CodedError, and changes nothing that is told of it."""
@@ -405,21 +405,21 @@ def function_info(
     changes: Sequence[RevisionChange] = (),
 ) -> FunctionInfo:
     """Return a registered function. What is not set is left out; secrets are references and stay so."""
-    found = msgspec.to_builtins(spec, enc_hook=str)
-    if (sandbox := found.get("sandbox")) is not None:
+    result = msgspec.to_builtins(spec, enc_hook=str)
+    if (sandbox := result.get("sandbox")) is not None:
         sandbox["env"] = {name: masked(value) for name, value in sandbox["env"].items()}
-    found |= {
+    result |= {
         "cost": {kind: _units(units) for kind, units in spec.cost.items()},
         "input_schema": input_schema(spec),
         "result_schema": result_schema(spec),
-        "own": {each.name: found[each.name] for each in fields(spec) if each.name not in _COMMON} or None,
+        "own": {each.name: result[each.name] for each in fields(spec) if each.name not in _COMMON} or None,
         "learned": None if learned is UNSET else msgspec.convert(learned, Mapping[str, LearnedInfo]),
         "source": source,
         "changes": list(changes) or None,
         "status": None if readiness is None else readiness.status,
         "problem": (readiness.problem or None) if readiness is not None else None,
     }
-    return msgspec.convert({name: value for name, value in found.items() if value is not None}, FunctionInfo)
+    return msgspec.convert({name: value for name, value in result.items() if value is not None}, FunctionInfo)
 
 
 def masked(value: str) -> str:
@@ -455,13 +455,13 @@ class Revisions:
         for name, new in functions.items():
             old = self._functions.get(name)
             if old is not None and old != new:
-                told = RevisionChange(
+                change = RevisionChange(
                     at=serialization.instant(self._wall()),
                     was=old.revision,
                     now=new.revision,
                     values=_differing(old, new),
                 )
-                self._changes.setdefault(name, deque(maxlen=KEPT)).appendleft(told)
+                self._changes.setdefault(name, deque(maxlen=KEPT)).appendleft(change)
         self._changes = {name: changes for name, changes in self._changes.items() if name in functions}
         self._functions = functions
 
@@ -474,8 +474,8 @@ def _differing(old: FunctionSpec, new: FunctionSpec) -> dict[str, ValueChange]:
 
 
 def _shown(function: FunctionSpec) -> dict[str, object]:
-    found: dict[str, object] = msgspec.to_builtins(function_info(function))
-    return {key: value for key, value in found.items() if key not in _LEFT_OUT}
+    result: dict[str, object] = msgspec.to_builtins(function_info(function))
+    return {key: value for key, value in result.items() if key not in _LEFT_OUT}
 
 
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
@@ -535,13 +535,13 @@ class Registry:
 
     def task(self, name: str) -> TaskSpec:
         """The task's share and bounds; raises InvalidInput for one that is not declared, where such are refused."""
-        found = self.config.tasks.get(name)
-        if found is None and self.config.scheduler.undeclared_tasks == "refuse":
-            told = f"task {name!r} is not declared{suggestion(name, self.config.tasks)}"
+        result = self.config.tasks.get(name)
+        if result is None and self.config.scheduler.undeclared_tasks == "refuse":
+            message = f"task {name!r} is not declared{suggestion(name, self.config.tasks)}"
             raise InvalidInput(
-                f"{told} (scheduler.undeclared_tasks is refuse)", component="registry", detail={"path": "task"}
+                f"{message} (scheduler.undeclared_tasks is refuse)", component="registry", detail={"path": "task"}
             )
-        return found or TaskSpec()
+        return result or TaskSpec()
 
     def all(self) -> tuple[FunctionSpec, ...]:
         """Every function, by name."""
@@ -633,8 +633,8 @@ class Registry:
                     f"function {name!r} is declared in {place}: remove it there, and apply", component="registry"
                 )
             if own := await asyncio.to_thread(self._own_place, name):
-                told = f"{own} declares function {name!r} too, and the next start would have it again: remove it"
-                raise Conflict(f"{told} there first, then here", component="registry")
+                message = f"{own} declares function {name!r} too, and the next start would have it again: remove it"
+                raise Conflict(f"{message} there first, then here", component="registry")
             left = {other: spec for other, spec in self.config.functions.items() if other != name}
             diff = self._switch(dataclasses.replace(self.config, functions=left))
             await self._keep(b"", diff)
@@ -752,8 +752,8 @@ class Registry:
         try:
             sent = convert(body, ConfigFiles)
         except ValidationError as error:
-            told = f'write {{"files": [{{"path": ..., "text": ...}}, ...], "variables": {{...}}}}: {error}'
-            raise InvalidConfig(told, component="registry") from None
+            message = f'write {{"files": [{{"path": ..., "text": ...}}, ...], "variables": {{...}}}}: {error}'
+            raise InvalidConfig(message, component="registry") from None
         if len(sent.files) > gateway_config.FILES_MAX:
             raise InvalidConfig(f"more than {gateway_config.FILES_MAX} files", component="registry")
         sources = [ConfigSource(path=_inside(served, base / each.path), text=each.text) for each in sent.files]
@@ -803,15 +803,15 @@ def _placed(config: GatewayConfig, function: FunctionSpec, error: CodedError) ->
     """Return the error with the place where the function is defined."""
     place = config.origins.get(function.name)
     kind = type(error) if isinstance(error, Unsatisfiable | Unsupported) else InvalidConfig
-    told = f"{place}: functions.{function.name}: {error.message}" if place else error.message
-    return kind(told, component=error.component, detail=error.detail)
+    message = f"{place}: functions.{function.name}: {error.message}" if place else error.message
+    return kind(message, component=error.component, detail=error.detail)
 
 
 def _as_sent(error: CodedError, directory: Path) -> CodedError:
     """Return the error of what was sent alone in the sender's words: where it is kept here says nothing to them."""
-    told = re.sub(rf"{re.escape(str(directory))}/function\.yaml(:\d+)*", "the function that was sent", error.message)
-    told = told.replace(f"{directory}/", "").replace(str(directory), "the files that were sent")
-    return type(error)(told, component=error.component, detail=error.detail)
+    message = re.sub(rf"{re.escape(str(directory))}/function\.yaml(:\d+)*", "the function that was sent", error.message)
+    message = message.replace(f"{directory}/", "").replace(str(directory), "the files that were sent")
+    return type(error)(message, component=error.component, detail=error.detail)
 
 
 def _raise_all(errors: Sequence[CodedError]) -> None:
@@ -827,10 +827,10 @@ def _raise_all(errors: Sequence[CodedError]) -> None:
 def _inside(served: Sequence[Path], path: Path) -> Path:
     """Return the path of a file of a request; raises InvalidConfig where it, or what it links to, lies elsewhere."""
     try:
-        found = path.resolve()
+        result = path.resolve()
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"{str(path)[:256]!r} is no path: {error}", component="registry") from None
-    if not any(found.is_relative_to(each.resolve()) for each in served):
+    if not any(result.is_relative_to(each.resolve()) for each in served):
         listed = ", ".join(map(str, served))
         raise InvalidConfig(
             f"{path} is outside of the directories that this gateway serves ({listed}): "
@@ -849,12 +849,12 @@ def _changed_keys(old: FunctionSpec, new: FunctionSpec) -> tuple[str, ...]:
 
 def _values(old: FunctionSpec, new: FunctionSpec, keys: Iterable[str]) -> dict[str, ValueChange]:
     """Return what each key is and becomes, as text, of a mapping what differs in it; nothing of a handler's code."""
-    found = {}
+    result = {}
     for key in keys:
         if key != "source":
             was, now = _apart(_plain(getattr(old, key, None)), _plain(getattr(new, key, None)))
-            found[key] = ValueChange(was=_as_text(_without_secrets(was)), now=_as_text(_without_secrets(now)))
-    return found
+            result[key] = ValueChange(was=_as_text(_without_secrets(was)), now=_as_text(_without_secrets(now)))
+    return result
 
 
 def _without_secrets(section: object) -> object:
@@ -878,8 +878,8 @@ def _apart(old: object, new: object) -> tuple[object, object]:
 
 
 def _plain(value: object) -> object:
-    found: object = orjson.loads(orjson.dumps(value, default=str, option=_OPTIONS))
-    return found
+    result: object = orjson.loads(orjson.dumps(value, default=str, option=_OPTIONS))
+    return result
 
 
 def _as_text(value: object) -> str:

@@ -109,10 +109,10 @@ def read(value: object, kind: type[T], what: str = "") -> T:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        said, place = explained(error)
-        field = _FIELD.search(said)
+        problem, place = explained(error)
+        field = _FIELD.search(problem)
         path = (what + place + ("" if field is None else f".{field[1]}")).removeprefix(".")
-        raise InvalidInput(f"{path}: {said}", detail={"path": path}) from None
+        raise InvalidInput(f"{path}: {problem}", detail={"path": path}) from None
 
 
 def name(text: str, what: str) -> str:
@@ -152,8 +152,8 @@ def trace(parent: object, state: object) -> TraceContext:
     """Return the trace context, dropped where it is malformed, as W3C asks; a state alone means nothing."""
     if not isinstance(parent, str) or TRACEPARENT.fullmatch(parent) is None:
         return TraceContext(traceparent=None, tracestate=None)
-    told = isinstance(state, str) and TRACESTATE.fullmatch(state) is not None
-    return TraceContext(traceparent=parent, tracestate=str(state) if told else None)
+    has_state = isinstance(state, str) and TRACESTATE.fullmatch(state) is not None
+    return TraceContext(traceparent=parent, tracestate=str(state) if has_state else None)
 
 
 def instant(wall_s: float) -> datetime:

@@ -47,11 +47,11 @@ class Spread:
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, how many were at most that)."""
-        reached, found = 0, []
+        reached, result = 0, []
         for label, count in zip(_LABELS, self.counts, strict=True):
             reached += count
-            found.append((label, float(reached)))
-        return found
+            result.append((label, float(reached)))
+        return result
 
 
 @dataclass(slots=True)
@@ -234,19 +234,19 @@ class Stats:
 
         With them goes the instant from when on these are all that there were.
         """
-        found: list[Bar] = []
+        result: list[Bar] = []
         known_s = max(since_s, self.began_wall_s)
         for bar in reversed(self.done):
             if bar.end_s < since_s:
                 break
-            if len(found) >= limit:
+            if len(result) >= limit:
                 known_s = max(known_s, bar.end_s)
                 break
-            found.append(bar)
+            result.append(bar)
         else:
             if len(self.done) == BARS_MAX:
                 known_s = max(known_s, self.done[0].end_s)
-        return [*reversed(found), *list(self.running.values())[-limit:]], known_s
+        return [*reversed(result), *list(self.running.values())[-limit:]], known_s
 
     def per_second(self, seconds: int) -> list[int]:
         """Return how many ended in each of the last whole seconds, oldest first."""
@@ -305,12 +305,12 @@ class Stats:
         return {name: _fared(recent, ended[name]) for name, recent in self._functions.items()}
 
     def _ends_of(self, name: str) -> deque[_End]:
-        found = self._functions.get(name)
-        if found is None:
+        result = self._functions.get(name)
+        if result is None:
             if len(self._functions) >= RECENT_FUNCTIONS_MAX:  # the one that has ended nothing for longest goes
                 del self._functions[min(self._functions, key=lambda each: self._functions[each][-1].at_s)]
-            found = self._functions[name] = deque(maxlen=ENDS_MAX)
-        return found
+            result = self._functions[name] = deque(maxlen=ENDS_MAX)
+        return result
 
     def _second(self) -> _Second:
         second = int(self._now())

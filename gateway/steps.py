@@ -283,8 +283,8 @@ class TaskSteps:
         What neither ended nor goes on was abandoned.
         """
         now_s = self._wall()
-        found = (each for steps in self._steps.values() for each in steps.values())
-        quiet_s = ((each, each.quiet_s(now_s) if each.ended_s is None else now_s - each.ended_s) for each in found)
+        result = (each for steps in self._steps.values() for each in steps.values())
+        quiet_s = ((each, each.quiet_s(now_s) if each.ended_s is None else now_s - each.ended_s) for each in result)
         shown = [each for each, since_s in quiet_s if since_s <= RECENT_S]
         return [self.info(each) for each in heapq.nlargest(RECENT_MAX, shown, key=lambda each: each.opened_s)]
 
@@ -320,8 +320,8 @@ class TaskSteps:
         return Lifetimes(ended, ages_s).ends_in_s(batch)
 
     def _learned_from(self, step: TaskStep) -> Iterable[TaskStep]:
-        told = [each for each in self._steps[step.task].values() if each.sample_s]
-        return told[-LEARNED_STEPS:]
+        sampled = [each for each in self._steps[step.task].values() if each.sample_s]
+        return sampled[-LEARNED_STEPS:]
 
     # The steps that there are
 
@@ -369,5 +369,5 @@ class TaskSteps:
 
     def _save(self, step: TaskStep) -> None:
         sample = serialization.encode([round(each, 3) for each in step.sample_s]).decode()
-        told = (step.opened_s, step.expected, step.ended, step.ended_s, step.most_living, sample)
-        self._store.note("save_step", step.task, step.number, *told)
+        values = (step.opened_s, step.expected, step.ended, step.ended_s, step.most_living, sample)
+        self._store.note("save_step", step.task, step.number, *values)

@@ -154,8 +154,8 @@ class RenewedContext:
 
     def look(self) -> None:
         """Take the files if they are others than before, and can be used; else go on with those of before."""
-        found = self._identity()
-        if found == self._taken:
+        result = self._identity()
+        if result == self._taken:
             return
         tls = self._tls
         try:
@@ -164,11 +164,11 @@ class RenewedContext:
             if tls.client_ca is not None:
                 self.context.load_verify_locations(tls.client_ca)
         except (InvalidConfig, OSError) as error:
-            if found != self._refused:
-                self._refused = found
+            if result != self._refused:
+                self._refused = result
                 self._log.error("renewed files are not taken", door=self._door, why=str(error))
             return
-        self._taken = self._refused = found
+        self._taken = self._refused = result
         self._log.info("a renewed certificate is served", door=self._door, file=str(tls.cert))
 
     def _identity(self) -> tuple[tuple[int, ...] | None, ...]:
@@ -178,10 +178,10 @@ class RenewedContext:
 
 def _identity_of(file: Path) -> tuple[int, ...] | None:
     try:
-        found = file.stat()
+        result = file.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return result.st_dev, result.st_ino, result.st_size, result.st_mtime_ns
 
 
 #: Seconds that a refused connection may take to read its refusal.

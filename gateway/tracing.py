@@ -63,8 +63,8 @@ class TraceExporter:
     ) -> None:
         self._spec = spec
         self._queue_max, self._timeout_s = queue_max, timeout_s
-        told = {"service.name": spec.service, "service.version": version("tangram-gateway")}
-        self._resource = Resource.create(told)
+        fields = {"service.name": spec.service, "service.version": version("tangram-gateway")}
+        self._resource = Resource.create(fields)
         self._collector = _Collector(spec, timeout_s)
         self._processor = BatchSpanProcessor(
             self._collector,
@@ -87,8 +87,8 @@ class TraceExporter:
 
     def measured_by(self, metrics: Metrics) -> None:
         """Show what was sent and dropped."""
-        told, lost = "Spans that a collector took", "Spans dropped: the queue was full, or no collector took them"
-        metrics.watch("tangram_trace_spans_sent", told, lambda: self.sent, counter=True)
+        sent, lost = "Spans that a collector took", "Spans dropped: the queue was full, or no collector took them"
+        metrics.watch("tangram_trace_spans_sent", sent, lambda: self.sent, counter=True)
         metrics.watch("tangram_trace_spans_dropped", lost, lambda: self.dropped, counter=True)
 
     def ended(self, record: Record) -> None:
@@ -151,8 +151,8 @@ class _Collector(SpanExporter):
         """Read how many spans an answer says were not taken; 0 if it says nothing that can be read."""
         self._rejected = 0
         with suppress(DecodeError):
-            told = ExportTraceServiceResponse.FromString(answer.content)
-            self._rejected = max(0, told.partial_success.rejected_spans)
+            response = ExportTraceServiceResponse.FromString(answer.content)
+            self._rejected = max(0, response.partial_success.rejected_spans)
 
 
 # Spans, from records alone
@@ -260,7 +260,7 @@ def _span(
 
 
 def _attributes(record: Record) -> dict[str, Attribute]:
-    given: dict[str, Attribute | None] = {
+    fields: dict[str, Attribute | None] = {
         "tangram.invocation": record.id,
         "tangram.function": record.function,
         "tangram.revision": record.revision,
@@ -275,7 +275,7 @@ def _attributes(record: Record) -> dict[str, Attribute]:
         **{f"tangram.units.{kind}": units for kind, units in record.units.items()},
         **{f"tangram.usage.{name}": amount for name, amount in record.usage.items()},
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _error(state: State, reason: object, message: str) -> str | None:

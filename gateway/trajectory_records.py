@@ -245,8 +245,8 @@ class SnapshotCatalogue:
     def all(self) -> list[NodeSnapshot]:
         """Return every snapshot, also those that are lost, the oldest first."""
         nodes = self._machines.snapshots
-        found = [*map(self._on_here, self._here.all()), *nodes.all()]
-        return sorted(found, key=lambda each: each.record.made_s)
+        result = [*map(self._on_here, self._here.all()), *nodes.all()]
+        return sorted(result, key=lambda each: each.record.made_s)
 
     def in_use(self) -> set[str]:
         """Return the snapshots that a living trajectory began with, or something is about to begin with."""
@@ -263,11 +263,11 @@ class SnapshotCatalogue:
         nodes = self._machines.snapshots
         if nodes.find(id) is None:
             return self._on_here(self._here.get(id))
-        found = nodes.get(id)
-        if why := self._machines.leaving(found.node):
-            told = f"snapshot {id!r} is on node {found.node}, which takes no new work: {why}"
-            raise Conflict(told, component="snapshots")
-        return found
+        result = nodes.get(id)
+        if why := self._machines.leaving(result.node):
+            message = f"snapshot {id!r} is on node {result.node}, which takes no new work: {why}"
+            raise Conflict(message, component="snapshots")
+        return result
 
     async def begin(self, id: str, work: Callable[[], Awaitable[T]]) -> T:
         """Do what begins with a snapshot, which is not removed meanwhile.

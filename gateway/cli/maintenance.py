@@ -86,10 +86,10 @@ def clean(names: tuple[str, ...], yes: bool, everything: bool, host: str, as_jso
     tangram clean
     tangram clean --yes
     """
-    found = _found(host, names)
+    result = _found(host, names)
     if names:
-        found = [(remains, one) for remains, one in found if {one.name, one.state_dir} & _meant(names)]
-    verdicts = [(remains, one, bool(names) or everything or not one.held) for remains, one in found]
+        result = [(remains, one) for remains, one in result if {one.name, one.state_dir} & _meant(names)]
+    verdicts = [(remains, one, bool(names) or everything or not one.held) for remains, one in result]
     removed: list[Remnant] = []
     failed: list[Remnant] = []
     for remains, remnant, wanted in verdicts:
@@ -124,9 +124,9 @@ def _found(host: str, names: tuple[str, ...]) -> list[tuple[Remains, Remnant]]:
         say(f"no containers are looked for: {error.message}")
         local = LocalRemains(_meant(names))
         return [(local, one) for one in local.find()]
-    found: list[tuple[Remains, Remnant]] = [(engine, one) for one in engine.find()]
+    result: list[tuple[Remains, Remnant]] = [(engine, one) for one in engine.find()]
     local = LocalRemains({*_meant(names), *engine.state_dirs}, engine.sandboxes)
-    return found + [(local, one) for one in local.find()]
+    return result + [(local, one) for one in local.find()]
 
 
 def _meant(names: tuple[str, ...]) -> set[str]:

@@ -47,9 +47,9 @@ from tangram.types import FunctionInfo, NodeStatus, show_size, size_bytes
 @connected
 def list_nodes(client: Client, as_json: bool) -> None:
     """List the machines that actions run on, and how they are."""
-    found = client.nodes()
+    result = client.nodes()
     if as_json:
-        print_json(found)
+        print_json(result)
         return
     rows = [
         (
@@ -64,13 +64,13 @@ def list_nodes(client: Client, as_json: bool) -> None:
             ",".join(f"{key}={value}" for key, value in sorted(each.labels.items())),
             each.why,
         )
-        for each in found
+        for each in result
     ]
     show(table(("NODE", "STATE", "SINCE", "CORES", "DEVICES", "MEMORY", "RUNNING", "HOLDERS", "LABELS", "WHY"), rows))
     coming = [each for each in client.ray_machines() if each.state != "serving"]
     if coming:
-        told = [(each.machine[:12], each.node, each.state, show_seconds(each.since_s), each.why) for each in coming]
-        show(table(("RAY MACHINE", "NODE", "STATE", "SINCE", "WHY"), told))
+        shown = [(each.machine[:12], each.node, each.state, show_seconds(each.since_s), each.why) for each in coming]
+        show(table(("RAY MACHINE", "NODE", "STATE", "SINCE", "WHY"), shown))
 
 
 @click.command("drain")
@@ -153,12 +153,12 @@ def problems_of(node: NodeStatus) -> Sequence[str]:
         "draining": "it leaves when it is empty",
         "lost": "start `tangram node join` there again, with its state directory or a new ticket",
     }
-    found = []
+    result = []
     if node.state in remedies:
         refused = f"; it may join again in {node.refused_s:.0f} s" if node.refused_s else ""
-        found.append(f"{node.node} is {node.state} ({node.why}){refused}: {remedies[node.state]}")
-    found += [f"{node.node} cannot run {function}: {why}" for function, why in sorted(node.unable.items())]
-    return found
+        result.append(f"{node.node} is {node.state} ({node.why}){refused}: {remedies[node.state]}")
+    result += [f"{node.node} cannot run {function}: {why}" for function, why in sorted(node.unable.items())]
+    return result
 
 
 def homeless(functions: Sequence[FunctionInfo], nodes: Sequence[NodeStatus]) -> Sequence[str]:
@@ -166,7 +166,7 @@ def homeless(functions: Sequence[FunctionInfo], nodes: Sequence[NodeStatus]) -> 
     living = [node for node in nodes if node.state not in ("lost", "drained")]
     #: A gateway that is alone asks no machine: what it cannot run it says of the function itself.
     is_asked = any(not node.local or node.able or node.unable for node in nodes) or not nodes
-    found = []
+    result = []
     for function in functions:
         if function.sandbox is UNSET and {"cpu", "gpu"}.isdisjoint(function.cost):
             continue  # it runs in the gateway
@@ -175,10 +175,12 @@ def homeless(functions: Sequence[FunctionInfo], nodes: Sequence[NodeStatus]) -> 
             labels = ",".join(f"{key}={value}" for key, value in sorted(function.nodes.items()))
             which = f"no machine has the labels {labels}" if labels else "there is no machine"
             joined = f" with `--labels {labels}`, or change functions.{function.name}.nodes" if labels else ""
-            found.append(f"{function.name} runs nowhere: {which}: have one join{joined}")
+            result.append(f"{function.name} runs nowhere: {which}: have one join{joined}")
         elif is_asked and not any(function.name in node.able for node in fit):
-            found.append(f"{function.name} runs nowhere: none of {', '.join(node.node for node in fit[:8])} is able to")
-    return found
+            result.append(
+                f"{function.name} runs nowhere: none of {', '.join(node.node for node in fit[:8])} is able to"
+            )
+    return result
 
 
 class NodeVerbs(click.Group):
@@ -301,43 +303,43 @@ def _configuration(
     paths: tuple[Path, ...], state_dir: Path, name: str, labels: str, cores: str, sandboxes: str
 ) -> GatewayConfig:
     """Return what the runtimes of a node are made from; raises InvalidConfig."""
-    found = load(paths, os.environ, look=False) if paths else GatewayConfig()
+    result = load(paths, os.environ, look=False) if paths else GatewayConfig()
     pairs = [pair.partition("=") for pair in labels.split(",") if pair]
     if any(not key or not mark for key, mark, _ in pairs):
         raise InvalidConfig(f"--labels: {labels!r} is not KEY=VALUE,...", component="node")
-    provider = found.sandbox.provider
+    provider = result.sandbox.provider
     if sandboxes != "auto":
         provider = replace(provider, kind="container" if sandboxes == "docker" else "process")
-    node = replace(found.node, name=name, labels={**found.node.labels, **{key: value for key, _, value in pairs}})
+    node = replace(result.node, name=name, labels={**result.node.labels, **{key: value for key, _, value in pairs}})
     if cores:
         node = replace(node, cpu=replace(node.cpu, cores=cores))
     return replace(
-        found,
-        server=replace(found.server, state_dir=state_dir),
+        result,
+        server=replace(result.server, state_dir=state_dir),
         node=node,
-        sandbox=replace(found.sandbox, provider=provider),
+        sandbox=replace(result.sandbox, provider=provider),
     )
 
 
-def offered_devices(given: str, configured: DevicesConfig) -> DevicesConfig:
+def offered_devices(value: str, configured: DevicesConfig) -> DevicesConfig:
     """Return the model devices that a node offers: as given, else as configured, else all that NVML finds.
 
     Raises InvalidConfig for what is no ``KIND[:COUNT[:SIZE]]``.
     """
-    if not given:
+    if not value:
         undeclared = configured == DevicesConfig() and not nvml().gpus()
         return replace(configured, kind="none") if undeclared else configured
-    kind, _, rest = given.partition(":")
+    kind, _, rest = value.partition(":")
     count, _, size = rest.partition(":")
     try:
         if count and not (count.isdecimal() and int(count)):
             raise ValueError(f"{count!r} is no number of devices")
         memory_bytes = size_bytes(size) if size else None
-        found = {"kind": kind, "count": int(count) if count else None, "memory_bytes": memory_bytes}
-        return convert(found, DevicesConfig)
+        result = {"kind": kind, "count": int(count) if count else None, "memory_bytes": memory_bytes}
+        return convert(result, DevicesConfig)
     except ValueError as error:
-        told = f"--devices: {given!r} is not KIND[:COUNT[:SIZE]] such as cuda:8 or cpu:2:4Gi: {error}"
-        raise InvalidConfig(told, component="node") from None
+        message = f"--devices: {value!r} is not KIND[:COUNT[:SIZE]] such as cuda:8 or cpu:2:4Gi: {error}"
+        raise InvalidConfig(message, component="node") from None
 
 
 async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
@@ -430,9 +432,9 @@ def look(python: str, address: str, within_s: float) -> dict[str, Any]:
     try:
         seen = msgspec.json.decode(done.stdout, type=dict[str, Any])
     except msgspec.DecodeError:
-        said = done.stderr.decode(errors="replace").strip()[-500:]
+        output = done.stderr.decode(errors="replace").strip()[-500:]
         raise RayUnseen(
-            f"{python} says nothing of a cluster: {said or 'nothing at all'}", component="cluster"
+            f"{python} says nothing of a cluster: {output or 'nothing at all'}", component="cluster"
         ) from None
     if "why" in seen:
         raise RayUnseen(f"{address}, seen by Python {seen['python']}: {seen['why']}", component="cluster")
@@ -444,9 +446,9 @@ def machines(seen: Mapping[str, Any], members: RayMembers, reservation: Reservat
     for each in seen["nodes"]:
         resources = dict(each["total"]) | ({"node:__internal_head__": 1.0} if each["head"] else {})
         node = RayNode(id=each["id"], alive=True, labels=each["labels"], resources=resources)
-        asked = dict(zip(("CPU", "GPU"), reservation.on(node), strict=True))
+        wanted = dict(zip(("CPU", "GPU"), reservation.on(node), strict=True))
         free = each["free"]
-        lacking = [f"{asked[name]:g} {name}s asked, {free[name]:g} free" for name in free if free[name] < asked[name]]
+        lacking = [f"{wanted[name]:g} {name}s asked, {free[name]:g} free" for name in free if free[name] < wanted[name]]
         taken = "no"
         if members.wants(node):
             taken = "draining" if each["draining_ms"] else "; ".join(lacking) or "yes"
@@ -470,8 +472,8 @@ def _row(each: Mapping[str, Any]) -> tuple[object, ...]:
     return each["id"][:12], each["address"], f"{total['CPU']:g}", f"{total['GPU']:g}", left, each["taken"]
 
 
-def _labels(given: tuple[str, ...]) -> dict[str, str]:
-    pairs = [each.partition("=") for each in given]
+def _labels(texts: tuple[str, ...]) -> dict[str, str]:
+    pairs = [each.partition("=") for each in texts]
     for key, sign, value in pairs:
         if not key or not sign or not value:
             raise InvalidInput(f"--label {key}{sign}{value} is not KEY=VALUE", component="cluster")

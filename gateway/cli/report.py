@@ -134,14 +134,14 @@ def play(workload: Workload, nodes: int, cores: int, devices: int) -> list[Playe
     """Return the workload under every policy that it is compared with, on a machine of this size."""
     size = Size(nodes=max(1, nodes), cores=cores, gpus=devices)
     whole = with_services(workload)
-    found = []
+    result = []
     for policy, name in COMPARED.items():
         try:
             done = simulate(whole, policy, size)
-            found.append(PlayedRun(name=name, row=Row.of(policy, done, capacity_of(size.spec(whole, "fixed")))))
+            result.append(PlayedRun(name=name, row=Row.of(policy, done, capacity_of(size.spec(whole, "fixed")))))
         except CodedError as error:
-            found.append(PlayedRun(name=name, row=None, problem=error.message))
-    return found
+            result.append(PlayedRun(name=name, row=None, problem=error.message))
+    return result
 
 
 def _played_kinds(trajectory: TracedTrajectory) -> TracedTrajectory:
@@ -201,7 +201,7 @@ def _numbers(run: ReportedRun) -> Iterator[str]:
     failed = sum(action.state != "succeeded" for action in run.actions)
     lanes = len({action.lane for action in run.actions})
     acts = sorted(action.end_s - action.accepted_s for action in run.actions)
-    told = [
+    result = [
         ("trajectories", str(lanes)),
         ("actions", str(len(acts))),
         ("did not succeed", str(failed)),
@@ -213,7 +213,7 @@ def _numbers(run: ReportedRun) -> Iterator[str]:
     yield "<section>"
     yield from (
         f"<span class=kpi><span class=dim>{name}</span><br><span class=big>{value}</span></span>"
-        for name, value in told
+        for name, value in result
     )
     yield "</section>"
 
@@ -263,9 +263,9 @@ def _timeline(run: ReportedRun, colours: Mapping[str, str]) -> Iterator[str]:
     yield f"<svg width={WIDTH} height={height} role=img aria-label='Timeline'>"
     for at in range(0, 11):
         x = LEFT + at * (WIDTH - LEFT - 34) / 10
-        told = show_seconds(run.span_s * (x - LEFT) / (WIDTH - LEFT))
+        label = show_seconds(run.span_s * (x - LEFT) / (WIDTH - LEFT))
         yield f"<line x1={x:.0f} x2={x:.0f} y1=0 y2={height - 16} stroke='#EDF0F3'/>"
-        yield f"<text x={x:.0f} y={height - 3}>{told}</text>"
+        yield f"<text x={x:.0f} y={height - 3}>{label}</text>"
     for lane, at in shown.items():
         yield f"<text x=0 y={13 * at + 10}>{escape(lane[:22])}</text>"
     for action in drawn:
@@ -278,12 +278,12 @@ def _bar(action: RunAction, y: int, scale: float, colours: Mapping[str, str]) ->
     units = ", ".join(f"{count} {kind}" for kind, count in action.units.items())
     parts = zip(PARTS, (action.queue_s, action.overhead_s, action.execution_s), strict=True)
     times = ", ".join(f"{name} {show_seconds(part)}" for name, part in parts)
-    told = escape(f"{action.function} {action.state} {action.reason} {units}: {times} ({action.id})")
+    title = escape(f"{action.function} {action.state} {action.reason} {units}: {times} ({action.id})")
     failed = f" stroke='{FAIL}' stroke-width=2" if action.state != "succeeded" else ""
     wait = f"<rect x={accepted:.1f} y={y + 4} width={max(0.0, begin - accepted):.1f} height=4 fill='#DFE3E8'/>"
     return (
         f"{wait}<rect x={begin:.1f} y={y} width={max(1.0, end - begin):.1f} height=11 "
-        f"fill='{colours[action.function]}'{failed}><title>{told}</title></rect>"
+        f"fill='{colours[action.function]}'{failed}><title>{title}</title></rect>"
     )
 
 
@@ -389,8 +389,8 @@ def report(
 
 def _of(client: Client, id: str, limit: int, since: str | None) -> tuple[str, Sequence[InvocationResult]]:
     """Return the title and the records of a trajectory, or of an invocation's."""
-    if found := _listed(client, limit, since, trajectory=id):
-        return f"Trajectory {id}", found
+    if result := _listed(client, limit, since, trajectory=id):
+        return f"Trajectory {id}", result
     record = client.get(whole_id(client, id))
     if record.trajectory is None:
         return f"Invocation {record.id}", [record]

@@ -163,11 +163,11 @@ def _docker_door(config: GatewayConfig, provider: Provider) -> Iterator[Finding]
     if function is None or function.sandbox is None or provider.info.kind == "container" or function.sandbox.images:
         return
     image = function.sandbox.image
-    told = (
+    message = (
         f"sandboxes are no containers here, and docker run begins one for the name {image!r} alone: "
         f"set {function.name}'s sandbox.image to the name that clients say, or serve with a Docker engine"
     )
-    yield Finding("server.facades.docker", "missing" if not image else "note", told)
+    yield Finding("server.facades.docker", "missing" if not image else "note", message)
 
 
 async def _checked(config: GatewayConfig, provider: Provider, refused: Collection[str]) -> list[Finding]:
@@ -344,8 +344,8 @@ def node(paths: tuple[Path, ...], as_json: bool) -> None:
     from gateway import limits as machine
     from gateway.config import load
 
-    found = files_of(Path())
-    loaded = load.load(paths or (Path(),), os.environ, look=False) if paths or found else load.GatewayConfig()
+    result = files_of(Path())
+    loaded = load.load(paths or (Path(),), os.environ, look=False) if paths or result else load.GatewayConfig()
     described = machine.describe(loaded)
     if as_json:
         print_json(msgspec.to_builtins(described, enc_hook=str))
@@ -411,8 +411,8 @@ def _port(config: GatewayConfig, name: str, port: int) -> Finding:
         try:
             tried.bind((config.server.host, port))
         except OSError as error:
-            told = f"{config.server.host} port {port}: {error.strerror}; set server.{name}, or end who has it"
-            return Finding(f"server.{name}", "missing", told)
+            message = f"{config.server.host} port {port}: {error.strerror}; set server.{name}, or end who has it"
+            return Finding(f"server.{name}", "missing", message)
     return Finding(f"server.{name}", "ok", f"{config.server.host} port {port or '(any)'} is free")
 
 
@@ -431,10 +431,12 @@ def _room(config: GatewayConfig) -> Finding:
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        told = f"{place} cannot be written to: mount it for writing, give its user the right, or set server.state_dir"
-        return Finding("disk", "missing", told)
+        message = (
+            f"{place} cannot be written to: mount it for writing, give its user the right, or set server.state_dir"
+        )
+        return Finding("disk", "missing", message)
     free_bytes = shutil.disk_usage(place).free
-    told = f"{show_size(free_bytes)} free at {place}"
+    message = f"{show_size(free_bytes)} free at {place}"
     if free_bytes < max(config.server.free_min_bytes, 1):
-        return Finding("disk", "missing", f"{told}: make room, or set server.state_dir or server.free_min")
-    return Finding("disk", "ok", told)
+        return Finding("disk", "missing", f"{message}: make room, or set server.state_dir or server.free_min")
+    return Finding("disk", "ok", message)

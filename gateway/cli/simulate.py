@@ -54,8 +54,8 @@ def recorded(records: Iterable[InvocationResult], functions: Mapping[str, Mappin
     for lane in lanes.values():
         lane.sort(key=lambda record: (_accepted_s(record), record.id))
     first_s = min((_accepted_s(lane[0]) for lane in lanes.values()), default=0.0)
-    made = [_trajectory(name, lane, functions, first_s) for name, lane in lanes.items()]
-    return sorted(made, key=lambda trajectory: (trajectory.arrival_s, trajectory.id))
+    created = [_trajectory(name, lane, functions, first_s) for name, lane in lanes.items()]
+    return sorted(created, key=lambda trajectory: (trajectory.arrival_s, trajectory.id))
 
 
 def _trajectory(

@@ -112,10 +112,10 @@ def read(paths: Sequence[Path]) -> tuple[list[ConfigSource], list[ConfigProblem]
     sources: dict[Path, ConfigSource] = {}
     problems: list[ConfigProblem] = []
     for path in paths:
-        found = files_of(path)
-        if not found:
+        result = files_of(path)
+        if not result:
             problems.append(ConfigProblem(message=nothing_there(path), position=Position(path, 1)))
-        for file in found[:FILES_MAX]:
+        for file in result[:FILES_MAX]:
             try:
                 if file.stat().st_size > yaml.TEXT_LIMIT_BYTES:
                     raise ValueError(f"the file is larger than {yaml.TEXT_LIMIT_BYTES} bytes")
@@ -300,8 +300,8 @@ class _Assembly:
             if (address or key == "listen") and not (host and port.isdecimal() and int(port) < 65536):
                 self._refuse(self.sections["cluster"], f"{address!r} is no HOST:PORT", (key,))
         if not cluster.link.beat_s < cluster.link.silent_s < cluster.times.lost_after_s:
-            told = "beat, silent and lost_after must be each longer than the one before"
-            self._refuse(self.sections["cluster"], told)
+            message = "beat, silent and lost_after must be each longer than the one before"
+            self._refuse(self.sections["cluster"], message)
         self._check_ray(cluster)
         return cluster
 
@@ -311,11 +311,11 @@ class _Assembly:
             return
         host = cluster.listen.rpartition(":")[0]
         if host in ("0.0.0.0", "[::]", "") and not cluster.advertise:  # compared, not bound
-            told = f"cluster.ray needs advertise: no machine can dial {cluster.listen}"
-            self._refuse(self.sections["cluster"], told, ("listen",))
+            message = f"cluster.ray needs advertise: no machine can dial {cluster.listen}"
+            self._refuse(self.sections["cluster"], message, ("listen",))
         if "{address}" not in cluster.ray.name and "{id}" not in cluster.ray.name:
-            told = f"{cluster.ray.name!r} names every machine alike: put {{address}} or {{id}} into it"
-            self._refuse(self.sections["cluster"], told, ("ray", "name"))
+            message = f"{cluster.ray.name!r} names every machine alike: put {{address}} or {{id}} into it"
+            self._refuse(self.sections["cluster"], message, ("ray", "name"))
 
     def _server(self) -> ServerConfig:
         if "server" not in self.sections and self.base is not None:
@@ -355,21 +355,21 @@ class _Assembly:
         taken: dict[int, str] = {0: ""}
         for name, port in {"port": server.port, "grpc_port": server.grpc_port, **doors}.items():
             if taken.setdefault(port, name) not in ("", name) and "server" in self.sections:
-                told = f"{port} is {taken[port]} already: choose another, or 0 for a free one"
-                self._refuse(self.sections["server"], told, tuple(name.split(".")))
+                message = f"{port} is {taken[port]} already: choose another, or 0 for a free one"
+                self._refuse(self.sections["server"], message, tuple(name.split(".")))
 
     def _extra_problems(self, server: ServerConfig) -> None:
         """What is asked for needs its library on the machine that serves."""
         if not self.look or self.base is not None or "server" not in self.sections:
             return
-        asked = {
+        needs = {
             ("traces", "endpoint"): ("otel", bool(server.traces.endpoint)),
             ("facades", "mcp"): ("mcp", server.facades.mcp is not None),
         }
-        for key, (extra, wanted) in asked.items():
+        for key, (extra, wanted) in needs.items():
             if wanted and not all(map(_installed, EXTRAS[extra])):
-                told = f"needs {' and '.join(EXTRAS[extra])}: pip install 'tangram-gateway[{extra}]'"
-                self._refuse(self.sections["server"], told, key)
+                message = f"needs {' and '.join(EXTRAS[extra])}: pip install 'tangram-gateway[{extra}]'"
+                self._refuse(self.sections["server"], message, key)
 
     def _token(self, file: Path) -> str:
         """The token in a file, which must hold one."""
@@ -388,13 +388,13 @@ class _Assembly:
             return None
         cert, key, client_ca = (self._absolute("server", path) for path in (tls.cert, tls.key, tls.client_ca))
         assert cert is not None and key is not None
-        found = TlsSection(cert=cert, key=key, client_ca=client_ca)
+        result = TlsSection(cert=cert, key=key, client_ca=client_ca)
         if self.look and self.base is None:
             try:
-                server_context(found, ())
+                server_context(result, ())
             except InvalidConfig as error:
                 self._refuse(self.sections["server"], error.message.removeprefix("server."))
-        return found
+        return result
 
     def _functions(
         self, resources: Mapping[str, Resource], sandbox: SandboxConfig, models: ModelSettings, *, elsewhere: bool
@@ -489,8 +489,8 @@ class _Assembly:
                 self._refuse(self.entries["tasks"][name], message, ("caps", kind))
         shared = any(spec.name == "adaptive" for spec in scheduler.policies.values())
         if scheduler.objective == "step" and not shared and "scheduler" in self.sections:
-            told = "step is an objective of the policy adaptive, which no resource has"
-            self._refuse(self.sections["scheduler"], told, ("objective",))
+            problem = "step is an objective of the policy adaptive, which no resource has"
+            self._refuse(self.sections["scheduler"], problem, ("objective",))
         for kind in scheduler.policies.keys() - kinds - {"default"}:
             message = f"{kind!r} is no resource{suggestion(kind, kinds | {'default'})}"
             self._refuse(self.sections["scheduler"], message, ("policy", kind))

@@ -17,7 +17,9 @@ _FUNCTION = "functions.NAME"
 
 def _own_keys(kind: Kind) -> tuple[str, ...]:
     """Return the keys that functions of this kind alone have."""
-    return () if kind.section is None else tuple(key_of(name, said) for name, _, said in settings_of(kind.section))
+    return (
+        () if kind.section is None else tuple(key_of(name, setting) for name, _, setting in settings_of(kind.section))
+    )
 
 
 def _sections(noun: type, path: str) -> Iterator[tuple[str, str]]:
@@ -138,6 +140,7 @@ REACHED: Mapping[str, str] = {
     "server.sessions.living_max": "503 `capacity_exceeded`",
     "server.sessions.unattended": "`cancelled`: nobody was attached to it",
     "scheduler.max_queued": "503 `capacity_exceeded`, with Retry-After",
+    "scheduler.trajectories_max": "503 `capacity_exceeded`, with Retry-After",
     "sandbox.snapshots.total_max": "the least used go; 413 for one that alone is larger, 503 if all are in use",
     "sandbox.snapshots.count_max": "the least used go; 503 if all are in use",
 }
@@ -237,9 +240,9 @@ def _default(node: Mapping[str, Any]) -> str:
 
 
 def _list(schema: Schema, key: str) -> list[str]:
-    found = schema.get(key, [])
-    assert isinstance(found, list)
-    return found
+    result = schema.get(key, [])
+    assert isinstance(result, list)
+    return result
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

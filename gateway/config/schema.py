@@ -154,21 +154,21 @@ def _model(noun: type, forms: Mapping[str, Any], *, optional: bool = False) -> t
 def _fields(noun: type, forms: Mapping[str, Any], optional: bool) -> dict[str, Any]:
     """Return the fields of the model: type and what else is told of it, by attribute."""
     declared = {field.name: field for field in fields(noun)}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, hint, setting in settings_of(noun):
         if setting.inline:
-            found |= _fields(_bare(hint), forms, optional)
+            result |= _fields(_bare(hint), forms, optional)
             continue
         form = forms[name] if name in forms else _form(hint, name.rpartition("_")[2])
-        told: dict[str, Any] = {"validation_alias": key_of(name, setting), "description": setting.meaning}
+        shown: dict[str, Any] = {"validation_alias": key_of(name, setting), "description": setting.meaning}
         if optional:
-            form, told["default"] = form | None, None
+            form, shown["default"] = form | None, None
         elif declared[name].default is not MISSING:
-            told["default"] = declared[name].default
+            shown["default"] = declared[name].default
         elif declared[name].default_factory is not MISSING:
-            told["default_factory"] = declared[name].default_factory
-        found[_attribute(name)] = (form, Field(repr=declared[name].repr, **told))
-    return found
+            shown["default_factory"] = declared[name].default_factory
+        result[_attribute(name)] = (form, Field(repr=declared[name].repr, **shown))
+    return result
 
 
 def _attribute(name: str) -> str:
@@ -207,13 +207,13 @@ def _form(hint: Any, unit: str, bounds: Mapping[str, Any] = MappingProxyType({})
     return Annotated[form, Field(**bounds)] if bounds and hint is not type(None) else form
 
 
-def _bounds(said: tuple[object, ...]) -> dict[str, Any]:
-    settings = [each for each in said if isinstance(each, Setting)]
+def _bounds(metadata: tuple[object, ...]) -> dict[str, Any]:
+    settings = [each for each in metadata if isinstance(each, Setting)]
     for each in settings:
         if each.pattern is not None:
             types.declare(each.pattern, each.words)
-    found = {name: bound for each in settings for name in _BOUNDS if (bound := getattr(each, name)) is not None}
-    return {**found, "coerce_numbers_to_str": True} if any(each.number_too for each in settings) else found
+    result = {name: bound for each in settings for name in _BOUNDS if (bound := getattr(each, name)) is not None}
+    return {**result, "coerce_numbers_to_str": True} if any(each.number_too for each in settings) else result
 
 
 #: Keys beneath which stands data, not schemas.
@@ -646,11 +646,11 @@ def _resource(spec: type[ResourceSpec], checked: Any) -> Resource:
 def _declared_form(spec: type[ResourceSpec]) -> Any:
     """Return what pydantic checks one kind with; Any: it is made at run time."""
     needs = Field(default=(), description="resources of which a unit is taken with each unit of this one")
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "kind": (Literal[spec.kind], Field(description=spec.meaning)),
         "needs": (tuple[Name, ...], needs),
     }
-    model = create_model(spec.__name__, __base__=model_of(spec), __doc__=spec.__doc__, **told)
+    model = create_model(spec.__name__, __base__=model_of(spec), __doc__=spec.__doc__, **fields)
     return Annotated[model, AfterValidator(partial(_resource, spec))]
 
 
@@ -798,12 +798,12 @@ def form_name(kind: Kind) -> str:
 def _function_form(kind: Kind) -> Any:
     """Return the type that makes a `FunctionSection` of one kind."""
     own = () if kind.section is None else (model_of(kind.section),)
-    found: dict[str, Any] = {"runtime": (Literal[kind.name], Field(description=kind.meaning))}
+    result: dict[str, Any] = {"runtime": (Literal[kind.name], Field(description=kind.meaning))}
     if kind.sandbox:
-        found["sandbox"] = (given_of(SandboxSpec), Field(default={}, description=kind.sandbox))
+        result["sandbox"] = (given_of(SandboxSpec), Field(default={}, description=kind.sandbox))
     meaning = f"{kind.meaning[0].upper()}{kind.meaning[1:]}."
     bases = (*own, _Every, _Costs)
-    model = create_model(form_name(kind), __base__=bases, __doc__=meaning, **found)
+    model = create_model(form_name(kind), __base__=bases, __doc__=meaning, **result)
     return Annotated[model, AfterValidator(partial(_made, kind))]
 
 
@@ -855,7 +855,7 @@ MAPS: Mapping[str, Adapter] = {name: TypeAdapter(form) for name, (_, form, _) in
 @cache
 def schema() -> dict[str, object]:
     """The JSON Schema of a file as it is written, variables not yet replaced."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         name: (form, Field(default=default, description=meaning))
         for name, (form, default, meaning) in _SECTIONS.items()
     } | {
@@ -863,7 +863,7 @@ def schema() -> dict[str, object]:
         for name, (key, form, meaning) in _MAPS.items()
     }
     doc = "Any of the files: they are merged, and nothing may be given twice."
-    document = create_model("ConfigDocument", __base__=Section, __doc__=doc, **found)
+    document = create_model("ConfigDocument", __base__=Section, __doc__=doc, **result)
     generated = document.model_json_schema(by_alias=True, mode="validation")
     generated["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     generated["title"] = "tangram configuration"
@@ -893,17 +893,17 @@ def _problem(
     detail: ErrorDetails, value: object, path: KeyPath, positions: Mapping[KeyPath, Position]
 ) -> ConfigProblem:
     """One of pydantic's errors in our words, at the nearest key path that stands in the file."""
-    found: KeyPath = path
+    result: KeyPath = path
     # A function's own tag comes first, and may be spelled like one of its keys (``model``).
     for key in detail["loc"][1:] if path[:1] == ("functions",) else detail["loc"]:
         # Union tags are in pydantic's path, not in the file's.
-        if (*found, key) in positions:
-            found = (*found, key)
+        if (*result, key) in positions:
+            result = (*result, key)
     if detail["type"] == "missing":
-        found = (*found, detail["loc"][-1])
-    message = _message(detail, value, found[len(path) :], path)
-    place = next((positions[each] for each in walk_up(found) if each in positions), None)
-    return ConfigProblem(message=message, path=found, position=place)
+        result = (*result, detail["loc"][-1])
+    message = _message(detail, value, result[len(path) :], path)
+    place = next((positions[each] for each in walk_up(result) if each in positions), None)
+    return ConfigProblem(message=message, path=result, position=place)
 
 
 def _message(detail: ErrorDetails, value: object, inner: KeyPath, path: KeyPath) -> str:
@@ -920,8 +920,8 @@ def _message(detail: ErrorDetails, value: object, inner: KeyPath, path: KeyPath)
             return f"{context['tag']!r} is none of {', '.join(expected)}{_near(context['tag'], expected)}"
         case "literal_error" | "enum":
             expected = re.findall(r"'([^']*)'", str(context["expected"]))
-            given = inner[-1] if detail["loc"][-1:] == ("[key]",) else _at(value, inner)
-            return f"{given!r} is none of {context['expected']}{_near(given, expected)}"
+            inputs = inner[-1] if detail["loc"][-1:] == ("[key]",) else _at(value, inner)
+            return f"{inputs!r} is none of {context['expected']}{_near(inputs, expected)}"
         case "value_error":
             return str(context["error"])
         case "string_pattern_mismatch":
@@ -957,12 +957,12 @@ def known_keys(section: KeyPath, value: object, inner: KeyPath) -> set[str]:
 
 
 def _children(node: Mapping[str, object], key: object, value: object) -> list[dict[str, object]]:
-    found = []
+    result = []
     for each in _flat(node, value):
         patterns = [*_mapping(each, "patternProperties").values(), each.get("additionalProperties"), each.get("items")]
         candidates = [_mapping(each, "properties").get(str(key)), *patterns]
-        found.append(next((child for child in candidates if isinstance(child, dict)), {}))
-    return found
+        result.append(next((child for child in candidates if isinstance(child, dict)), {}))
+    return result
 
 
 def _flat(node: Mapping[str, object], value: object) -> list[Mapping[str, object]]:
@@ -1057,15 +1057,15 @@ def with_needs(cost: Mapping[str, UnitSet], resources: Mapping[str, Resource]) -
 
 def _closure(kind: str, resources: Mapping[str, Resource]) -> list[str]:
     """What a unit of ``kind`` needs, directly and through others, each once."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     open_kinds = [kind]
     while open_kinds:
         resource = resources.get(open_kinds.pop())
         for needed in () if resource is None else resource.needs:
-            if needed not in found and needed != kind:
-                found[needed] = None
+            if needed not in result and needed != kind:
+                result[needed] = None
                 open_kinds.append(needed)
-    return list(found)
+    return list(result)
 
 
 def _cycle(start: str, resources: Mapping[str, Resource]) -> list[str]:

@@ -58,12 +58,12 @@ def the_page() -> PageDocument:
     assert script.count(address) == 1, f"the scripts name {address} once"
     script = script.replace(address, f'"/ui/{WORKER}?{worker.etag.strip(QUOTE)}"')
     text = sources[INDEX]
-    for tag, found in (
+    for tag, result in (
         (_STYLE_TAG, f"<style>{style}</style>"),
         (_SCRIPT_TAG, f'<script type="module">{script}</script>'),
     ):
         assert text.count(tag) == 1, f"{INDEX} names {tag} once"
-        text = text.replace(tag, found)
+        text = text.replace(tag, result)
     page = _file(text)
     return PageDocument(page.data, page.packed, page.etag, worker, _digest(script), _digest(style))
 
@@ -92,8 +92,8 @@ def bundled(sources: dict[str, str], main: str) -> str:
         for _, needed in _IMPORT.findall(text):
             add(needed)
         state[name] = True
-        exported = [found for _, found in _EXPORT.findall(text)]
-        text = _IMPORT.sub(lambda found: f"const {{{found[1]}}} = {_variable(found[2])};", text)
+        exported = [result for _, result in _EXPORT.findall(text)]
+        text = _IMPORT.sub(lambda result: f"const {{{result[1]}}} = {_variable(result[2])};", text)
         text = _EXPORT.sub(r"\1", text)
         stray = re.search(r"^\s*(import|export)\b.*$|</script", text, re.MULTILINE)
         if stray is not None:

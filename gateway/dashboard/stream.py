@@ -110,21 +110,21 @@ def _act(info: ActivityInfo) -> list[float | None]:
 
 
 def _pool(pool: Shown, wall_s: float) -> dict[str, object]:
-    found = {name: pool[name] for name in ("kind", "node", "total", "free")}
-    found |= {name: pool[name] for name in ("cells", "by_function", "timed") if name in pool}
+    result = {name: pool[name] for name in ("kind", "node", "total", "free")}
+    result |= {name: pool[name] for name in ("cells", "by_function", "timed") if name in pool}
     if "next_return_s" in pool:
         next_s = pool["next_return_s"]
-        found["next"] = None if next_s is None else _ms(wall_s + next_s, step_ms=100)
-        found["period"] = round(1000 * pool["period_s"])
+        result["next"] = None if next_s is None else _ms(wall_s + next_s, step_ms=100)
+        result["period"] = round(1000 * pool["period_s"])
     if "devices" in pool:
-        found["devices"] = [
+        result["devices"] = [
             [each["memory_bytes"], each["used_bytes"], [[one["service"], one["bytes"]] for one in each["resident"]]]
             for each in pool["devices"]
         ]
-        found["regions"] = pool["regions"]
+        result["regions"] = pool["regions"]
         looked = pool["hits"] + pool["restores"]
-        found["warm"] = round(100 * pool["hits"] / looked) if looked else None
-    return found
+        result["warm"] = round(100 * pool["hits"] / looked) if looked else None
+    return result
 
 
 def _is_shown(pool: Shown, wanted: Collection[str]) -> bool:
@@ -161,8 +161,8 @@ def verdict(
         return ("draining" if troubles.stopped == "draining" else "stopped"), troubles.stopped
     if troubles.lost:
         more = len(troubles.lost) - 1
-        told = f"{troubles.lost[0]} was lost" + (f", and {more} more" if more else "")
-        return "lost", f"{told}; {running} running, {waiting} waiting"
+        message = f"{troubles.lost[0]} was lost" + (f", and {more} more" if more else "")
+        return "lost", f"{message}; {running} running, {waiting} waiting"
     missing = [name for name, (status, _) in functions.items() if status == "unavailable"]
     if missing:
         return "unavailable", f"{missing[0]}: {functions[missing[0]][1]}" if functions[missing[0]][1] else missing[0]
@@ -189,25 +189,25 @@ def verdict(
         "memory": "for memory",
         "node": "for a node that is open to them",
     }.get(kind, f"for {_unit(seen, pools.get(kind, ''))}")
-    told = f"{counts.get(kind, 0)} of {waiting} waiting actions wait {what}{_use(seen, pools.get(kind, ''))}"
-    return bound, f"{told}{_drain(waiting, ended)}"
+    message = f"{counts.get(kind, 0)} of {waiting} waiting actions wait {what}{_use(seen, pools.get(kind, ''))}"
+    return bound, f"{message}{_drain(waiting, ended)}"
 
 
 def _unit(seen: Shown, pool: str) -> str:
     """Return what the units of a pool are called."""
-    found = seen["pools"].get(pool, {})
-    return "devices" if "devices" in found else "cores" if found.get("kind") == "cpu" else pool
+    result = seen["pools"].get(pool, {})
+    return "devices" if "devices" in result else "cores" if result.get("kind") == "cpu" else pool
 
 
 def _use(seen: Shown, pool: str) -> str:
     """Return how many units are in use, of all nodes that have such."""
-    found = seen["pools"].get(pool)
-    if found is None:
+    result = seen["pools"].get(pool)
+    if result is None:
         return ""
-    alike = [each for each in seen["pools"].values() if each["kind"] == found["kind"]]
+    alike = [each for each in seen["pools"].values() if each["kind"] == result["kind"]]
     total = sum(each["total"] for each in alike)
     used = total - sum(each["free"] for each in alike)
-    return f"; {used} of {total} are {'used up' if 'timed' in found else 'busy'}"
+    return f"; {used} of {total} are {'used up' if 'timed' in result else 'busy'}"
 
 
 def _drain(waiting: int, ended: int) -> str:
@@ -301,10 +301,10 @@ class _Tick:
         data = self.barred if view.bars else self.bare
         if not view.packed:
             return data
-        found = self.packed.get(view.bars)
-        if found is None:
-            found = self.packed[view.bars] = packed(data)
-        return found
+        result = self.packed.get(view.bars)
+        if result is None:
+            result = self.packed[view.bars] = packed(data)
+        return result
 
 
 def packed(data: bytes) -> bytes:
@@ -439,17 +439,17 @@ class Watch:
             return
         self._shown, self._sent_s = seen, now_s
         self._number += 1
-        told: dict[str, object] = {"now": round(now_s * 1000), **({"d": changes} if changes else {})}
+        fields: dict[str, object] = {"now": round(now_s * 1000), **({"d": changes} if changes else {})}
         bars: dict[str, object] = {"s": started, "e": finished, "left_out": max(0, len(begun) - BEGUN_MAX)}
         names: dict[str, object] = {}
         if self._named < len(self._names.listed):
             names["names"] = [self._named, self._names.listed[self._named :]]
             self._named = len(self._names.listed)
         name = f"{self.epoch}.{self._number}"
-        bare = _event("tick", told | names, name)
+        bare = _event("tick", fields | names, name)
         has_bars = bool(begun or ended or names)
         self._keep(
-            _Tick(self._number, bare, _event("tick", {**told, "bars": bars | names}, name) if has_bars else bare)
+            _Tick(self._number, bare, _event("tick", {**fields, "bars": bars | names}, name) if has_bars else bare)
         )
         self._wake()
 
@@ -467,9 +467,9 @@ class Watch:
     # What is told at the beginning
 
     def _hello(self, view: WatchView, is_admin: bool) -> bytes:
-        told: dict[str, object] = {"form": FORM, "epoch": self.epoch, "version": self._version, "admin": is_admin}
-        told |= {"now": round(self._wall() * 1000), "began": round(self._stats.began_wall_s * 1000)}
-        return self._packed(view, _event("hello", told))
+        fields: dict[str, object] = {"form": FORM, "epoch": self.epoch, "version": self._version, "admin": is_admin}
+        fields |= {"now": round(self._wall() * 1000), "began": round(self._stats.began_wall_s * 1000)}
+        return self._packed(view, _event("hello", fields))
 
     def _state(self, view: WatchView) -> bytes:
         """Return everything, made once for all that come within one tick."""
@@ -484,11 +484,11 @@ class Watch:
 
     def _told_whole(self, view: WatchView, history_s: float, bars_max: int) -> bytes:
         since_s = self._wall() - history_s
-        told: dict[str, object] = {"now": round(self._wall() * 1000), "d": self._shown}
-        told["spark"] = self._stats.per_second(int(HISTORY_S))
+        fields: dict[str, object] = {"now": round(self._wall() * 1000), "d": self._shown}
+        fields["spark"] = self._stats.per_second(int(HISTORY_S))
         if view.bars:
             recent, known_since_s = self._stats.recent_bars(since_s, bars_max)
-            told["bars"] = {
+            fields["bars"] = {
                 "s": begun_rows(recent, self._names),
                 "e": ended_rows([bar for bar in recent if bar.reason is not None]),
                 "left_out": 0,
@@ -497,29 +497,29 @@ class Watch:
                 "since": round(known_since_s * 1000),
             }
         else:
-            told["names"] = [0, self._names.listed]  # in their order functions have their colours
-        return self._packed(view, _event("state", told, f"{self.epoch}.{self._number}"))
+            fields["names"] = [0, self._names.listed]  # in their order functions have their colours
+        return self._packed(view, _event("state", fields, f"{self.epoch}.{self._number}"))
 
     @staticmethod
     def _packed(view: WatchView, data: bytes) -> bytes:
         return packed(data) if view.packed else data
 
 
-def _event(name: str, told: Mapping[str, object], number: str | None = None) -> bytes:
+def _event(name: str, fields: Mapping[str, object], number: str | None = None) -> bytes:
     head = b"" if number is None else f"id: {number}\n".encode()
-    return head + f"event: {name}\ndata: ".encode() + serialization.encode(told) + b"\n\n"
+    return head + f"event: {name}\ndata: ".encode() + serialization.encode(fields) + b"\n\n"
 
 
 def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, object]:
     """Return the sections that differ; of one that is keyed by names those keys, null where one is gone."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for name, value in now.items():
         old = before.get(name)
         if value == old:
             continue
         if isinstance(value, dict) and isinstance(old, dict):
             gone = dict.fromkeys(old.keys() - value.keys())
-            found[name] = {key: each for key, each in value.items() if old.get(key) != each} | gone
+            result[name] = {key: each for key, each in value.items() if old.get(key) != each} | gone
         else:
-            found[name] = value
-    return found
+            result[name] = value
+    return result

@@ -78,25 +78,25 @@ def read_call(message: pb.InvokeRequest, mode: Mode) -> InvocationRequest:
 
 def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
     """Return the opening of a trajectory; raises InvalidInput."""
-    asked: dict[str, object] = {"function": message.function, "task": message.task or "default"}
-    asked |= given(message, "snapshot")
-    asked |= {name: getattr(message, name) for name in ("step", "lease_s") if message.HasField(name)}
+    request: dict[str, object] = {"function": message.function, "task": message.task or "default"}
+    request |= given(message, "snapshot")
+    request |= {name: getattr(message, name) for name in ("step", "lease_s") if message.HasField(name)}
     if message.HasField("sandbox"):
         chosen = given(message.sandbox, "image", "workdir", "user", "memory", "network", "idle_ttl")
         if message.sandbox.env:
             chosen["env"] = dict(message.sandbox.env)
-        asked["sandbox"] = chosen
-    return serialization.read(asked, TrajectoryOpening, "$")
+        request["sandbox"] = chosen
+    return serialization.read(request, TrajectoryOpening, "$")
 
 
 def read_session(message: pb.OpenSession) -> SessionOpening:
     """Return the opening of a session; raises InvalidInput with its field."""
-    asked = given(message, "function", "cwd", "user")
+    request = given(message, "function", "cwd", "user")
     if message.env:
-        asked["env"] = dict(message.env)
+        request["env"] = dict(message.env)
     if message.HasField("terminal"):
-        asked["terminal"] = given(message.terminal, "rows", "columns")
-    return serialization.read({"argv": list(message.argv), **asked}, SessionOpening, "$")
+        request["terminal"] = given(message.terminal, "rows", "columns")
+    return serialization.read({"argv": list(message.argv), **request}, SessionOpening, "$")
 
 
 def read_size(message: pb.SessionTerminal) -> SessionTerminal:
@@ -167,15 +167,15 @@ def log_messages(page: list[LogRow]) -> list[pb.LogRecord]:
     return [pb.LogRecord(offset=row.position, time_s=row.time_s, stream=row.stream, data=row.data) for row in page]
 
 
-def end_message(told: SessionEnd) -> pb.SessionEvent:
+def end_message(end: SessionEnd) -> pb.SessionEvent:
     """Return how a session ended."""
     ended = pb.SessionEnd(
-        offset=told.offset,
-        state=told.state,
-        reason=told.reason or "",
-        message=told.message,
-        exit_code=told.exit_code,
-        signal=told.signal,
+        offset=end.offset,
+        state=end.state,
+        reason=end.reason or "",
+        message=end.message,
+        exit_code=end.exit_code,
+        signal=end.signal,
     )
     return pb.SessionEvent(ended=ended)
 
@@ -198,25 +198,25 @@ def ended_badly(record: Record) -> GRPCError | None:
 
 def trailers(error: CodedError) -> dict[str, str]:
     """Return the metadata that goes with an error."""
-    found = {"tangram-code": error.code, "tangram-component": error.component}
+    result = {"tangram-code": error.code, "tangram-component": error.component}
     if error.invocation_id is not None:
-        found["tangram-invocation-id"] = error.invocation_id
+        result["tangram-invocation-id"] = error.invocation_id
     if error.retry_after_s is not None:
-        found["retry-after-s"] = f"{error.retry_after_s:g}"
+        result["retry-after-s"] = f"{error.retry_after_s:g}"
     if error.detail:
         errors = json.dumps(dict(error.detail), default=str)  # ASCII, as metadata must be
         if len(errors) <= ERRORS_MAX_BYTES:
-            found["tangram-errors"] = errors
-    return found
+            result["tangram-errors"] = errors
+    return result
 
 
 def end_trailers(record: Record) -> dict[str, str]:
     """Return the metadata of an invocation that ended badly."""
-    found = {"tangram-code": str(record.reason), "tangram-component": record.component}
-    found |= {"tangram-invocation-id": record.id, **time_trailers(record)}
+    result = {"tangram-code": str(record.reason), "tangram-component": record.component}
+    result |= {"tangram-invocation-id": record.id, **time_trailers(record)}
     if record.retry_after_s is not None:
-        found["retry-after-s"] = f"{record.retry_after_s:g}"
-    return found
+        result["retry-after-s"] = f"{record.retry_after_s:g}"
+    return result
 
 
 def time_trailers(record: Record) -> dict[str, str]:

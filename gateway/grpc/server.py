@@ -93,9 +93,9 @@ class GrpcServer:
     async def _let_in(self, event: RecvRequest) -> None:
         """Refuse who has no token, and serve the others within the bounds."""
         if not event.method_name.startswith(HEALTH):
-            given = event.metadata.get("authorization")
+            value = event.metadata.get("authorization")
             try:
-                self._api.guard.role(str(given).encode() if given is not None else None)
+                self._api.guard.role(str(value).encode() if value is not None else None)
             except CodedError as error:
                 self._api.metrics.refused("grpc", error.code)
                 raise status_error(error) from None
@@ -116,9 +116,9 @@ class GrpcServer:
         except CodedError as error:
             self._api.metrics.refused("grpc", error.code)
             clear_frames(error.__traceback__)  # they hold the request
-            told = status_error(error)
+            status = status_error(error)
             await stream.send_trailing_metadata(
-                status=told.status, status_message=told.message, metadata=trailers(error)
+                status=status.status, status_message=status.message, metadata=trailers(error)
             )
         except (GRPCError, TimeoutError):
             raise
@@ -241,11 +241,11 @@ class CallBounds:
             async with asyncio.timeout(self._stall_s):
                 await self._send(data, end_stream)
         except TimeoutError:
-            told = f"what was sent was not read within {self._stall_s:g} s"
+            message = f"what was sent was not read within {self._stall_s:g} s"
             if self._follows_log:
                 self._api.logs.followers_dropped += 1
-                told += ": a log can be resumed after its last offset"
-            raise TooSlow(told, component="grpc") from None
+                message += ": a log can be resumed after its last offset"
+            raise TooSlow(message, component="grpc") from None
 
 
 def _uncompressed(prefix: bytes) -> bytes:

@@ -102,32 +102,32 @@ class GatewayService(GatewayBase):
     async def InvokeBatch(self, stream: Stream[pb.InvokeBatchRequest, pb.BatchVerdict]) -> None:  # noqa: N802
         request = await read_request(stream)
         self._api.check_batch(len(request.calls))
-        asked = serialization.read(given(request, "wait"), BatchQuery)
+        query = serialization.read(given(request, "wait"), BatchQuery)
         timeout_s = self._wait_s(request.timeout_s)
         calls = [self._call_or_refusal(each) for each in request.calls]
-        verdicts = await self._api.invoke_batch(calls, asked.wait, timeout_s)
-        for index, (call, told) in enumerate(zip(calls, verdicts, strict=True)):
-            if isinstance(told, CodedError):
-                verdict = pb.BatchVerdict(index=index, problem=problem_message(told))
+        verdicts = await self._api.invoke_batch(calls, query.wait, timeout_s)
+        for index, (call, outcome) in enumerate(zip(calls, verdicts, strict=True)):
+            if isinstance(outcome, CodedError):
+                verdict = pb.BatchVerdict(index=index, problem=problem_message(outcome))
             else:
-                replayed = isinstance(call, InvocationRequest) and told.replays(call)
-                verdict = pb.BatchVerdict(index=index, invocation=self._shown(told.record), replayed=replayed)
+                replayed = isinstance(call, InvocationRequest) and outcome.replays(call)
+                verdict = pb.BatchVerdict(index=index, invocation=self._shown(outcome.record), replayed=replayed)
             await stream.send_message(verdict)
 
     async def Get(self, stream: Stream[pb.GetRequest, pb.Invocation]) -> None:  # noqa: N802
-        found = await self._invocations.get((await read_request(stream)).id)
-        await stream.send_message(self._shown(found.record))
+        invocation = await self._invocations.get((await read_request(stream)).id)
+        await stream.send_message(self._shown(invocation.record))
 
     async def Wait(self, stream: Stream[pb.WaitRequest, pb.Invocation]) -> None:  # noqa: N802
         request = await read_request(stream)
-        found = await self._invocations.get(request.id)
-        await found.has_ended(self._wait_s(request.timeout_s))
-        await stream.send_message(self._shown(found.record))
+        invocation = await self._invocations.get(request.id)
+        await invocation.has_ended(self._wait_s(request.timeout_s))
+        await stream.send_message(self._shown(invocation.record))
 
     async def Cancel(self, stream: Stream[pb.CancelRequest, pb.Invocation]) -> None:  # noqa: N802
-        found = await self._invocations.cancel((await read_request(stream)).id)
-        await found.has_ended(CANCEL_WAIT_S)
-        await stream.send_message(self._shown(found.record))
+        invocation = await self._invocations.cancel((await read_request(stream)).id)
+        await invocation.has_ended(CANCEL_WAIT_S)
+        await stream.send_message(self._shown(invocation.record))
 
     async def TailLogs(self, stream: Stream[pb.TailLogsRequest, pb.LogRecord]) -> None:  # noqa: N802
         request = await read_request(stream)
@@ -183,8 +183,10 @@ class GatewayService(GatewayBase):
 
     async def OpenTrajectory(self, stream: Stream[pb.OpenTrajectoryRequest, pb.Trajectory]) -> None:  # noqa: N802
         request = await read_request(stream)
-        told = await self._api.open_trajectory(request.trajectory, read_opening(request))
-        await stream.send_message(pb.Trajectory(trajectory=told.trajectory, json=serialization.encode(told)))
+        trajectory = await self._api.open_trajectory(request.trajectory, read_opening(request))
+        await stream.send_message(
+            pb.Trajectory(trajectory=trajectory.trajectory, json=serialization.encode(trajectory))
+        )
 
     async def EndTrajectory(  # noqa: N802
         self, stream: Stream[pb.EndTrajectoryRequest, pb.EndTrajectoryResponse]
@@ -198,7 +200,7 @@ class GatewayService(GatewayBase):
         if first.WhichOneof("request") != "target":
             raise InvalidInput("the first message is the target, and this is none", component=COMPONENT)
         target = first.target
-        asked = serialization.read(given(target, "path", "mode", "user"), FileWriteAtQuery)
+        query = serialization.read(given(target, "path", "mode", "user"), FileWriteAtQuery)
         name, headers = _target(target)
         data = bounded_chunks(
             lambda: _piece(stream),
@@ -207,16 +209,16 @@ class GatewayService(GatewayBase):
             self._api.server.body_timeout_s,
             COMPONENT,
         )
-        written = await self._api.put_file_at(name, asked, headers, data)
+        written = await self._api.put_file_at(name, query, headers, data)
         await stream.send_message(pb.FileWritten(path=written.path, size_bytes=written.size_bytes))
 
     async def ReadFile(self, stream: Stream[pb.ReadFileRequest, pb.FilePiece]) -> None:  # noqa: N802
         request = await read_request(stream)
-        asked = serialization.read(given(request, "path", "user"), FileReadAtQuery)
+        query = serialization.read(given(request, "path", "user"), FileReadAtQuery)
         files = self._api.files_of(*_target(request))
-        path = placed_path(asked.path, files.workdir)
+        path = placed_path(query.path, files.workdir)
         with file_conflicts():
-            async with self._api.read_file(files, path, asked) as file:
+            async with self._api.read_file(files, path, query) as file:
                 size_bytes = file.size_bytes
                 async for chunk in file.chunks():
                     for start in range(0, len(chunk), FILE_PIECE_BYTES):
@@ -292,24 +294,24 @@ class SessionCall:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _open(self, asked: pb.OpenSession) -> LiveInvocation:
+    async def _open(self, body: pb.OpenSession) -> LiveInvocation:
         """Begin a session, and say under which id."""
-        trajectory = serialization.name(asked.trajectory, "trajectory")
-        opening = read_session(asked)
+        trajectory = serialization.name(body.trajectory, "trajectory")
+        opening = read_session(body)
         request = pb.InvokeRequest(
             function=opening.function,
             input_json=self._api.session_input(opening),
             trajectory=trajectory,
-            task=asked.task,
-            step=asked.step if asked.HasField("step") else None,
-            parent=asked.parent,
-            idempotency_key=asked.idempotency_key,
-            timeout_s=asked.timeout_s,
-            max_age_s=asked.max_age_s,
-            traceparent=asked.traceparent,
-            tracestate=asked.tracestate,
+            task=body.task,
+            step=body.step if body.HasField("step") else None,
+            parent=body.parent,
+            idempotency_key=body.idempotency_key,
+            timeout_s=body.timeout_s,
+            max_age_s=body.max_age_s,
+            traceparent=body.traceparent,
+            tracestate=body.tracestate,
             detached=True,
-            living=asked.living,
+            living=body.living,
         )
         call = read_call(request, Mode.SYNC)
         invocation = await self._api.begin_session(call)
@@ -374,17 +376,17 @@ class SessionCall:
                     await _reached(session)
                     await session.resize(TerminalSize(size.rows, size.columns))
                 case "signal":
-                    asked = serialization.read({"signal": message.signal}, SessionSteering, "$")
+                    request = serialization.read({"signal": message.signal}, SessionSteering, "$")
                     await _reached(session)
-                    await session.signal(asked.signal or "")
+                    await session.signal(request.signal or "")
                 case _:
-                    told = "a message after the first is input, resize or signal, and this is none"
-                    raise InvalidInput(told, component=COMPONENT)
+                    problem = "a message after the first is input, resize or signal, and this is none"
+                    raise InvalidInput(problem, component=COMPONENT)
 
     async def _put(self, typed: pb.SessionInput) -> None:
         """Have input passed on behind what waits."""
-        asked = {"offset": typed.offset} if typed.HasField("offset") else {}
-        offset = serialization.read(asked, SessionWriteQuery).offset
+        request = {"offset": typed.offset} if typed.HasField("offset") else {}
+        offset = serialization.read(request, SessionWriteQuery).offset
         for start in range(0, max(1, len(typed.data)), INPUT_PIECE_BYTES):
             data = typed.data[start : start + INPUT_PIECE_BYTES]
             end = typed.end and start + INPUT_PIECE_BYTES >= len(typed.data)

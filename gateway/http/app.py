@@ -95,10 +95,10 @@ class Door:
 
     def _check_body(self, headers: Mapping[bytes, bytes]) -> None:
         """Forms and plain text are what any page may send to anybody; it must not be one of these."""
-        given = headers.get(b"content-type")
-        if given is None and headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers:
+        value = headers.get(b"content-type")
+        if value is None and headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers:
             return
-        kind = (given or b"").partition(b";")[0].strip().lower()
+        kind = (value or b"").partition(b";")[0].strip().lower()
         if kind not in self._media_types:
             wanted = b", ".join(sorted(self._media_types)).decode()
             raise Forbidden(
@@ -116,8 +116,8 @@ def cookie_name(scope: Scope) -> str:
 
 def _cookie(headers: Mapping[bytes, bytes], name: str) -> bytes | None:
     for pair in headers.get(b"cookie", b"").split(b";"):
-        found, equals, value = pair.strip().partition(b"=")
-        if equals and found == name.encode():
+        result, equals, value = pair.strip().partition(b"=")
+        if equals and result == name.encode():
             return value
     return None
 
@@ -146,8 +146,8 @@ async def starting(scope: Scope, receive: Receive, send: Send) -> None:
     elif scope["path"] == "/readyz":
         await respond(Health(status="starting"), 503)(scope, receive, send)
     else:
-        told = "the gateway starts: it has not taken up its record yet"
-        refusal = StorageUnavailable(told, component="gateway", retry_after_s=AGAIN_S)
+        message = "the gateway starts: it has not taken up its record yet"
+        refusal = StorageUnavailable(message, component="gateway", retry_after_s=AGAIN_S)
         await problem_response(refusal)(scope, receive, send)
 
 
@@ -421,26 +421,26 @@ def _endpoint(row: Operation, api: Api) -> Callable[[Request], Awaitable[Respons
         if request.scope["query_string"]:
             unknown = [name for name in request.query_params if name not in known]
             if unknown:
-                told = f"no such query parameter: {unknown[0][:64]!r}; known here: {', '.join(known) or 'none'}"
-                raise InvalidInput(told, component="http", detail={"path": unknown[0]})
+                message = f"no such query parameter: {unknown[0][:64]!r}; known here: {', '.join(known) or 'none'}"
+                raise InvalidInput(message, component="http", detail={"path": unknown[0]})
         path = request.path_params
         # Any: each is of the type that the signature says.
-        given: dict[str, Any] = {name: read(path[name]) for name, read in parts}
+        fields: dict[str, Any] = {name: read(path[name]) for name, read in parts}
         if row.takes_request:
-            given["request"] = request
+            fields["request"] = request
         if row.query is not None:
-            given["query"] = read_query(request, row.query)
+            fields["query"] = read_query(request, row.query)
         if row.headers is not None:
-            given["headers"] = read_headers(request, row.headers)
+            fields["headers"] = read_headers(request, row.headers)
         if row.reads == Chunks:
-            given["body"] = body_chunks(request, api, api.server.file_limit_bytes)
+            fields["body"] = body_chunks(request, api, api.server.file_limit_bytes)
         elif row.reads is not None:
             body = await read_body(request, api)
             if row.reads is bytes:
-                given["body"] = body
+                fields["body"] = body
             elif body or row.body_required:
-                given["body"] = serialization.read(serialization.loads_object(body), row.reads, "$")
-        answer = await row.call(**given)
+                fields["body"] = serialization.read(serialization.loads_object(body), row.reads, "$")
+        answer = await row.call(**fields)
         if isinstance(answer, Response):
             return answer
         return Response(status_code=row.status) if answer is None else respond(answer, row.status)

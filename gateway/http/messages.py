@@ -31,25 +31,25 @@ PEER = "tangram.peer"
 
 def read_query(request: Request, kind: type[T]) -> T:
     """Return the query parameters; raises InvalidInput."""
-    given = dict(request.query_params) if request.scope["query_string"] else {}
-    return _without_null(serialization.read(given, kind), given)
+    fields = dict(request.query_params) if request.scope["query_string"] else {}
+    return _without_null(serialization.read(fields, kind), fields)
 
 
 def read_headers(request: Request, kind: type[T]) -> T:
     """Return the headers that the type names; raises InvalidInput."""
     names = _header_names(kind)
-    found = {
+    result = {
         names[name]: value.decode("latin-1") for name, value in reversed(request.scope["headers"]) if name in names
     }
-    return _without_null(serialization.read(found, kind), found)
+    return _without_null(serialization.read(result, kind), result)
 
 
-def _without_null(read: T, given: Mapping[str, str]) -> T:
+def _without_null(read: T, fields: Mapping[str, str]) -> T:
     """Return what was read of texts; raises InvalidInput for one that says null, as if it had not been given."""
     assert isinstance(read, Struct)
     for name, field in zip(read.__struct_encode_fields__, read.__struct_fields__, strict=True):
-        if name in given and getattr(read, field) is None:
-            raise InvalidInput(f"{name}: {given[name]!r} is no value; leave it out", detail={"path": name})
+        if name in fields and getattr(read, field) is None:
+            raise InvalidInput(f"{name}: {fields[name]!r} is no value; leave it out", detail={"path": name})
     return read
 
 

@@ -30,9 +30,9 @@ class Shapes:
 
     def __init__(self, operations: Iterable[Operation]) -> None:
         named = [shape for operation in operations for shape in operation.shapes]
-        found = list(dict.fromkeys(arm for shape in [*named, Problem] for arm in _arms(shape)))
-        schemas, components = msgspec.json.schema_components(found, ref_template=REF)
-        self._schemas = dict(zip(found, schemas, strict=True))
+        result = list(dict.fromkeys(arm for shape in [*named, Problem] for arm in _arms(shape)))
+        schemas, components = msgspec.json.schema_components(result, ref_template=REF)
+        self._schemas = dict(zip(result, schemas, strict=True))
         #: Parameters are shown one by one, and not as the type that reads them.
         parameters = {each.__name__ for row in operations for each in (row.query, row.headers) if each is not None}
         self.components = {name: schema for name, schema in components.items() if name not in parameters}
@@ -135,7 +135,7 @@ def _link(link: OperationLink) -> dict[str, object]:
 
 def _invoke(function: FunctionInfo, parameters: Iterable[str], shapes: Shapes) -> dict[str, object]:
     """Return the operation that invokes one function: its input and its result are those that it declares."""
-    given = _resource(function, "input", function.input_schema or {"type": "object"})
+    value = _resource(function, "input", function.input_schema or {"type": "object"})
     result = _resource(function, "result", function.result_schema or {})
     invocation, log = shapes.of(Invocation), _content(dict.fromkeys((NDJSON, EVENTS), LogRecord), shapes)
     typed = {"allOf": [invocation, {"properties": {"result": {"anyOf": [result, {"type": "null"}]}}}]}
@@ -144,7 +144,7 @@ def _invoke(function: FunctionInfo, parameters: Iterable[str], shapes: Shapes) -
         "summary": function.description or f"Invoke {function.name}",
         "tags": ["functions"],
         "parameters": [{"$ref": f"#/components/parameters/{name}"} for name in parameters],
-        "requestBody": {"required": bool(function.input_schema), "content": {"application/json": {"schema": given}}},
+        "requestBody": {"required": bool(function.input_schema), "content": {"application/json": {"schema": value}}},
         "responses": {
             "200": {"description": "It ended", "content": {"application/json": {"schema": typed}, **log}},
             "202": {"description": "Accepted", "content": {"application/json": {"schema": invocation}}},

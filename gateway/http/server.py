@@ -195,10 +195,10 @@ def _config() -> Config:
 def _unbound(host: str, port: int, error: OSError | OverflowError) -> CodedError:
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
-        told = f"port {port} of {host} is in use; stop what listens there, or choose another in the section server"
-        return Conflict(told, component="http")
-    told = f"cannot listen on port {port} of {host}: {error}; choose server.host and the ports of the section server"
-    return InvalidConfig(told, component="http")
+        message = f"port {port} of {host} is in use; stop what listens there, or choose another in the section server"
+        return Conflict(message, component="http")
+    message = f"cannot listen on port {port} of {host}: {error}; choose server.host and the ports of the section server"
+    return InvalidConfig(message, component="http")
 
 
 def listen(host: str, port: int, silent_s: float = 120.0) -> socket.socket:

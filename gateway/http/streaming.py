@@ -119,8 +119,8 @@ class LogStream(Response):
 
     def _dropped(self) -> LogLag:
         seconds = self._logs.settings.stall_s
-        told = f"this follower took longer than {seconds:g} s to read; resume at next_offset"
-        return LogLag(stream="dropped", next_offset=self._position, data=told)
+        message = f"this follower took longer than {seconds:g} s to read; resume at next_offset"
+        return LogLag(stream="dropped", next_offset=self._position, data=message)
 
 
 class WatchStream(Response):

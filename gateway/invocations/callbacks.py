@@ -206,8 +206,8 @@ class CallbackSender:
         """The address to call: resolved once and used, so that a name cannot change between check and call."""
         assert parts.hostname is not None
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=1)
-        addresses = [str(entry[4][0]) for entry in found]
+        result = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=1)
+        addresses = [str(entry[4][0]) for entry in result]
         if {parts.hostname, f"{parts.hostname}:{port}"} & set(self._spec.allow):
             return addresses[0]
         blocks = self._blocks()

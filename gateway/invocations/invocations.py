@@ -151,9 +151,9 @@ class LiveInvocation:
         """Whether its work is done in a sandbox, which takes its time to be ready and may outlast the gateway."""
         return self.function is not None and kind_of(self.function).works_in_sandbox
 
-    def leave_behind(self, told: CodedError) -> None:
-        """Nothing more becomes of it here: whoever waits for it as for an answer is ``told``, the others see it."""
-        self.refusal = told
+    def leave_behind(self, refusal: CodedError) -> None:
+        """End it here without a result; who waits for an answer gets the ``refusal``."""
+        self.refusal = refusal
         self.ended.set()
 
     async def has_ended(self, timeout_s: float | None) -> bool:
@@ -355,8 +355,8 @@ class HeldBack:
         return held
 
     def _late(self, invocation: LiveInvocation, timeout_s: float) -> None:
-        found = self._functions.readiness(invocation.record.function)
-        why = f"{found.status}: {found.problem}" if found.problem else found.status
+        result = self._functions.readiness(invocation.record.function)
+        why = f"{result.status}: {result.problem}" if result.problem else result.status
         self._expire(invocation, f"waited longer than queue_timeout, {timeout_s:g} s: its function is {why}")
 
 
@@ -386,9 +386,9 @@ class EnvironmentLosses:
         """Stop those whose sandbox was lost before they began in it."""
         for invocation in invocations if self._losses else ():
             record = invocation.record
-            told, message = self._losses.get(record.trajectory or "", (invocation, ""))
+            result, message = self._losses.get(record.trajectory or "", (invocation, ""))
             under_way = record.terminal or (record.state is State.RUNNING and record.begun)
-            if told is not invocation and invocation.inside and not under_way:
+            if result is not invocation and invocation.inside and not under_way:
                 invocation.loss = message
                 self._stop(invocation, message)
 

@@ -271,8 +271,8 @@ class Logs:
                 elif not await log.beyond(position):
                     yield []
                 log = self._living.get(seq)
-                found = None if log is None else log.recent(position)
-                page = await self._store.logs(seq, position, PAGE_RECORDS) if found is None else found
+                result = None if log is None else log.recent(position)
+                page = await self._store.logs(seq, position, PAGE_RECORDS) if result is None else result
         finally:
             self.followers -= 1
 

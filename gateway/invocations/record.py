@@ -141,8 +141,8 @@ class Record:
         """Return the seconds that asynchronous work may still wait; None without a bound."""
         if self.mode is not Mode.ASYNC:
             return None
-        asked = self.options.get("max_age_s")
-        return max(0.0, self.accepted_s + (asked if isinstance(asked, float) else max_age_s) - now_s)
+        request = self.options.get("max_age_s")
+        return max(0.0, self.accepted_s + (request if isinstance(request, float) else max_age_s) - now_s)
 
     def patience_s(self, now_s: float, queue_timeout_s: float) -> float:
         """Return for how long what has not begun may be tried: durable work within its ``queue_timeout``."""

@@ -179,8 +179,8 @@ class Restart:
         function = self._function(record.function)
         limit_bytes = 0 if function is None else function.log_limit_bytes
         log = await self._logs.resume(record.seq, limit_bytes, record.started_s or record.accepted_s)
-        given = serialization.loads_object(record.input or b"{}")
-        invocation = LiveInvocation(record=record, function=function, input=given, log=log)
+        fields = serialization.loads_object(record.input or b"{}")
+        invocation = LiveInvocation(record=record, function=function, input=fields, log=log)
         self._invocations.enter(invocation)
         return invocation
 
@@ -436,15 +436,15 @@ class QuotaRecord:
         """Tell the engine what earlier gateways consumed. What was under way when one died counts as ended now."""
         for name, spec in self._quotas().items():
             text = await self._store.document(_document(name))
-            found = _Saved() if text is None else msgspec.json.decode(text, type=_Saved)
+            result = _Saved() if text is None else msgspec.json.decode(text, type=_Saved)
             now_s, window = self._wall(), self._window(name)
-            for at_s, units in found.ended:
+            for at_s, units in result.ended:
                 window.ended[min(at_s, now_s)] += units
             self._forget(window, spec, now_s)
             ages = [(now_s - at_s, units) for at_s, units in sorted(window.ended.items())]
-            engine.tell_consumed(name, ages, running=found.running)
-            if found.running:
-                window.ended[now_s] += found.running
+            engine.tell_consumed(name, ages, running=result.running)
+            if result.running:
+                window.ended[now_s] += result.running
                 self._save(name)
 
     def begin(self, lease: Lease) -> Mapping[str, int]:

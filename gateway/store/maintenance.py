@@ -106,8 +106,8 @@ def prune_logs(
 
     Those whose invocation ended before ``older_than_s``, and any while all together are larger than ``bytes_max``.
     """
-    found = connection.execute(sql["log_bytes"]).fetchone()
-    left_bytes = 0 if found is None else int(found[0])
+    result = connection.execute(sql["log_bytes"]).fetchone()
+    left_bytes = 0 if result is None else int(result[0])
     going_bytes = 0
     old: list[int] = []
     for seq in _logs(connection, sql):
@@ -157,8 +157,8 @@ def _old_records(rows: sqlite3.Cursor, older_than_s: float, too_large: bool) -> 
 def _logs(connection: sqlite3.Connection, sql: Queries) -> Iterator[int]:
     """Every invocation that has a log, by order of acceptance; each is found by its key, not by a scan."""
     seq = -1
-    while (found := connection.execute(sql["oldest_log"], (seq,)).fetchone()[0]) is not None:
-        seq = int(found)
+    while (result := connection.execute(sql["oldest_log"], (seq,)).fetchone()[0]) is not None:
+        seq = int(result)
         yield seq
 
 
@@ -308,10 +308,10 @@ def _locked(path: Path, entered: bool) -> IO[str]:
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return what tells a file from another of its name; None where there is none."""
     try:
-        found = path.stat()
+        result = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return result.st_dev, result.st_ino
 
 
 #: Longest check of a copy, in seconds.
@@ -365,14 +365,14 @@ def restore(copy: Path, state_dir: Path, *, replace: bool = False) -> Path | Non
 
 
 def _check(copy: Path) -> None:
-    found = quick_check(copy, CHECK_S)
-    if found != "ok":
-        raise StorageUnavailable(f"{copy} is no sound record: {found}", component="restore")
+    result = quick_check(copy, CHECK_S)
+    if result != "ok":
+        raise StorageUnavailable(f"{copy} is no sound record: {result}", component="restore")
     with closing(sqlite3.connect(f"file:{copy}?mode=ro", uri=True)) as connection:
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     if not 1 <= version <= max(schema()):
-        told = f"{copy} is of schema version {version}, this gateway reads 1 to {max(schema())}"
-        raise StorageUnavailable(told, component="restore")
+        message = f"{copy} is of schema version {version}, this gateway reads 1 to {max(schema())}"
+        raise StorageUnavailable(message, component="restore")
 
 
 def _files(database: Path) -> list[Path]:

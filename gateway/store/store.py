@@ -211,9 +211,9 @@ class _Condition(NamedTuple):
 def read_page(connection: sqlite3.Connection, chosen: Filter) -> Page:
     """Return a page; runs in a reader's thread."""
     limit = min(chosen.limit, LIST_LIMIT_MAX)
-    given = _conditions(chosen)
-    leading = next((each for each in given if each.by), None)
-    others = [each for each in given if each is not leading]
+    conditions = _conditions(chosen)
+    leading = next((each for each in conditions if each.by), None)
+    others = [each for each in conditions if each is not leading]
     lead, way = ("", "NOT INDEXED") if leading is None else (f"{leading.sql} AND ", f"INDEXED BY {leading.by}")
     led = [] if leading is None or "?" not in leading.sql else [leading.value]
     low, high = _span(connection, chosen)
@@ -224,12 +224,12 @@ def read_page(connection: sqlite3.Connection, chosen: Filter) -> Page:
             f"SELECT seq FROM invocations {way} WHERE {lead}seq >= ? AND seq < ? "
             f"ORDER BY seq {direction} LIMIT 1 OFFSET {LOOKED_AT}"
         )
-        found = connection.execute(sql, (*led, low, high)).fetchone()
-        if found is not None and chosen.oldest:
-            seen = int(found[0]) - 1
+        row = connection.execute(sql, (*led, low, high)).fetchone()
+        if row is not None and chosen.oldest:
+            seen = int(row[0]) - 1
             high = seen + 1
-        elif found is not None:
-            low = seen = int(found[0]) + 1
+        elif row is not None:
+            low = seen = int(row[0]) + 1
     rest = "".join(f" AND {each.sql}" for each in others)
     values = [each.value for each in others if "?" in each.sql]
     sql = (
@@ -479,7 +479,7 @@ class _Unwritable(NamedTuple):
 def _statements(batch: _Batch, rows: Sequence[list[object]]) -> list[_Statement]:
     """Return what writes a batch, in order."""
     texts = sum(len(log.data.encode(errors="replace")) for log in batch.logs)
-    found: list[_Statement] = [
+    statements: list[_Statement] = [
         ("save_invocation", rows),
         ("save_input", batch.inputs.items()),
         ("save_key", batch.keys.values()),
@@ -492,9 +492,9 @@ def _statements(batch: _Batch, rows: Sequence[list[object]]) -> list[_Statement]
             "save_trajectory",
             [(name, *astuple(opened)) for name, opened in batch.trajectories.items() if opened is not None],
         ),
-        *[(statement, (given,)) for statement, given in batch.notes],
+        *[(statement, (values,)) for statement, values in batch.notes],
     ]
-    return [(statement, values) for statement, values in found if values]
+    return [(statement, values) for statement, values in statements if values]
 
 
 def _is_of_the_disk(error: Exception) -> bool:
@@ -553,8 +553,8 @@ class Store:
         except (sqlite3.OperationalError, OSError) as error:
             raise StorageUnavailable(f"{self._spec.path}: {error}", component="store") from None
         except sqlite3.DatabaseError as error:
-            told = f"{self._spec.path}: {error}; restore a copy of it, or {REMEDY}"
-            raise StorageUnavailable(told, component="store") from None
+            message = f"{self._spec.path}: {error}; restore a copy of it, or {REMEDY}"
+            raise StorageUnavailable(message, component="store") from None
 
     async def close(self) -> None:
         """Write what is noted, and close; idempotent."""

@@ -155,9 +155,9 @@ class Replication:
 
     def end(self, event: ReplicaEnded) -> None:
         """Note that a copy has arrived or failed; stale answers are ignored."""
-        found = self._under_way.pop(event.number, None)
-        if found is not None:
-            pool, replica = found
+        result = self._under_way.pop(event.number, None)
+        if result is not None:
+            pool, replica = result
             pool.replicated(replica, event.done)
 
     def lose(self, node: str) -> None:

@@ -351,8 +351,8 @@ def _nodes(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
         if place.closed is not None and not place.finishing:
             yield Cause(kind="node", text=f"node {node}, which is closed: {place.closed}", pool=f"node:{node}")
         elif not place.spec.suits(placement):
-            told = f"node {node} of its trajectory, which is not right for it: {_story(placement)}"
-            yield Cause(kind="node", text=told, pool=f"node:{node}")
+            message = f"node {node} of its trajectory, which is not right for it: {_story(placement)}"
+            yield Cause(kind="node", text=message, pool=f"node:{node}")
     elif _is_placed(state, group):
         yield from _open_node(state, placement)
 
