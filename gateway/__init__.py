@@ -1,1 +1,1 @@
-"""The door: what callers see of the gateway, and where it is put together."""
+"""The gateway: what callers see, and where it is put together."""

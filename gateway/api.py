@@ -32,7 +32,7 @@ from gateway.invocations.invocations import (
 )
 from gateway.invocations.logs import Logs
 from gateway.invocations.record import Record, cursor_of, seq_of
-from gateway.limits import Room
+from gateway.limits import MachineLimits
 from gateway.metrics import Metrics
 from gateway.registry import Registry, function_info
 from gateway.runtime_factory import Runtimes
@@ -311,7 +311,7 @@ class Condition:
     admission: Admission
     state_dir: StateDirectory
     store: Store
-    room: Room
+    limits: MachineLimits
     machines: Cluster
 
     def unready(self) -> str | None:
@@ -320,7 +320,7 @@ class Condition:
             return self.engine.fault
         if self.admission.draining:
             return "draining"
-        return self.state_dir.lost or self.state_dir.damage or self.store.failure or self.room.shortage()
+        return self.state_dir.lost or self.state_dir.damage or self.store.failure or self.limits.shortage()
 
     def warnings(self) -> list[str]:
         """Return what does not keep work out and should be looked at."""

@@ -18,21 +18,21 @@ import structlog
 
 from gateway import limits
 from gateway.api import Api, Condition
-from gateway.auth import DoorTokens, Guard, PageSession, announced, check_doors, open_tokens
+from gateway.auth import BearerTokens, Guard, PageSession, announced, check_listeners, open_tokens
 from gateway.cluster.cluster import Cluster, open_cluster
 from gateway.config.load import GatewayConfig
 from gateway.dashboard.stream import LOST_SHOWN_S, Troubles, Watch
 from gateway.dispatcher import GatewayDispatcher
 from gateway.facades.app import FacadeListeners
 from gateway.grpc.server import GrpcServer
-from gateway.http.app import HttpApp, HttpDoor
+from gateway.http.app import HttpApp, HttpListener
 from gateway.http.server import listen
 from gateway.http.streaming import GIVE_UP_STALLS
 from gateway.invocations.callbacks import CallbackSender
 from gateway.invocations.invocations import Admission, DeadLetters, HeldInputs, Invocations
 from gateway.invocations.logs import Logs
 from gateway.invocations.restart import QuotaRecord, Reattachment, Restart, TrajectoryRecovery
-from gateway.limits import Room
+from gateway.limits import MachineLimits
 from gateway.metrics import (
     Metrics,
     invocation_families,
@@ -83,7 +83,7 @@ async def gateway(
     day, if it is not this machine's. On leaving everything is let go, the youngest first. Raises InvalidConfig if it
     may not serve as configured.
     """
-    check_doors(config.server)
+    check_listeners(config.server)
     async with AsyncExitStack() as closers:
         app = App(config, await _open(config, closers, paths, env, make, wall or WallClock()))
         await app.open(closers)
@@ -95,8 +95,8 @@ class _Opened:
     """What has to be waited for before a gateway can be put together."""
 
     sockets: tuple[socket.socket, socket.socket]
-    tokens: DoorTokens | None
-    door: HttpDoor
+    tokens: BearerTokens | None
+    listener: HttpListener
     facades: FacadeListeners
     state_dir: StateDirectory
     wall: Callable[[], float]
@@ -106,7 +106,7 @@ class _Opened:
     history: History
     runtimes: Runtimes
     trajectories: TrajectoryRecovery
-    room: Room
+    limits: MachineLimits
     #: How many trajectories were taken up, by verdict.
     adopted: Mapping[str, int]
     models: ModelServices
@@ -121,20 +121,20 @@ async def _open(
     make: MakeRuntimes | None,
     wall: Callable[[], float],
 ) -> _Opened:
-    """Bind the doors, open the record, make the runtimes and prepare the functions."""
+    """Bind the sockets, open the record, make the runtimes and prepare the functions."""
     server, clock = config.server, MonotonicClock()
     by_name = config.sandbox.provider.kind == "plain"  # its commands are another user's, and work below
     state_dir = closers.enter_context(StateDirectory(server.state_dir, entered=by_name))
-    room = Room.measured(server)
+    machine_limits = MachineLimits.measured(server)
     tokens = None if server.auth == "none" else open_tokens(server.state_dir, server.token)
     silent_s = GIVE_UP_STALLS * server.stall_s
     http = closers.enter_context(listen(server.host, server.port, silent_s))
     grpc = closers.enter_context(listen(server.host, server.grpc_port, silent_s))
     if tokens is not None:
         closers.enter_context(announced(server.state_dir, server.host, http.getsockname()[1]))
-    door = HttpDoor(http, room.connections_max, server)
-    closers.push_async_callback(door.close)
-    facades = FacadeListeners(server, room.connections_max, silent_s, closers)
+    listener = HttpListener(http, machine_limits.connections_max, server)
+    closers.push_async_callback(listener.close)
+    facades = FacadeListeners(server, machine_limits.connections_max, silent_s, closers)
     spec = StoreSpec(path=state_dir.database, durability=Durability(server.durability))
     store = Store(spec, wall=wall, lost=lambda: state_dir.lost)
     await store.open()
@@ -158,7 +158,7 @@ async def _open(
     return _Opened(
         sockets=(http, grpc),
         tokens=tokens,
-        door=door,
+        listener=listener,
         facades=facades,
         state_dir=state_dir,
         wall=wall,
@@ -168,7 +168,7 @@ async def _open(
         history=History.from_json(orjson.loads(saved)) if saved else History(),
         runtimes=runtimes,
         trajectories=trajectories,
-        room=room,
+        limits=machine_limits,
         adopted=adopted,
         models=models,
         registry=registry,
@@ -184,7 +184,7 @@ class App:
         self.wall, self._clock = opened.wall, opened.clock
         self._http_socket, self._grpc_socket = opened.sockets
         self.tokens = opened.tokens
-        self._door, self._state_dir, self.facades = opened.door, opened.state_dir, opened.facades
+        self._listener, self._state_dir, self.facades = opened.listener, opened.state_dir, opened.facades
         self.store, self.history, self.registry = opened.store, opened.history, opened.registry
         self.machines, self.node = opened.machines, opened.machines.here
         self.runtimes, self._models = opened.runtimes, opened.models
@@ -192,10 +192,10 @@ class App:
         self._trajectories, self._adopted = opened.trajectories, opened.adopted
         self._log = structlog.get_logger("gateway")
         self._stopping = asyncio.Event()
-        self._room = opened.room
-        #: Open connections by door.
-        grpc = Connections(limit=self._room.connections_max)
-        self.connections = {"http": self._door.connections, "grpc": grpc, **self.facades.connections}
+        self._limits = opened.limits
+        #: Open connections by server.
+        grpc = Connections(limit=self._limits.connections_max)
+        self.connections = {"http": self._listener.connections, "grpc": grpc, **self.facades.connections}
         self.logs = Logs(self.store, server, wall=self.wall)
         self.metrics, self.stats = Metrics(), Stats(self._clock.now, self.wall)
         self.traces = None
@@ -238,7 +238,7 @@ class App:
             admission=self.admission,
             state_dir=self._state_dir,
             store=self.store,
-            room=self._room,
+            limits=self._limits,
             machines=self.machines,
         )
         self.callbacks = CallbackSender(server.callbacks, self.store, wall=self.wall)
@@ -289,7 +289,7 @@ class App:
 
     def _make_watch(self) -> Watch:
         return Watch(
-            glance=self.engine.glance,
+            summary=self.engine.summary,
             stats=self.stats,
             functions=self.registry.health,
             steps=self.steps.recent,
@@ -327,7 +327,7 @@ class App:
         )
 
     async def open(self, closers: AsyncExitStack) -> None:
-        """Start the engine, take up what an earlier gateway left, and open the gRPC door."""
+        """Start the engine, take up what an earlier gateway left, and open the gRPC server."""
         await self.engine.start()
         self._models.report()
         self.machines.begin(self.engine, self.restart.awaited_on, self.registry.all, self._models)
@@ -368,13 +368,13 @@ class App:
         Raises CodedError if a bug has stopped the scheduler: the next gateway goes on from the record.
         """
         gc.set_threshold(*COLLECT_EVERY)
-        self._door.open(self.facades.open(self.api, HttpApp(self.api)))
+        self._listener.open(self.facades.open(self.api, HttpApp(self.api)))
         try:
             stopping = asyncio.ensure_future(self._stopping.wait())
-            await asyncio.wait({self._door.serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({self._listener.serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
         finally:
-            await asyncio.gather(self._door.close(), self.facades.close())
+            await asyncio.gather(self._listener.close(), self.facades.close())
         if self.engine.fault is not None:
             raise CodedError(f"{self.engine.fault}; the log tells more", component="engine")
 
@@ -434,7 +434,7 @@ class App:
     def _ready(self, name: str) -> None:
         """A function may start: the scheduler hears of its service, and what was held back goes to it."""
         self.engine.tell(Reconfigured(services=dict(self._models.services)))
-        self.invocations.submit(self.invocations.held_back.let_go())
+        self.invocations.submit(self.invocations.pending_functions.let_go())
 
     def _trajectory_ended(self, trajectory: str) -> None:
         self.steps.trajectory_ended(trajectory)
@@ -458,8 +458,8 @@ class App:
         register, invocations = self.metrics.register, self.invocations
         register(lambda: invocation_families(self.stats, (each.record for each in invocations.living)))
         self.logs.measured_by(self.metrics)
-        for door, counted in self.connections.items():
-            counted.measured_by(self.metrics, door)
+        for server_name, counted in self.connections.items():
+            counted.measured_by(self.metrics, server_name)
         watch("tangram_input_bytes_held", "Bytes of inputs that arrive or live", lambda: self.held.bytes)
         watch("tangram_living", "Invocations that have not ended", lambda: len(self.invocations.living))
         self.watch.measured_by(self.metrics)

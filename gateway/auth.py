@@ -27,8 +27,8 @@ _log = structlog.get_logger("gateway")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorTokens:
-    """What opens the doors: everything, or all but what changes the gateway for everybody."""
+class BearerTokens:
+    """The tokens: one for everything, one for all but what changes the gateway for everybody."""
 
     admin: str
     invoke: str
@@ -66,7 +66,7 @@ def make_private(state_dir: Path, *, entered: bool = False) -> None:
         )
 
 
-def open_tokens(state_dir: Path, configured: str) -> DoorTokens:
+def open_tokens(state_dir: Path, configured: str) -> BearerTokens:
     """Return the tokens of a state directory, made where there are none; ``configured`` takes the place of admin's.
 
     A configured one is not written down, and a file that would say otherwise is removed. Raises StorageUnavailable, or
@@ -75,7 +75,7 @@ def open_tokens(state_dir: Path, configured: str) -> DoorTokens:
     try:
         if configured:
             (state_dir / ADMIN).unlink(missing_ok=True)
-        return DoorTokens(admin=configured or _kept(state_dir / ADMIN), invoke=_kept(state_dir / INVOKE))
+        return BearerTokens(admin=configured or _kept(state_dir / ADMIN), invoke=_kept(state_dir / INVOKE))
     except OSError as error:
         raise StorageUnavailable(f"server.state_dir {state_dir}: {error}", component="store") from None
 
@@ -174,7 +174,7 @@ class Role(IntEnum):
 class Guard:
     """Knows the tokens, and compares them in constant time; without any everybody is an admin (``auth: none``)."""
 
-    def __init__(self, tokens: DoorTokens | None) -> None:
+    def __init__(self, tokens: BearerTokens | None) -> None:
         self._roles = () if tokens is None else ((tokens.admin, Role.ADMIN), (tokens.invoke, Role.INVOKE))
         self.tokenless = tokens is None
 
@@ -214,8 +214,8 @@ class PageSession:
         return self._cookie is not None and hmac.compare_digest(cookie, self._cookie.encode())
 
 
-def check_doors(server: ServerConfig) -> None:
-    """Raise InvalidConfig where the doors would be open to whom they should not be."""
+def check_listeners(server: ServerConfig) -> None:
+    """Raise InvalidConfig where the servers would be open to whom they should not be."""
     if server.auth == "none" and server.token:
         raise InvalidConfig("server.auth is none, and there is a server.token: drop one of them", component="auth")
     if is_loopback(server.host):

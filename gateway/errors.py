@@ -11,7 +11,7 @@ from tangram.types import UNSET, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Face:
+class ErrorStatus:
     """How one failure shows itself: HTTP status, gRPC status name and a title."""
 
     http: int
@@ -20,47 +20,47 @@ class Face:
 
 
 #: By `CodedError.code`: the request itself was refused or failed.
-FACES: Mapping[str, Face] = {
-    "invalid_input": Face(422, "INVALID_ARGUMENT", "The input does not fit"),
-    "invalid_config": Face(422, "INVALID_ARGUMENT", "The configuration cannot be used"),
-    "not_found": Face(404, "NOT_FOUND", "No such thing"),
-    "trajectory_ended": Face(410, "FAILED_PRECONDITION", "The trajectory has ended"),
-    "snapshot_lost": Face(410, "FAILED_PRECONDITION", "The snapshot was lost"),
-    "conflict": Face(409, "FAILED_PRECONDITION", "Not in this state"),
-    "idempotency_key_reused": Face(422, "ALREADY_EXISTS", "The key was used with another body"),
-    "too_large": Face(413, "RESOURCE_EXHAUSTED", "Too large"),
-    "unauthorized": Face(401, "UNAUTHENTICATED", "A valid bearer token is needed"),
-    "forbidden": Face(403, "PERMISSION_DENIED", "Not allowed to this caller"),
-    "unsatisfiable": Face(422, "FAILED_PRECONDITION", "No node could ever run this"),
-    "quota_exceeded": Face(429, "RESOURCE_EXHAUSTED", "A bound of the caller is reached"),
-    "capacity_exceeded": Face(503, "UNAVAILABLE", "The gateway is full"),
-    "function_unavailable": Face(503, "UNAVAILABLE", "The function cannot be made ready"),
-    "draining": Face(503, "UNAVAILABLE", "The gateway is shutting down"),
-    "storage_unavailable": Face(503, "UNAVAILABLE", "The record cannot be written"),
-    "unsupported": Face(422, "UNIMPLEMENTED", "Not possible here"),
-    "action_failed": Face(500, "INTERNAL", "The action failed"),
-    "method_not_allowed": Face(405, "UNIMPLEMENTED", "The method is not allowed here"),
-    "too_slow": Face(408, "DEADLINE_EXCEEDED", "The request came too slowly"),
-    "internal": Face(500, "INTERNAL", "A fault of the gateway"),
+ERROR_STATUSES: Mapping[str, ErrorStatus] = {
+    "invalid_input": ErrorStatus(422, "INVALID_ARGUMENT", "The input does not fit"),
+    "invalid_config": ErrorStatus(422, "INVALID_ARGUMENT", "The configuration cannot be used"),
+    "not_found": ErrorStatus(404, "NOT_FOUND", "No such thing"),
+    "trajectory_ended": ErrorStatus(410, "FAILED_PRECONDITION", "The trajectory has ended"),
+    "snapshot_lost": ErrorStatus(410, "FAILED_PRECONDITION", "The snapshot was lost"),
+    "conflict": ErrorStatus(409, "FAILED_PRECONDITION", "Not in this state"),
+    "idempotency_key_reused": ErrorStatus(422, "ALREADY_EXISTS", "The key was used with another body"),
+    "too_large": ErrorStatus(413, "RESOURCE_EXHAUSTED", "Too large"),
+    "unauthorized": ErrorStatus(401, "UNAUTHENTICATED", "A valid bearer token is needed"),
+    "forbidden": ErrorStatus(403, "PERMISSION_DENIED", "Not allowed to this caller"),
+    "unsatisfiable": ErrorStatus(422, "FAILED_PRECONDITION", "No node could ever run this"),
+    "quota_exceeded": ErrorStatus(429, "RESOURCE_EXHAUSTED", "A bound of the caller is reached"),
+    "capacity_exceeded": ErrorStatus(503, "UNAVAILABLE", "The gateway is full"),
+    "function_unavailable": ErrorStatus(503, "UNAVAILABLE", "The function cannot be made ready"),
+    "draining": ErrorStatus(503, "UNAVAILABLE", "The gateway is shutting down"),
+    "storage_unavailable": ErrorStatus(503, "UNAVAILABLE", "The record cannot be written"),
+    "unsupported": ErrorStatus(422, "UNIMPLEMENTED", "Not possible here"),
+    "action_failed": ErrorStatus(500, "INTERNAL", "The action failed"),
+    "method_not_allowed": ErrorStatus(405, "UNIMPLEMENTED", "The method is not allowed here"),
+    "too_slow": ErrorStatus(408, "DEADLINE_EXCEEDED", "The request came too slowly"),
+    "internal": ErrorStatus(500, "INTERNAL", "A fault of the gateway"),
 }
 
 #: By the reason of an invocation that ended badly. 200 marks an answer of the user's own work: it carries
 #: ``X-Function-Error``, so that no client's default retry runs the work again.
-REASON_FACES: Mapping[Reason, Face] = {
-    Reason.TIMEOUT: Face(504, "DEADLINE_EXCEEDED", "The execution took too long"),
-    Reason.QUEUE_TIMEOUT: Face(408, "DEADLINE_EXCEEDED", "It waited too long"),
-    Reason.OUT_OF_MEMORY: Face(200, "OK", "Out of memory"),
-    Reason.CANCELLED: Face(409, "CANCELLED", "Cancelled"),
-    Reason.ENVIRONMENT_LOST: Face(502, "ABORTED", "The environment was lost"),
-    Reason.NODE_LOST: Face(502, "ABORTED", "The node was lost"),
-    Reason.GATEWAY_RESTART: Face(502, "ABORTED", "The gateway was restarted"),
-    Reason.QUOTA: Face(429, "RESOURCE_EXHAUSTED", "A quota refused it"),
-    Reason.UPSTREAM: Face(502, "UNAVAILABLE", "An external service failed"),
-    Reason.HANDLER_ERROR: Face(200, "OK", "The function failed"),
-    Reason.MODEL_ERROR: Face(500, "INTERNAL", "The model failed"),
-    Reason.INVALID_INPUT: Face(422, "INVALID_ARGUMENT", "The input does not fit"),
-    Reason.OUTPUT_LIMIT: Face(200, "OK", "The result is too large"),
-    Reason.INTERNAL: Face(500, "INTERNAL", "A fault of the gateway"),
+REASON_STATUSES: Mapping[Reason, ErrorStatus] = {
+    Reason.TIMEOUT: ErrorStatus(504, "DEADLINE_EXCEEDED", "The execution took too long"),
+    Reason.QUEUE_TIMEOUT: ErrorStatus(408, "DEADLINE_EXCEEDED", "It waited too long"),
+    Reason.OUT_OF_MEMORY: ErrorStatus(200, "OK", "Out of memory"),
+    Reason.CANCELLED: ErrorStatus(409, "CANCELLED", "Cancelled"),
+    Reason.ENVIRONMENT_LOST: ErrorStatus(502, "ABORTED", "The environment was lost"),
+    Reason.NODE_LOST: ErrorStatus(502, "ABORTED", "The node was lost"),
+    Reason.GATEWAY_RESTART: ErrorStatus(502, "ABORTED", "The gateway was restarted"),
+    Reason.QUOTA: ErrorStatus(429, "RESOURCE_EXHAUSTED", "A quota refused it"),
+    Reason.UPSTREAM: ErrorStatus(502, "UNAVAILABLE", "An external service failed"),
+    Reason.HANDLER_ERROR: ErrorStatus(200, "OK", "The function failed"),
+    Reason.MODEL_ERROR: ErrorStatus(500, "INTERNAL", "The model failed"),
+    Reason.INVALID_INPUT: ErrorStatus(422, "INVALID_ARGUMENT", "The input does not fit"),
+    Reason.OUTPUT_LIMIT: ErrorStatus(200, "OK", "The result is too large"),
+    Reason.INTERNAL: ErrorStatus(500, "INTERNAL", "A fault of the gateway"),
 }
 
 
@@ -76,19 +76,19 @@ class TooSlow(CodedError):
     code = "too_slow"
 
 
-def face(error: CodedError) -> Face:
-    """The face of a refused request; an unknown code is our own fault."""
-    return FACES.get(error.code, FACES["internal"])
+def error_status(error: CodedError) -> ErrorStatus:
+    """The error_status of a refused request; an unknown code is our own fault."""
+    return ERROR_STATUSES.get(error.code, ERROR_STATUSES["internal"])
 
 
-def reason_face(reason: Reason | None) -> Face:
-    """The face of an ended invocation; None is success."""
-    return Face(200, "OK", "Succeeded") if reason is None else REASON_FACES[reason]
+def reason_status(reason: Reason | None) -> ErrorStatus:
+    """The error_status of an ended invocation; None is success."""
+    return ErrorStatus(200, "OK", "Succeeded") if reason is None else REASON_STATUSES[reason]
 
 
 def problem(error: CodedError) -> Problem:
     """Return the problem body of a refused request, the same on HTTP and in batches."""
-    shown = face(error)
+    shown = error_status(error)
     return Problem(
         type=f"urn:tangram:error:{error.code}",
         title=shown.title,

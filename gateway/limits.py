@@ -23,26 +23,26 @@ logger = structlog.get_logger("gateway.limits")
 
 #: As many as a process needs at most; a higher bound costs who starts others and closes all of them.
 DESCRIPTORS_MAX = 2**20
-#: The least that a door has, however few descriptors there are.
+#: The least that a server has, however few descriptors there are.
 CONNECTIONS_MIN = 16
-DOORS = 2
+SERVERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MachineLimits:
     """What there is of it, looked at whenever somebody asks."""
 
     state_dir: Path
     free_min_bytes: int
-    #: Connections that one door may have.
+    #: Connections that one server may have.
     connections_max: int
 
     @classmethod
-    def measured(cls, server: ServerConfig) -> Room:
+    def measured(cls, server: ServerConfig) -> MachineLimits:
         """Raise this process's bound of descriptors as far as it goes, and say what is short at the start."""
         descriptors = raise_descriptors()
         fitting = max(
-            CONNECTIONS_MIN, (descriptors - server.descriptors_reserved) // (DOORS + len(server.facades.ports))
+            CONNECTIONS_MIN, (descriptors - server.descriptors_reserved) // (SERVERS + len(server.facades.ports))
         )
         if fitting < server.connections_max:
             logger.warning(

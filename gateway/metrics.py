@@ -24,12 +24,15 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._requests = Counter(
-            "tangram_requests_refused", "Requests refused at a door, by code", ("door", "code"), registry=self.registry
+            "tangram_requests_refused",
+            "Requests refused by a server, by code",
+            ("server", "code"),
+            registry=self.registry,
         )
 
-    def refused(self, door: str, code: str) -> None:
-        """A request was refused at a door."""
-        self._requests.labels(door, code).inc()
+    def refused(self, server: str, code: str) -> None:
+        """A server refused a request."""
+        self._requests.labels(server, code).inc()
 
     def watch(self, name: str, about: str, read: Callable[[], float], *, counter: bool = False) -> None:
         """Show one number."""

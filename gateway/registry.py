@@ -143,7 +143,7 @@ def _refused_upload(why: str) -> InvalidConfig:
     return InvalidConfig(f"sources: {why}", component="registry")
 
 
-# What was applied over a door: kept in the record, so that the next gateway has it beside its files.
+# What was applied by a request: kept in the record, so that the next gateway has it beside its files.
 #
 # The files of registered handlers are in the record too, beside those in the state directory that their instances see:
 # a record that is restored, or lies in another directory, has all that it needs.
@@ -711,7 +711,7 @@ class Registry:
             await self._applied.commit()
 
     async def configure(self, document: bytes, dry_run: bool, prune: bool = False) -> ConfigDiff:
-        """Apply what a door received: nothing (the server's own files again), ``{"files": [...]}``, or YAML text.
+        """Apply what was received: nothing (the server's own files again), ``{"files": [...]}``, or YAML text.
 
         What it does not name stays, unless ``prune`` removes it. Raises StorageUnavailable where it cannot be kept.
         """

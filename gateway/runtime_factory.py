@@ -18,7 +18,7 @@ from manager.engine import Engine
 from manager.events import Reconfigured
 from manager.function import FunctionSpec
 from runtimes.executor import LocalExecutor
-from runtimes.kind import Materials
+from runtimes.kind import RuntimeDeps
 from runtimes.kinds import KINDS
 from runtimes.model.request import ModelSettings
 from runtimes.model.runtime import MODEL, ModelRuntime
@@ -36,7 +36,7 @@ COPIES = ".handlers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtimes:
-    """The runtimes by kind, the executor over them, and the rooms that the doors speak to directly."""
+    """The runtimes by kind, the executor over them, and the parts that the servers speak to directly."""
 
     provider: Provider
     environments: Environments
@@ -178,7 +178,7 @@ def make_runtimes(config: GatewayConfig, clock: Clock, copies: HandlerCopies | N
     provider = make_provider(replace(config.sandbox.provider, state_dir=state_dir / "sandboxes", secrets=secrets))
     settings = EnvironmentSettings(default=default, secrets=secrets, sessions=config.server.sessions)
     environments = Environments(provider, settings, clock)
-    materials = Materials(
+    deps = RuntimeDeps(
         provider=provider,
         environments=environments,
         sandbox=default,
@@ -188,7 +188,7 @@ def make_runtimes(config: GatewayConfig, clock: Clock, copies: HandlerCopies | N
         layers_dir=state_dir / "requirements",
         copies=copies or HandlerCopies(),
     )
-    runtimes = {name: kind.make(materials) for name, kind in KINDS.items()}
+    runtimes = {name: kind.make(deps) for name, kind in KINDS.items()}
     model = runtimes[MODEL.name]
     assert isinstance(model, ModelRuntime), "the scheduler must know of its services"
 

@@ -1,4 +1,4 @@
-"""The wire: JSON as it crosses every door, and what is read from texts of a request."""
+"""The wire: JSON as every server reads and writes it, and what is read from texts of a request."""
 
 from __future__ import annotations
 

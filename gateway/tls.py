@@ -129,15 +129,15 @@ LOOK_S = 15.0
 
 
 class RenewedContext:
-    """The context of one door, which takes its files again when they were renewed, until `close`.
+    """The context of one server, which takes its files again when they were renewed, until `close`.
 
     Connections that begin from then on are shown the new certificate; the others go on.
 
     Of ``client_ca`` what is new is added; who is no longer in it is refused from the next start on.
     """
 
-    def __init__(self, tls: TlsSection, protocols: Sequence[str], door: str) -> None:
-        self._tls, self._door = tls, door
+    def __init__(self, tls: TlsSection, protocols: Sequence[str], server: str) -> None:
+        self._tls, self._server = tls, server
         self._taken = self._refused = self._identity()
         self.context = server_context(tls, protocols)
         self._log = structlog.get_logger("gateway.tls")
@@ -166,10 +166,10 @@ class RenewedContext:
         except (InvalidConfig, OSError) as error:
             if result != self._refused:
                 self._refused = result
-                self._log.error("renewed files are not taken", door=self._door, why=str(error))
+                self._log.error("renewed files are not taken", server=self._server, why=str(error))
             return
         self._taken = self._refused = result
-        self._log.info("a renewed certificate is served", door=self._door, file=str(tls.cert))
+        self._log.info("a renewed certificate is served", server=self._server, file=str(tls.cert))
 
     def _identity(self) -> tuple[tuple[int, ...] | None, ...]:
         files = (self._tls.cert, self._tls.key, self._tls.client_ca)
@@ -222,11 +222,11 @@ class Connections:
     #: Refused ones that are still there.
     leaving: int = 0
 
-    def measured_by(self, metrics: Metrics, door: str) -> None:
-        """Show how many are open at a door, and how many it refused."""
-        metrics.watch(f"tangram_{door}_connections", f"Connections open at the door {door}", lambda: self.open)
-        full = f"Connections refused at the door {door} because too many were open"
-        metrics.watch(f"tangram_{door}_connections_refused", full, lambda: self.refused, counter=True)
+    def measured_by(self, metrics: Metrics, server: str) -> None:
+        """Show how many are open at a server, and how many it refused."""
+        metrics.watch(f"tangram_{server}_connections", f"Connections open at the server {server}", lambda: self.open)
+        full = f"Connections refused by the server {server} because too many were open"
+        metrics.watch(f"tangram_{server}_connections_refused", full, lambda: self.refused, counter=True)
 
     def enter(self, component: str) -> CapacityExceeded | None:
         """One more is open from now on, until `leave`; or why it may not be."""

@@ -15,10 +15,10 @@ from manager.action import Action, Chunk, Lease, Outcome, Settlement, State
 from manager.clock import Clock, MonotonicClock
 from manager.core.core import Core
 from manager.core.views import (
-    glance,
     queue_view,
     replicas_view,
     resources_view,
+    summary,
     tasks_view,
     trajectories_view,
     trajectory_view,
@@ -478,9 +478,9 @@ class Engine:
         """Return how many wait, and a page of them in order of service; raise InvalidInput for a bad cursor."""
         return queue_view(self._seen(), limit, cursor)
 
-    def glance(self) -> dict[str, object]:
+    def summary(self) -> dict[str, object]:
         """Return what fits a screen: pools with holders, causes of waiting, tasks, the longest running."""
-        return glance(self._seen())
+        return summary(self._seen())
 
     def trajectories(self, limit: int = TRAJECTORIES_PAGE, cursor: str | None = None) -> dict[str, object]:
         """Return a page of the living trajectories, by name."""

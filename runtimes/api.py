@@ -28,7 +28,7 @@ from manager.action import Action, Lease
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, RequestSpec, RetrySpec, Setting
 from runtimes import runtime
-from runtimes.kind import DeclarationSite, Kind, Materials, Schema, schema_of
+from runtimes.kind import DeclarationSite, Kind, RuntimeDeps, Schema, schema_of
 from runtimes.runtime import Execution, Result, Runtime
 from runtimes.secrets import Secrets, redact, redact_json
 from tangram.types import backoff_s
@@ -655,9 +655,9 @@ def _spec(section: ApiKeys, place: DeclarationSite) -> Mapping[str, object]:
     return {"request": section.request}
 
 
-def _make(materials: Materials) -> Runtime:
+def _make(deps: RuntimeDeps) -> Runtime:
 
-    return ApiRuntime(materials.secrets)
+    return ApiRuntime(deps.secrets)
 
 
 API = Kind(

@@ -19,7 +19,7 @@ from runtimes.secrets import Secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Materials:
+class RuntimeDeps:
     """What the runtimes of a machine are made from: its rooms, and the settings of its configuration."""
 
     provider: Provider
@@ -73,7 +73,7 @@ class Kind:
     #: What it does, in a line for people.
     meaning: str
     #: Makes its runtime; imports it only then if that takes long.
-    make: Callable[[Materials], Runtime]
+    make: Callable[[RuntimeDeps], Runtime]
     #: Whether its actions work in their trajectory's environment, or in a sandbox made for them.
     works_in_sandbox: bool = False
     #: A frozen dataclass whose settings are the keys that functions of this kind alone have.

@@ -12,7 +12,7 @@ from manager.errors import CodedError, Unsupported
 from manager.function import BASE_IMAGE
 from runtimes.sandbox.docker import images as base_image
 from runtimes.sandbox.provider import SERVED
-from runtimes.sandbox.sandbox import LocalRemains, Remains, Remnant
+from runtimes.sandbox.sandbox import LocalOrphans, Orphan, Orphans
 from runtimes.sandbox.spec import SANDBOXES
 from tangram.cli.options import json_option, paths_argument
 from tangram.cli.output import TableColumn, print_json, say, show, table
@@ -88,16 +88,16 @@ def clean(names: tuple[str, ...], yes: bool, everything: bool, host: str, as_jso
     """
     result = _found(host, names)
     if names:
-        result = [(remains, one) for remains, one in result if {one.name, one.state_dir} & _meant(names)]
-    verdicts = [(remains, one, bool(names) or everything or not one.held) for remains, one in result]
-    removed: list[Remnant] = []
-    failed: list[Remnant] = []
-    for remains, remnant, wanted in verdicts:
+        result = [(orphans, one) for orphans, one in result if {one.name, one.state_dir} & _meant(names)]
+    verdicts = [(orphans, one, bool(names) or everything or not one.held) for orphans, one in result]
+    removed: list[Orphan] = []
+    failed: list[Orphan] = []
+    for orphans, orphan, wanted in verdicts:
         if yes and wanted:
-            complaint = _removed(remains, remnant)
-            (failed if complaint else removed).append(remnant)
+            complaint = _removed(orphans, orphan)
+            (failed if complaint else removed).append(orphan)
             if complaint:
-                say(f"{remnant.kind} {remnant.name}: {complaint}")
+                say(f"{orphan.kind} {orphan.name}: {complaint}")
     if as_json:
         print_json(
             {
@@ -112,20 +112,20 @@ def clean(names: tuple[str, ...], yes: bool, everything: bool, host: str, as_jso
         raise SystemExit(1)
 
 
-def _found(host: str, names: tuple[str, ...]) -> list[tuple[Remains, Remnant]]:
+def _found(host: str, names: tuple[str, ...]) -> list[tuple[Orphans, Orphan]]:
     """Return what there is on the engine, if there is one, and on this machine, each with who can remove it."""
-    from runtimes.sandbox.docker.engine import EngineConnection, EngineRemains
+    from runtimes.sandbox.docker.engine import EngineConnection, EngineOrphans
 
     try:
-        engine = EngineRemains(EngineConnection.open(host, timeout_s=60.0, workers=1))
+        engine = EngineOrphans(EngineConnection.open(host, timeout_s=60.0, workers=1))
     except Unsupported as error:
         if host:
             raise
         say(f"no containers are looked for: {error.message}")
-        local = LocalRemains(_meant(names))
+        local = LocalOrphans(_meant(names))
         return [(local, one) for one in local.find()]
-    result: list[tuple[Remains, Remnant]] = [(engine, one) for one in engine.find()]
-    local = LocalRemains({*_meant(names), *engine.state_dirs}, engine.sandboxes)
+    result: list[tuple[Orphans, Orphan]] = [(engine, one) for one in engine.find()]
+    local = LocalOrphans({*_meant(names), *engine.state_dirs}, engine.sandboxes)
     return result + [(local, one) for one in local.find()]
 
 
@@ -155,16 +155,16 @@ def _sandboxes(place: Path) -> set[str]:
     return {str(below)} if is_gateways else {str(place)} if place.exists() else {str(place), str(below)}
 
 
-def _removed(remains: Remains, remnant: Remnant) -> str:
+def _removed(orphans: Orphans, orphan: Orphan) -> str:
     """Remove it; return why that failed, or nothing."""
     try:
-        remains.remove(remnant)
+        orphans.remove(orphan)
     except (CodedError, OSError) as error:
         return str(error)
     return ""
 
 
-def _show(verdicts: list[tuple[Remains, Remnant, bool]], removed: list[Remnant], *, yes: bool) -> None:
+def _show(verdicts: list[tuple[Orphans, Orphan, bool]], removed: list[Orphan], *, yes: bool) -> None:
     rows = [
         (
             one.kind,

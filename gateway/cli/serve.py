@@ -116,7 +116,7 @@ def silence() -> Iterator[None]:
             structlog.reset_defaults()
 
 
-def foretold(config: GatewayConfig) -> Iterator[Finding]:
+def preflight(config: GatewayConfig) -> Iterator[Finding]:
     """Yield what the functions need of this machine, and whether it is here; each function once."""
     refused = list(_cores(config))
     yield from refused
@@ -152,14 +152,14 @@ def _sandboxes(config: GatewayConfig, refused: Collection[str]) -> Iterator[Find
         lacking = sorted(name for name, held in provider.info.limits.items() if held is False)
         if lacking:
             yield Finding("sandboxes", "note", f"not held here: {', '.join(lacking)} (docs/SANDBOXES.md)")
-        yield from _docker_door(config, provider)
+        yield from _docker_facade(config, provider)
         yield from asyncio.run(_checked(config, provider, refused))
 
 
-def _docker_door(config: GatewayConfig, provider: Provider) -> Iterator[Finding]:
+def _docker_facade(config: GatewayConfig, provider: Provider) -> Iterator[Finding]:
     """Tell what clients must name where sandboxes are no containers, and so have no images."""
-    door = config.server.facades.docker
-    function = None if door is None else config.functions.get(door.function)
+    facade = config.server.facades.docker
+    function = None if facade is None else config.functions.get(facade.function)
     if function is None or function.sandbox is None or provider.info.kind == "container" or function.sandbox.images:
         return
     image = function.sandbox.image
@@ -319,7 +319,7 @@ def _check_models(config: GatewayConfig) -> None:
 def _warnings(config: GatewayConfig) -> list[str]:
 
     with silence():
-        return [f"{each.what}: {each.told}" for each in foretold(config) if each.state == "missing"]
+        return [f"{each.what}: {each.told}" for each in preflight(config) if each.state == "missing"]
 
 
 @click.command("config-schema")
@@ -395,13 +395,13 @@ def look(paths: Sequence[Path]) -> Iterator[Finding]:
         yield Finding("configuration", "missing", error.message)
         return
     yield Finding("configuration", "ok", f"{len(config.files)} files, {len(config.functions)} functions")
-    doors = {f"facades.{name}.port": port for name, port in config.server.facades.ports.items()}
-    for name, port in {"port": config.server.port, "grpc_port": config.server.grpc_port, **doors}.items():
+    ports = {f"facades.{name}.port": port for name, port in config.server.facades.ports.items()}
+    for name, port in {"port": config.server.port, "grpc_port": config.server.grpc_port, **ports}.items():
         yield _port(config, name, port)
     if config.server.facades.docker is not None:
         yield _socket(Path(config.server.facades.docker.socket))
     yield _room(config)
-    yield from foretold(config)
+    yield from preflight(config)
 
 
 def _port(config: GatewayConfig, name: str, port: int) -> Finding:
@@ -417,7 +417,7 @@ def _port(config: GatewayConfig, name: str, port: int) -> Finding:
 
 
 def _socket(path: Path) -> Finding:
-    """Whether the Docker door can listen at its path."""
+    """Whether Docker's facade can listen at its path."""
     try:
         require_place(path)
     except CodedError as error:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar, cast
 
-from gateway.auth import check_doors, token_problem
+from gateway.auth import check_listeners, token_problem
 from gateway.config import yaml
 from gateway.config.schema import (
     MAPS,
@@ -333,7 +333,7 @@ class _Assembly:
             self._refuse(self.sections["server"], problem, ("token_file" if server.token_file else "token",))
         if "server" in self.sections:
             try:
-                check_doors(replace(server, token=token))
+                check_listeners(replace(server, token=token))
             except InvalidConfig as error:
                 self._refuse(self.sections["server"], error.message)
         self._port_problems(server)
@@ -350,10 +350,10 @@ class _Assembly:
         )
 
     def _port_problems(self, server: ServerConfig) -> None:
-        """Two doors cannot listen at one port; 0 is another each time."""
-        doors = {f"facades.{name}.port": port for name, port in server.facades.ports.items()}
+        """Two servers cannot listen at one port; 0 is another each time."""
+        ports = {f"facades.{name}.port": port for name, port in server.facades.ports.items()}
         taken: dict[int, str] = {0: ""}
-        for name, port in {"port": server.port, "grpc_port": server.grpc_port, **doors}.items():
+        for name, port in {"port": server.port, "grpc_port": server.grpc_port, **ports}.items():
             if taken.setdefault(port, name) not in ("", name) and "server" in self.sections:
                 message = f"{port} is {taken[port]} already: choose another, or 0 for a free one"
                 self._refuse(self.sections["server"], message, tuple(name.split(".")))
@@ -445,7 +445,7 @@ class _Assembly:
             self._refuse(place, message, ("model", "engine") if name in named else ())
 
     def _facade_problems(self, server: ServerConfig, functions: Mapping[str, FunctionSpec]) -> None:
-        """A door that runs programs names functions that run commands, one that has tools names functions."""
+        """A facade that runs programs names functions that run commands, one that has tools names functions."""
         if "server" not in self.sections:
             return
         known = {*functions, *self.entries["functions"]}

@@ -340,7 +340,7 @@ class DockerFacade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FacadesSection:
-    """Doors in other protocols, for clients as they are; off unless named (``rewards: {}``)."""
+    """Servers of other protocols, for clients as they are; off unless named (``rewards: {}``)."""
 
     rewards: Annotated[RewardsFacade | None, Setting("remote rewards and retrieval")] = None
     sandboxfusion: Annotated[SandboxFusionFacade | None, Setting("SandboxFusion's /run_code")] = None
@@ -350,7 +350,7 @@ class FacadesSection:
     docker: Annotated[DockerFacade | None, Setting("the Docker Engine API on a unix socket")] = None
 
     def opened(self) -> Iterator[tuple[str, FacadeSection]]:
-        """Yield the doors that are open and speak plain HTTP, by the name of their field."""
+        """Yield the facades that are open and speak plain HTTP, by the name of their field."""
         for each in fields(self):
             section = getattr(self, each.name)
             if isinstance(section, FacadeSection):
@@ -358,7 +358,7 @@ class FacadesSection:
 
     @property
     def ports(self) -> Mapping[str, int]:
-        """The doors that have a listener of their own."""
+        """The facades that have a listener of their own."""
         return {name: section.port for name, section in self.opened() if section.port is not None}
 
 
@@ -396,7 +396,7 @@ class TracesSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsSection:
-    """Certificates of the doors, in PEM."""
+    """Certificates of the servers, in PEM."""
 
     cert: Annotated[Path, Setting("file of the certificate, followed by those that signed it")]
     key: Annotated[Path, Setting("file of its private key")]
@@ -407,7 +407,7 @@ class TlsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The gateway's doors, its record and their bounds."""
+    """The gateway's servers, its record and their bounds."""
 
     host: Annotated[str, Setting("address to listen on; any but loopback needs tls or clear_text")] = "127.0.0.1"
     port: Annotated[int, Setting("HTTP port; 0 takes a free one", ge=0, le=65535)] = 8080
@@ -434,11 +434,11 @@ class ServerConfig:
     body_limit_bytes: Annotated[int, Setting("largest request body")] = 16 * 2**20
     file_limit_bytes: Annotated[int, Setting("largest file up or down")] = 256 * 2**20
     connections_max: Annotated[
-        int, Setting("most open connections of each door; beyond it 503, or UNAVAILABLE on gRPC", ge=1)
+        int, Setting("most open connections of each server; beyond it 503, or UNAVAILABLE on gRPC", ge=1)
     ] = 8192
     descriptors_reserved: Annotated[
         int,
-        Setting("open files kept for records and sandboxes; the doors share the rest of the machine's limit", ge=64),
+        Setting("open files kept for records and sandboxes; the servers share the rest of the machine's limit", ge=64),
     ] = 256
     free_min_bytes: Annotated[
         int, Setting("free bytes of the state directory below which the gateway is not ready", key="free_min")
@@ -470,7 +470,7 @@ class ServerConfig:
     followers_max: int = 4096
     heartbeat_s: float = 10.0
     stall_s: float = 30.0
-    facades: Annotated[FacadesSection, Setting("doors in other protocols, none by default")] = field(
+    facades: Annotated[FacadesSection, Setting("servers of other protocols, none by default")] = field(
         default_factory=FacadesSection
     )
 
@@ -834,7 +834,7 @@ Adapter = TypeAdapter[Any]
 #: Sections that one file holds: form, default and meaning.
 _SECTIONS: Mapping[str, tuple[Any, object, str]] = {
     "version": (Literal[1], 1, "version of this format"),
-    "server": (section_of(ServerConfig), ServerConfig(), "doors, record and their bounds"),
+    "server": (section_of(ServerConfig), ServerConfig(), "servers, record and their bounds"),
     "node": (section_of(NodeConfig), NodeConfig(), "this machine as the scheduler sees it"),
     "cluster": (section_of(ClusterConfig), None, "other machines that join as nodes; none without this section"),
     "sandbox": (section_of(SandboxConfig), SandboxConfig(), "how sandboxes are made, and their defaults"),

@@ -77,7 +77,7 @@ def sections(
     functions: Mapping[str, tuple[str, str]],
     wanted: Collection[str],
 ) -> dict[str, object]:
-    """Return everything that is shown of a glance at the core, by name. Functions cost the ``wanted`` kinds."""
+    """Return everything that is shown of a summary at the core, by name. Functions cost the ``wanted`` kinds."""
     info = stats.info()
     return {
         "run": seen["running"],
@@ -319,7 +319,7 @@ class Watch:
     def __init__(
         self,
         *,
-        glance: Callable[[], Shown],
+        summary: Callable[[], Shown],
         stats: Stats,
         functions: Callable[[], Mapping[str, tuple[str, str]]],
         steps: Callable[[], Sequence[StepInfo]],
@@ -331,7 +331,7 @@ class Watch:
         """``functions`` tells each one's readiness and problem, ``steps`` the steps of tasks that a screen is shown,
         ``wanted`` the kinds of resources that functions cost.
         """
-        self._glance, self._stats, self._functions, self._steps = glance, stats, functions, steps
+        self._summary, self._stats, self._functions, self._steps = summary, stats, functions, steps
         self._troubles, self._wanted = troubles, wanted
         self._wall, self._tick_s = wall, tick_s
         self._version = version("tangram-gateway")
@@ -428,7 +428,7 @@ class Watch:
     def _tick(self) -> None:
         """Look, and tell what has changed since the last look."""
         now_s = self._wall()
-        seen = sections(self._glance(), self._stats, now_s, self._troubles(), self._functions(), self._wanted())
+        seen = sections(self._summary(), self._stats, now_s, self._troubles(), self._functions(), self._wanted())
         seen["steps"] = step_rows(self._steps(), now_s)
         changes = _changes(self._shown, seen)
         begun, ended = self._stats.take_bars()

@@ -1,1 +1,1 @@
-"""Facades: doors that speak somebody else's protocol, each a module, on top of the calls that every door makes."""
+"""Facades: servers of other protocols, each a module, over the calls that all of them make."""

@@ -16,18 +16,18 @@ from gateway.api import Api
 from gateway.config.schema import ServerConfig
 from gateway.errors import MethodNotAllowed
 from gateway.facades.docker.api import DockerEngineApi
-from gateway.facades.docker.http import DockerDoor
+from gateway.facades.docker.http import DockerListener
 from gateway.facades.facade import CallFailed, Endpoint, Facade, ForeignCalls, fault_of, split_path, with_bearer
 from gateway.facades.models import Models
 from gateway.facades.rewards import Rewards
 from gateway.facades.sandboxfusion import SandboxFusion
 from gateway.facades.swerex.app import Swerex
-from gateway.http.app import GuardedApp, HttpDoor
+from gateway.http.app import GuardedApp, HttpListener
 from gateway.http.server import listen
 from gateway.tls import Connections
 from manager.errors import CodedError, InvalidInput, NotFound
 
-#: Every door but MCP's, whose library is in an extra, by its name in ``server.facades``.
+#: Every facade but MCP's, whose library is in an extra, by its name in ``server.facades``.
 FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, Models, Swerex)}
 
 #: Characters of a foreign path or method that are told back.
@@ -35,7 +35,7 @@ SHOWN = 200
 
 
 def make_facades(api: Api, calls: ForeignCalls) -> dict[str, Facade]:
-    """Return the doors that the configuration opens, by name."""
+    """Return the facades that the configuration opens, by name."""
     opened = dict(api.server.facades.opened())
     created = {name: FACADES[name](api, calls, section) for name, section in opened.items() if name in FACADES}
     if "mcp" in opened:
@@ -88,11 +88,11 @@ class FacadeApp(GuardedApp):
     def no_route(self, status: int, scope: Scope) -> CodedError:
         request = f"{scope['method']} {scope['path']}"[:SHOWN]
         kind = MethodNotAllowed if status == 405 else NotFound
-        return kind(f"no such route: {request}; the door {self._facade.name} has {self._rows}", component="facades")
+        return kind(f"no such route: {request}; the facade {self._facade.name} has {self._rows}", component="facades")
 
 
 class FrontApp:
-    """The gateway's own port: foreign paths go to their doors, all others to the gateway's own application."""
+    """The gateway's own port: foreign paths go to their facades, all others to the gateway's own application."""
 
     def __init__(self, facades: Sequence[Facade], otherwise: ASGIApp) -> None:
         self._otherwise = otherwise
@@ -118,40 +118,40 @@ class FrontApp:
 
 
 class FacadeListeners:
-    """The ports of the doors: bound at the start, answering 503 until `open`."""
+    """The ports of the facades: bound at the start, answering 503 until `open`."""
 
     def __init__(self, server: ServerConfig, connections_max: int, silent_s: float, closers: AsyncExitStack) -> None:
         """Bind them; ``closers`` closes what was bound. Raises Conflict for a port that is taken."""
-        self._doors: dict[str, HttpDoor] = {}
-        #: What makes the doors' calls; None until `open`.
+        self._listeners: dict[str, HttpListener] = {}
+        #: What makes the facades' calls; None until `open`.
         self.calls: ForeignCalls | None = None
         self.ports: dict[str, int] = {}
-        self._docker: DockerDoor | None = None
+        self._docker: DockerListener | None = None
         closers.push_async_callback(self.close)
         for name, port in server.facades.ports.items():
             listener: socket.socket = closers.enter_context(listen(server.host, port, silent_s))
-            self._doors[name] = HttpDoor(listener, connections_max, server)
+            self._listeners[name] = HttpListener(listener, connections_max, server)
             self.ports[name] = listener.getsockname()[1]
         docker = server.facades.docker
         if docker is not None:
-            self._docker = DockerDoor(docker, server, connections_max, closers)
-        #: Where each door is: a path at the gateway's own port, a port of its own, or a socket's path.
+            self._docker = DockerListener(docker, server, connections_max, closers)
+        #: Where each facade is: a path at the gateway's own port, a port of its own, or a socket's path.
         self.addresses: dict[str, str | int] = dict.fromkeys(dict(server.facades.opened()), "/") | self.ports
         if docker is not None:
             self.addresses["docker"] = docker.socket
 
     @property
     def connections(self) -> Mapping[str, Connections]:
-        """Open connections by door."""
+        """Open connections by facade."""
         opened = {} if self._docker is None else {"docker": self._docker.connections}
-        return {name: door.connections for name, door in self._doors.items()} | opened
+        return {name: each.connections for name, each in self._listeners.items()} | opened
 
     def open(self, api: Api, own: ASGIApp) -> ASGIApp:
-        """Open the doors, and return what answers at the gateway's own port: ``own`` behind those that are there."""
+        """Open the facades, and return what answers at the gateway's own port: ``own`` behind those that are there."""
         self.calls = ForeignCalls(api)
         facades = make_facades(api, self.calls)
-        for name, door in self._doors.items():
-            door.open(FacadeApp(facades[name]))
+        for name, listener in self._listeners.items():
+            listener.open(FacadeApp(facades[name]))
         if self._docker is not None and (section := api.server.facades.docker) is not None:
             engine = DockerEngineApi(api, self.calls, section)
             self._docker.on_close = engine.close
@@ -161,4 +161,4 @@ class FacadeListeners:
     async def close(self) -> None:
         """Let open requests end, and stop; idempotent."""
         docker = () if self._docker is None else (self._docker,)
-        await asyncio.gather(*(door.close() for door in (*self._doors.values(), *docker)))
+        await asyncio.gather(*(each.close() for each in (*self._listeners.values(), *docker)))

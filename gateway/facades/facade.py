@@ -241,7 +241,7 @@ class WaitingLine:
 
 
 class ForeignCalls:
-    """Makes the calls of all foreign doors."""
+    """Makes the calls of all foreign facades."""
 
     def __init__(self, api: Api) -> None:
         self._invocations: Invocations = api.invocations
@@ -334,7 +334,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignRoute:
-    """One method on one path of a door; there are no query parameters."""
+    """One method on one path of a facade; there are no query parameters."""
 
     method: str
     path: str
@@ -342,7 +342,7 @@ class ForeignRoute:
 
 
 class Facade(ABC):
-    """What all doors share; each is made once, for as long as the gateway serves."""
+    """What all facades share; each is made once, for as long as the gateway serves."""
 
     #: Its field in ``server.facades``.
     name: ClassVar[str]
@@ -361,14 +361,14 @@ class Facade(ABC):
 
     @abstractmethod
     def routes(self) -> Sequence[ForeignRoute]:
-        """Return every route of the door."""
+        """Return every route of the facade."""
 
     @abstractmethod
     def body(self, fault: Fault, status: int) -> object:
         """Return a fault as the JSON body that its clients read."""
 
     def admitted(self, scope: Scope, segments: Sequence[str]) -> Scope:
-        """Return the scope with its token where every door has it; ``segments`` are those of its path in the door."""
+        """Return the scope with its token where every facade has it; ``segments`` are those of the path within it."""
         return scope
 
     def refuse(self, fault: Fault) -> Response:
@@ -401,10 +401,10 @@ class Facade(ABC):
     def call(
         self, request: Request, function: str, input: Mapping[str, object], *, timeout_s: float | None = None
     ) -> InvocationRequest:
-        """Return the call that a request asks for, with the headers that every door honours; raises InvalidInput."""
+        """Return the call that a request asks for, with the headers that every facade honours; raises InvalidInput."""
         created = read_call(read_headers(request, CallHeaders), function, serialization.dumps(input), Mode.SYNC)
         if created.callback_url is not None or created.max_age_s is not None:
-            raise InvalidInput("X-Callback-Url and X-Max-Age are for asynchronous calls, which this door has not")
+            raise InvalidInput("X-Callback-Url and X-Max-Age are for asynchronous calls, which this facade has not")
         return created if timeout_s is None else replace(created, timeout_s=timeout_s)
 
     async def run(self, request: Request, calls: Sequence[InvocationRequest], known_s: float) -> list[Record]:
@@ -437,7 +437,7 @@ def answer(value: object, record: Record | None = None, status: int = 200) -> Re
 
 
 AUTHORIZATION = b"authorization"
-#: Where in the path ``~TOKEN`` may stand: before or after the door's own prefix.
+#: Where in the path ``~TOKEN`` may stand: before or after the facade's own prefix.
 _PATH_PLACES = 2
 
 

@@ -242,7 +242,7 @@ Context = ServerRequestContext[Any, McpExchange]
 
 
 class Mcp(Facade):
-    """The door of MCP's clients."""
+    """The facade of MCP's clients."""
 
     name: ClassVar[str] = "mcp"
     #: Of requests that were refused unread; an error that answers a message is 200.
@@ -265,7 +265,7 @@ class Mcp(Facade):
         self._server.add_request_handler("tools/call", CallToolRequestParams, self._call)
 
     def routes(self) -> Sequence[ForeignRoute]:
-        """Return every route of the door. ``GET`` is 405: nothing is told unasked."""
+        """Return every route of the facade. ``GET`` is 405: nothing is told unasked."""
         return (
             ForeignRoute(method="POST", path="/mcp", endpoint=self.post),
             ForeignRoute(method="DELETE", path="/mcp", endpoint=self.end),

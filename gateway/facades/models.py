@@ -289,7 +289,7 @@ ERROR_TYPES: Mapping[FaultKind, str] = {
 
 
 class Models(Facade):
-    """The door of model servers' clients."""
+    """The facade of model servers' clients."""
 
     name: ClassVar[str] = "models"
     statuses: ClassVar[Mapping[FaultKind, int]] = STATUSES | dict.fromkeys(
@@ -299,7 +299,7 @@ class Models(Facade):
     roots: ClassVar[frozenset[str]] = frozenset({"models"})
 
     def routes(self) -> Sequence[ForeignRoute]:
-        """Return every route of the door, with the function in its path or not."""
+        """Return every route of the facade, with the function in its path or not."""
         posts: dict[str, Endpoint] = {
             "/v1/completions": self.complete,
             "/v1/chat/completions": self.chat,
@@ -588,7 +588,7 @@ class Models(Facade):
 
 
 def _spec(function: FunctionSpec) -> ModelSpec:
-    """Return the function's model section, which every function of this door has."""
+    """Return the function's model section, which every function of this facade has."""
     assert function.model is not None, f"{function.name} has no model section"
     return function.model
 

@@ -63,7 +63,7 @@ class Retrieval(Struct, forbid_unknown_fields=True):
 
 
 class Rewards(Facade):
-    """The door of remote rewards and retrieval."""
+    """The facade of remote rewards and retrieval."""
 
     name: ClassVar[str] = "rewards"
     # Its clients try again everything but 2xx; TRL, 500, 502 and 503 only, and ends a training at a 429.
@@ -75,7 +75,7 @@ class Rewards(Facade):
     roots: ClassVar[frozenset[str]] = frozenset({"rm", "retrieve"})
 
     def routes(self) -> Sequence[ForeignRoute]:
-        """Return every route of the door."""
+        """Return every route of the facade."""
         return (
             ForeignRoute(method="POST", path="/rm/{function}", endpoint=self.reward),
             ForeignRoute(method="POST", path="/retrieve/{function}", endpoint=self.retrieve),
@@ -168,7 +168,7 @@ def _repeatable(function: FunctionSpec) -> FunctionSpec:
     if function.idempotent or function.runtime == "model":
         return function
     raise InvalidInput(
-        f"function {function.name!r} is not idempotent, and clients of this door send a call again without a key: "
+        f"function {function.name!r} is not idempotent, and clients of this facade send a call again without a key: "
         "declare idempotent: true if it may run twice",
         component="facades",
         detail={"path": "function"},

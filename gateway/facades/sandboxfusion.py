@@ -133,7 +133,7 @@ class Step:
 
 
 class SandboxFusion(Facade):
-    """The door of SandboxFusion's clients."""
+    """The facade of SandboxFusion's clients."""
 
     name: ClassVar[str] = "sandboxfusion"
     # verl tries a 504 again, and takes every other error for a failed test.
@@ -143,7 +143,7 @@ class SandboxFusion(Facade):
     prefix: ClassVar[str] = "sandboxfusion"
 
     def routes(self) -> Sequence[ForeignRoute]:
-        """Return every route of the door."""
+        """Return every route of the facade."""
         return (
             ForeignRoute(method="POST", path="/run_code", endpoint=self.run_code),
             ForeignRoute(method="POST", path="/run_jupyter", endpoint=self.run_jupyter),

@@ -1,1 +1,1 @@
-"""The gRPC door: what a trainer calls, with the inputs, results and errors of HTTP."""
+"""The gRPC server: what a trainer calls, with the inputs, results and errors of HTTP."""

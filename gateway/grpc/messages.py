@@ -11,7 +11,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from gateway import serialization
-from gateway.errors import face, problem, reason_face
+from gateway.errors import error_status, problem, reason_status
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.invocations.invocations import InvocationRequest
 from gateway.invocations.record import Mode, Record
@@ -151,7 +151,7 @@ def invocation_message(record: Record) -> pb.Invocation:
 def problem_message(error: CodedError) -> pb.BatchProblem:
     """Return why a call of a batch was refused."""
     return pb.BatchProblem(
-        status=Status[face(error).grpc].value,
+        status=Status[error_status(error).grpc].value,
         code=error.code,
         message=error.message,
         component=error.component,
@@ -185,12 +185,12 @@ def end_message(end: SessionEnd) -> pb.SessionEvent:
 
 def status_error(error: CodedError) -> GRPCError:
     """Return the status of a refused request; its message begins with the code."""
-    return GRPCError(Status[face(error).grpc], f"{error.code}: {error.message}")
+    return GRPCError(Status[error_status(error).grpc], f"{error.code}: {error.message}")
 
 
 def ended_badly(record: Record) -> GRPCError | None:
     """Return the status of an invocation that failed by no fault of the user's own work; None for an answer."""
-    shown = reason_face(record.reason)
+    shown = reason_status(record.reason)
     if shown.grpc == "OK":
         return None
     return GRPCError(Status[shown.grpc], f"{record.reason}: {record.message}")

@@ -269,8 +269,8 @@ class BoundedServer(Server):
         self.__gc_step__()
         refusal = self._connections.enter("grpc")
         if refusal is not None:
-            return GrpcConnection(Refusing(refusal), self._config, self._h2_config, lambda: None, LINGER_S)
-        handler = Careful(self._mapping, self._codec, self._status_details_codec, self.__dispatch__)
+            return GrpcConnection(RefusingHandler(refusal), self._config, self._h2_config, lambda: None, LINGER_S)
+        handler = ReadableHeaders(self._mapping, self._codec, self._status_details_codec, self.__dispatch__)
         self._handlers.add(handler)
         return GrpcConnection(handler, self._config, self._h2_config, self._connections.leave, None)
 
@@ -337,7 +337,7 @@ class GrpcConnection(H2Protocol):
         self._closed()
 
 
-class Careful(Handler):
+class ReadableHeaders(Handler):
     """Hands on only calls whose headers can be read; grpclib would leave the others without an answer."""
 
     def accept(self, stream: H2Stream, headers: Headers, release_stream: Callable[[], Any]) -> None:
@@ -348,7 +348,7 @@ class Careful(Handler):
         release_stream()
 
 
-class Refusing(AbstractHandler):
+class RefusingHandler(AbstractHandler):
     """Answers every call of a connection too many with the same status."""
 
     def __init__(self, error: CodedError) -> None:

@@ -1,1 +1,1 @@
-"""The HTTP door: one table of operations, served by Starlette on Hypercorn."""
+"""The HTTP server: one table of operations, served by Starlette on Hypercorn."""

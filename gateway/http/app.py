@@ -34,7 +34,7 @@ from gateway.tls import Connections
 from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, StorageUnavailable, Unauthorized, exhaustion
 from tangram.types import Health, JsonObject, Name, is_loopback
 
-# The door: who may send a request, seen by its headers alone, before anything of it is read.
+# The guard: who may send a request, seen by its headers alone, before anything of it is read.
 #
 # A bearer token is proof enough. Whoever comes without one may be a web page in a browser of this machine, sent by its
 # user or by a stranger: the browser says where the page comes from, and lets no strange page send JSON unasked.
@@ -47,7 +47,7 @@ _HEADERS = frozenset(
 )
 
 
-class Door:
+class RequestGuard:
     """Lets requests in, as what they may do."""
 
     def __init__(self, guard: Guard, session: PageSession, media_types: Collection[str]) -> None:
@@ -56,7 +56,7 @@ class Door:
         self._session = session
         self._media_types = frozenset(kind.encode() for kind in media_types)
 
-    def let_in(self, scope: Scope) -> Role:
+    def authorize(self, scope: Scope) -> Role:
         """Return what the request may do; raises Unauthorized or Forbidden with the remedy."""
         headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
         if self._guard.tokenless:
@@ -151,7 +151,7 @@ async def starting(scope: Scope, receive: Receive, send: Send) -> None:
         await problem_response(refusal)(scope, receive, send)
 
 
-class HttpDoor:
+class HttpListener:
     """The HTTP server, from the moment it is made until `close`."""
 
     def __init__(self, listener: socket.socket, connections_max: int, bounds: ServerConfig) -> None:
@@ -211,7 +211,7 @@ class GuardedApp(ABC):
     def __init__(self, api: Api, component: str, media_types: Collection[str]) -> None:
         """``media_types`` are those of bodies that no web page can send to a stranger without asking first."""
         self.api = api
-        self.guard = Door(api.guard, api.session, media_types)
+        self.guard = RequestGuard(api.guard, api.session, media_types)
         self._component = component
         self._log = structlog.get_logger(f"gateway.{component}")
         self._router: ASGIApp
@@ -234,7 +234,7 @@ class GuardedApp(ABC):
         bounded = BoundedSend(send, self.api.server.stall_s)
         try:
             if checked:
-                scope[ROLE] = self.guard.let_in(scope)
+                scope[ROLE] = self.guard.authorize(scope)
             await self._router(scope, receive, bounded)
         except ClientDisconnect:
             return
@@ -264,8 +264,8 @@ class GuardedApp(ABC):
 
 # The page, which holds nothing of the gateway, and the key by which a browser comes in.
 #
-# Whoever reaches the door may load it: what it shows is asked for like everything else, with the cookie or a token that
-# its user types.
+# Whoever reaches the server may load it: what it shows is asked for like everything else, with the cookie or a token
+# that its user types.
 
 #: Where the views are.
 UI = "/ui/"
@@ -306,8 +306,8 @@ _TEXT = (
 class LandingPage:
     """`GET /` and everything below `/ui/`."""
 
-    def __init__(self, door: Door, session: PageSession) -> None:
-        self._door = door
+    def __init__(self, guard: RequestGuard, session: PageSession) -> None:
+        self._guard = guard
         self._session = session
 
     async def show(self, request: Request) -> Response:
@@ -316,7 +316,7 @@ class LandingPage:
         if cookie is None:
             if "text/html" in request.headers.get("accept", ""):
                 return await self.lead(request)
-            self._door.let_in(request.scope)
+            self._guard.authorize(request.scope)
             return Response(_TEXT, media_type="text/html", headers={**_PAGE_HEADERS, "Cache-Control": "no-store"})
         # Not the page itself: the key must not stay in the browser's history, nor reach another page as its referrer.
         answer = RedirectResponse("/", 303, {**_PAGE_HEADERS, "Cache-Control": "no-store"})
@@ -396,7 +396,7 @@ class HttpApp(GuardedApp):
         Who may not call the functions is not told of them.
         """
         try:
-            self.guard.let_in(request.scope)
+            self.guard.authorize(request.scope)
         except (Unauthorized, Forbidden):
             return Response(serialization.encode(document(self.operations, self._shapes)), media_type=JSON)
         functions = [function_info(spec) for spec in self.api.functions.all()]

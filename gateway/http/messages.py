@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope
 
 from gateway import serialization
 from gateway.api import JSON, Api, bounded_chunks
-from gateway.errors import face, problem, reason_face, retry_after
+from gateway.errors import error_status, problem, reason_status, retry_after
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Mode, Record
 from gateway.trajectory_records import ConnectionPeer
@@ -161,9 +161,9 @@ def problem_response(error: CodedError, headers: Mapping[str, str] | None = None
         shown["Retry-After"] = retry_after(error.retry_after_s)
     if error.invocation_id is not None:
         shown["X-Invocation-Id"] = error.invocation_id
-    if face(error).http == 401:
+    if error_status(error).http == 401:
         shown["WWW-Authenticate"] = "Bearer"
-    return Response(serialization.encode(problem(error)), face(error).http, shown, PROBLEM)
+    return Response(serialization.encode(problem(error)), error_status(error).http, shown, PROBLEM)
 
 
 def record_headers(record: Record) -> dict[str, str]:
@@ -191,7 +191,7 @@ def result_response(record: Record, *, replayed: bool = False) -> Response:
 
     A failure of the user's own work is an answer: 200 with ``X-Function-Error``.
     """
-    shown = reason_face(record.reason)
+    shown = reason_status(record.reason)
     headers = record_headers(record) | replay_headers(replayed)
     if record.reason is not None:
         headers["X-Function-Error"] = record.reason.value

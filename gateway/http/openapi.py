@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.api import Operation, OperationLink, Shape
-from gateway.errors import FACES, REASON_FACES
+from gateway.errors import ERROR_STATUSES, REASON_STATUSES
 from gateway.http.messages import PROBLEM
 from gateway.http.streaming import EVENTS, NDJSON
 from tangram.types import FunctionInfo, Invocation, LogRecord, Problem
@@ -37,7 +37,7 @@ class Shapes:
         parameters = {each.__name__ for row in operations for each in (row.query, row.headers) if each is not None}
         self.components = {name: schema for name, schema in components.items() if name not in parameters}
         self._parameters = {name: components[name] for name in parameters}
-        codes = dict.fromkeys([*FACES, *(reason.value for reason in REASON_FACES)])
+        codes = dict.fromkeys([*ERROR_STATUSES, *(reason.value for reason in REASON_STATUSES)])
         self.components["Problem"]["properties"]["code"]["enum"] = list(codes)
         # An odd call is refused by its own verdict, so the request takes anything in its place.
         calls = self.components["BatchRequest"]["properties"]["calls"]

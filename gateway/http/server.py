@@ -1,4 +1,4 @@
-"""The server: the door on Hypercorn, with a bound on connections and on peers that neither read nor answer."""
+"""The server on Hypercorn, with a bound on connections and on peers that neither read nor answer."""
 
 from __future__ import annotations
 

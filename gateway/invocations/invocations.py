@@ -54,7 +54,7 @@ logger = structlog.get_logger("gateway.invocations")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvocationRequest:
-    """What a door asks for."""
+    """What a caller asks for."""
 
     function: str
     input: Mapping[str, object]
@@ -296,7 +296,7 @@ class Admission:
             del counter[name]
 
 
-class HeldBack:
+class PendingFunctions:
     """Queued invocations that the scheduler does not know of yet; ``expire`` ends one at its queue_timeout."""
 
     def __init__(
@@ -360,7 +360,7 @@ class HeldBack:
         self._expire(invocation, f"waited longer than queue_timeout, {timeout_s:g} s: its function is {why}")
 
 
-class EnvironmentLosses:
+class LostSandboxes:
     """Which trajectories have lost their sandbox while nobody was told yet."""
 
     def __init__(
@@ -585,9 +585,9 @@ class Invocations:
         self._living: dict[int, LiveInvocation] = {}
         self._by_action: dict[str, LiveInvocation] = {}
         self._keys = Keys(store, server.idempotency_ttl_s, wall)
-        self.held_back = HeldBack(functions, self._late, now)
+        self.pending_functions = PendingFunctions(functions, self._late, now)
         self._closing = False
-        self._losses = EnvironmentLosses(lambda: self.living, self._stop)
+        self._losses = LostSandboxes(lambda: self.living, self._stop)
         #: Called with each record that is accepted or recovered, that starts, and that has ended.
         self.on_accept: list[Callable[[Record], None]] = []
         self.on_start: list[Callable[[Record], None]] = []
@@ -743,10 +743,10 @@ class Invocations:
         ready: list[LiveInvocation] = []
         submissions: list[Submission] = []
         for invocation in invocations:
-            if self.held_back.take(invocation):
+            if self.pending_functions.take(invocation):
                 continue
             try:
-                submissions.append(self._submission(invocation, self.held_back.leave(invocation)))
+                submissions.append(self._submission(invocation, self.pending_functions.leave(invocation)))
                 ready.append(invocation)
             except CodedError as error:
                 self._refuse(invocation, error)
@@ -937,7 +937,7 @@ class Invocations:
     def _drop(self, invocation: LiveInvocation) -> None:
         if self._living.pop(invocation.record.seq, None) is not None:
             self._held.give(len(invocation.record.input or b""))
-        self.held_back.leave(invocation)
+        self.pending_functions.leave(invocation)
         self._keys.leave(invocation)
         self._logs.close(invocation.record.seq)
         if not invocation.record.detached:

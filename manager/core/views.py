@@ -18,7 +18,7 @@ from manager.errors import InvalidInput
 from manager.resources.cores import PlacedPool
 from manager.resources.pools import KINDS, Pool, TimedPool
 
-# The glance: what fits one screen of the core, made twice a second while somebody looks.
+# The summary: what fits one screen of the core, made twice a second while somebody looks.
 #
 # Its size is bounded by what there is to see, not by how much waits or runs: a pool of many units is told by function.
 
@@ -29,7 +29,7 @@ ROWS_MAX = 24
 LONGEST_MAX = 8
 
 
-def glance(core: Core) -> dict[str, object]:
+def summary(core: Core) -> dict[str, object]:
     """Return a JSON-able view: ``now_s`` is the core's instant, all others are seconds relative to it."""
     state, now_s = core.state, core.state.now_s
     causes = counted_causes(state)

@@ -13,7 +13,7 @@ from manager.action import Action, Chunk, Lease
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, CodedError, InvalidInput, Reason, Unsupported
 from manager.function import FunctionSpec, ModelAction, ModelSpec, Setting
-from runtimes.kind import DeclarationSite, Kind, Materials, Schema, schema_of
+from runtimes.kind import DeclarationSite, Kind, RuntimeDeps, Schema, schema_of
 from runtimes.model.checkpoint import checkpoint_problem, fingerprint
 from runtimes.model.engine import BatchJob, BatchMember, ModelBackend, ModelRequest, OnFootprint, require_torch
 from runtimes.model.external import ExternalBackend
@@ -375,9 +375,9 @@ def _spec(section: ModelKeys, place: DeclarationSite) -> Mapping[str, object]:
     return {"model": replace(spec, path=path)}
 
 
-def _make(materials: Materials) -> Runtime:
+def _make(deps: RuntimeDeps) -> Runtime:
 
-    return ModelRuntime(materials.models)
+    return ModelRuntime(deps.models)
 
 
 def _source(function: FunctionSpec) -> str:

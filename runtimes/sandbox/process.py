@@ -451,7 +451,7 @@ PROBE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class HostSupport:
     """What this machine lends a process sandbox."""
 
     bubblewrap: str | None
@@ -464,7 +464,7 @@ class Means:
     no_ids: str = ""
 
     @classmethod
-    def discover(cls, ids: IdBlocks, *, plain: bool = False) -> Means:
+    def discover(cls, ids: IdBlocks, *, plain: bool = False) -> HostSupport:
         """Return what there is; raises Unsupported, with the reason, if bubblewrap is wanted and does not work now."""
         hierarchy = Hierarchy.discover()
         own = None if hierarchy is None else hierarchy.of_process("self")
@@ -537,7 +537,7 @@ ETC = (
 )  # fmt: skip
 
 
-def box_of(means: Means, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str], path: str) -> list[str]:
+def box_of(means: HostSupport, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str], path: str) -> list[str]:
     """Return bubblewrap's options."""
     options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--as-pid-1", "--new-session"]
     options += ["--unshare-net", "--hostname", "sandbox", "--cap-drop", "ALL"]
@@ -642,7 +642,7 @@ def missing_uplink() -> str:
     return "" if TUN.exists() else f"there is no {TUN} (modprobe tun)"
 
 
-class Uplink:
+class SlirpUplink:
     """One sandbox's. ``held`` is to be inherited by the sandbox's first process."""
 
     def __init__(self) -> None:
@@ -739,7 +739,7 @@ class ProcessProvider:
         state_dir: Path,
         gate: CreationGate,
         shared_cores: Sequence[int],
-        means: Means,
+        means: HostSupport,
         seccomp: Seccomp = "default",
         path: str = DEFAULT_PATH,
         weakenings: Sequence[str] = (),
@@ -892,7 +892,7 @@ class ProcessProvider:
     ) -> Sandbox:
         directory, group = self._root / name, group_of(self._means.cgroup, name)
         egress = await self._guard.resolve(spec)
-        uplink = None if egress is None else Uplink()
+        uplink = None if egress is None else SlirpUplink()
         parent, blocks = 0, list[IdBlock]()
         record = SandboxRecord(
             name=name,
@@ -1022,7 +1022,7 @@ class ProcessProvider:
         spec: SandboxSpec,
         mounts: Mapping[str, str],
         block: IdBlock | None,
-        uplink: Uplink | None,
+        uplink: SlirpUplink | None,
     ) -> int:
         """Start the process that leads to the runner: bubblewrap, or the runner itself."""
         python = [os.path.realpath(sys.executable), *ISOLATED]
@@ -1082,7 +1082,7 @@ def _piped(data: bytes, closers: ExitStack) -> int:
 def _lay_out(
     directory: Path,
     record: SandboxRecord,
-    means: Means,
+    means: HostSupport,
     block: IdBlock | None,
     bound: DiskBound,
     egress: Egress | None,
@@ -1121,7 +1121,7 @@ def _lay_out(
     (directory / "hosts").write_text("".join(lines), encoding="utf-8")
 
 
-def _provider_children(parent: int, uplink: Uplink | None) -> tuple[int, ...]:
+def _provider_children(parent: int, uplink: SlirpUplink | None) -> tuple[int, ...]:
     return (parent,) if uplink is None else (parent, uplink.pid)
 
 

@@ -16,7 +16,7 @@ from manager.errors import InvalidConfig, Unsupported
 from manager.function import Setting
 from runtimes.sandbox.disk import DiskSettings, WalkBound, choose_bound
 from runtimes.sandbox.linux import Seccomp
-from runtimes.sandbox.process import IdBlocks, IdSettings, Means, NotInstalled, ProcessProvider, end_left
+from runtimes.sandbox.process import HostSupport, IdBlocks, IdSettings, NotInstalled, ProcessProvider, end_left
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.sandbox import CreationGate, Provider
 from runtimes.sandbox.snapshots import SnapshotSettings
@@ -276,7 +276,7 @@ def _processes(settings: ProviderSettings, kind: Kind, stronger: str) -> Provide
         state_dir=settings.state_dir,
         gate=CreationGate(settings.max_starting),
         shared_cores=_shared_cores(settings),
-        means=Means.discover(IdBlocks(settings.ids), plain=plain),
+        means=HostSupport.discover(IdBlocks(settings.ids), plain=plain),
         seccomp=settings.seccomp,
         path=settings.path,
         bound=choose_bound(settings.disk_bound, settings.state_dir),

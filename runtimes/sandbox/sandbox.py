@@ -549,7 +549,7 @@ YOUNG_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remnant:
+class Orphan:
     """Something of ours that was found. It is removed by whoever found it."""
 
     kind: str
@@ -561,12 +561,12 @@ class Remnant:
     why: str
 
 
-class Remains(Protocol):
+class Orphans(Protocol):
     """Finds and removes remnants of some kinds."""
 
-    def find(self) -> list[Remnant]: ...
+    def find(self) -> list[Orphan]: ...
 
-    def remove(self, remnant: Remnant) -> None:
+    def remove(self, orphan: Orphan) -> None:
         """Raises CodedError or OSError if it cannot be removed."""
         ...
 
@@ -582,7 +582,7 @@ def verdict(state_dir: str) -> tuple[bool, str]:
     return False, "its gateway is gone" if there else "its state directory is gone"
 
 
-class LocalRemains:
+class LocalOrphans:
     """Process sandboxes, their directories and snapshots, and control groups that nobody is in.
 
     Directories are looked for in ``known`` state directories and in those of the processes that are found; those of
@@ -594,31 +594,31 @@ class LocalRemains:
         self._others = others
         self._hierarchy = Hierarchy.discover()
 
-    def find(self) -> list[Remnant]:
+    def find(self) -> list[Orphan]:
         running = _runners()
-        matches = [self._remnant("process sandbox", place) for place in running]
+        matches = [self._orphan("process sandbox", place) for place in running]
         for state_dir in sorted({*self._known, *(state_dir for state_dir, _ in running)}):
             for directory in sorted(Path(state_dir, SANDBOXES).glob("*/")):
                 place = (state_dir, directory.name)
                 if place not in running and directory.name not in self._others:
-                    matches += [self._remnant("directory", place)]
+                    matches += [self._orphan("directory", place)]
             for directory in sorted(Path(state_dir, SNAPSHOTS).glob("*/")):
                 if directory.name not in self._others:
-                    matches += [self._remnant("snapshot", (state_dir, directory.name))]
+                    matches += [self._orphan("snapshot", (state_dir, directory.name))]
         return [*matches, *self._empty_groups()]
 
-    def _remnant(self, kind: str, place: tuple[str, str]) -> Remnant:
+    def _orphan(self, kind: str, place: tuple[str, str]) -> Orphan:
         held, why = verdict(place[0])
-        return Remnant(kind=kind, name=place[1], state_dir=place[0], held=held, why=why)
+        return Orphan(kind=kind, name=place[1], state_dir=place[0], held=held, why=why)
 
-    def _empty_groups(self) -> list[Remnant]:
+    def _empty_groups(self) -> list[Orphan]:
         """Return control groups without processes: whoever makes one is in it a moment later."""
         user = os.geteuid()
         groups = [group for group in self._groups(f"{GROUP}*") if not user or _owner(group) == user]
         old_s = time.time() - YOUNG_S
         kept = {group.name for group in groups if _any_process(group) or _born_s(group) > old_s}
         return [
-            Remnant(kind="control group", name=name, state_dir="", held=False, why="nobody is in it")
+            Orphan(kind="control group", name=name, state_dir="", held=False, why="nobody is in it")
             for name in sorted({group.name for group in groups} - kept)
         ]
 
@@ -627,21 +627,21 @@ class LocalRemains:
             for directory, names, _ in os.walk(root):  # passes over groups that go meanwhile
                 yield from (Path(directory, name) for name in fnmatch.filter(names, pattern))
 
-    def remove(self, remnant: Remnant) -> None:
-        place = (remnant.state_dir, remnant.name)
-        if remnant.kind == "snapshot":
-            shutil.rmtree(Path(remnant.state_dir, SNAPSHOTS, remnant.name), ignore_errors=True)
+    def remove(self, orphan: Orphan) -> None:
+        place = (orphan.state_dir, orphan.name)
+        if orphan.kind == "snapshot":
+            shutil.rmtree(Path(orphan.state_dir, SNAPSHOTS, orphan.name), ignore_errors=True)
             return
-        if remnant.kind == "process sandbox":
-            for group in self._groups(f"{GROUP}{remnant.name}"):
+        if orphan.kind == "process sandbox":
+            for group in self._groups(f"{GROUP}{orphan.name}"):
                 with suppress(OSError):  # of another controller; what is frozen under version 1 cannot be ended
                     (group / "freezer.state").write_text("THAWED", encoding="ascii")
             _end(lambda: _runners().get(place, []))
-        if remnant.kind == "control group":
-            self._remove_groups(remnant.name)
+        if orphan.kind == "control group":
+            self._remove_groups(orphan.name)
         else:
-            shutil.rmtree(Path(remnant.state_dir, SANDBOXES, remnant.name), ignore_errors=True)
-            self._remove_groups(f"{GROUP}{remnant.name}")
+            shutil.rmtree(Path(orphan.state_dir, SANDBOXES, orphan.name), ignore_errors=True)
+            self._remove_groups(f"{GROUP}{orphan.name}")
 
     def _remove_groups(self, name: str) -> None:
         for group in sorted([*self._groups(name), *self._groups(f"{name}{ASIDE}")], reverse=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.errors import FACES
+from gateway.errors import ERROR_STATUSES
 from manager.action import State
 from manager.errors import Reason
 from tests.deploy.metrics import (
@@ -63,7 +63,7 @@ def test_every_value_of_a_label_that_is_asked_for_is_one_that_there_is() -> None
     known = {
         "state": {*(state.value for state in State), "total", "free"},
         "reason": {reason.value for reason in Reason},
-        "code": set(FACES),
+        "code": set(ERROR_STATUSES),
     }
     strangers = {
         f"{who}: {label}={value}"

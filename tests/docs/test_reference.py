@@ -18,7 +18,7 @@ from gateway.cli import main as server
 from gateway.config.load import load
 from gateway.config.reference import CHAPTERS, REACHED, markdown, runtimes_markdown
 from gateway.config.schema import MAPS, SECTIONS, form_name, schema
-from gateway.errors import FACES, REASON_FACES
+from gateway.errors import ERROR_STATUSES, REASON_STATUSES
 from gateway.grpc.generated import tangram_pb2
 from gateway.http.app import operations
 from gateway.invocations.callbacks import sign
@@ -138,14 +138,14 @@ async def test_the_http_page_names_no_route_that_is_not_there(tmp_path: Path) ->
 
 def test_the_http_page_names_every_status() -> None:
     listed = {int(row) for row in re.findall(r"^\| (\d+) \|", page("http"), re.MULTILINE)}
-    assert {each.http for each in (*FACES.values(), *REASON_FACES.values())} <= listed
+    assert {each.http for each in (*ERROR_STATUSES.values(), *REASON_STATUSES.values())} <= listed
 
 
 def test_every_method_and_message_is_on_the_grpc_page() -> None:
     text = code(page("grpc"))
     service = tangram_pb2.DESCRIPTOR.services_by_name["Gateway"]
     assert set(service.methods_by_name) <= text
-    assert {each.grpc for each in (*FACES.values(), *REASON_FACES.values())} - {"OK"} <= text
+    assert {each.grpc for each in (*ERROR_STATUSES.values(), *REASON_STATUSES.values())} - {"OK"} <= text
     assert {name for name in tangram_pb2.DESCRIPTOR.message_types_by_name if "Entry" not in name} <= text
 
 

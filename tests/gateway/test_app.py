@@ -18,7 +18,7 @@ from gateway.app import gateway
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.http.server import BoundedResets, HttpConnection, NamedStatuses
 from gateway.invocations.invocations import Admission
-from gateway.limits import Room
+from gateway.limits import MachineLimits
 from gateway.tls import Connections
 from gateway.trajectory_records import ConnectionPeer
 from manager.errors import CapacityExceeded, CodedError
@@ -282,12 +282,12 @@ def test_descriptors_are_raised_to_what_the_machine_allows() -> None:
 
 
 def test_a_disk_below_its_bound_or_gone_is_named(tmp_path: Path) -> None:
-    room = Room(tmp_path, free_min_bytes=1, connections_max=1)
-    assert room.shortage() is None
-    short = Room(tmp_path, free_min_bytes=2**60, connections_max=1).shortage()
+    limits = MachineLimits(tmp_path, free_min_bytes=1, connections_max=1)
+    assert limits.shortage() is None
+    short = MachineLimits(tmp_path, free_min_bytes=2**60, connections_max=1).shortage()
     assert short is not None
     assert "server.free_min" in short and "make room" in short and "server.state_dir" in short
     tmp_path.rmdir()
-    gone = room.shortage()
+    gone = limits.shortage()
     assert gone is not None
     assert str(tmp_path) in gone

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gateway import auth
-from gateway.auth import DoorTokens, Guard, PageSession, Role, announced, check_doors, make_private, open_tokens
+from gateway.auth import BearerTokens, Guard, PageSession, Role, announced, check_listeners, make_private, open_tokens
 from gateway.config.schema import ServerConfig
 from manager.clock import VirtualClock
 from manager.errors import Forbidden, InvalidConfig, StorageUnavailable, Unauthorized
@@ -19,7 +19,7 @@ from tangram import AsyncClient, UnauthorizedError
 from tangram.types import ADMIN, INVOKE, find_token, links_dir, lost_state_dir
 from tests.gateway.conftest import GatewayBench, serving
 
-TOKENS = DoorTokens(admin="s3cret", invoke="less")
+TOKENS = BearerTokens(admin="s3cret", invoke="less")
 
 
 def test_the_guard_takes_its_tokens_and_nothing_like_them() -> None:
@@ -71,16 +71,16 @@ def test_the_pages_key_opens_once_and_in_time() -> None:
 
 def test_without_tokens_or_in_clear_text_only_this_machine_is_served() -> None:
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
-        check_doors(ServerConfig(host=host))
-        check_doors(ServerConfig(host=host, auth="none"))
+        check_listeners(ServerConfig(host=host))
+        check_listeners(ServerConfig(host=host, auth="none"))
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
-        check_doors(ServerConfig(host=host, clear_text=True))
+        check_listeners(ServerConfig(host=host, clear_text=True))
         with pytest.raises(InvalidConfig, match=r"server\.clear_text"):
-            check_doors(ServerConfig(host=host, token="token"))
+            check_listeners(ServerConfig(host=host, token="token"))
         with pytest.raises(InvalidConfig, match=r"server\.auth"):
-            check_doors(ServerConfig(host=host, auth="none", clear_text=True))
+            check_listeners(ServerConfig(host=host, auth="none", clear_text=True))
     with pytest.raises(InvalidConfig, match="drop one"):
-        check_doors(ServerConfig(auth="none", token="token"))
+        check_listeners(ServerConfig(auth="none", token="token"))
 
 
 def test_the_first_start_writes_tokens_that_the_next_takes(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_first_start_writes_tokens_that_the_next_takes(tmp_path: Path) -> No
         file = tmp_path / "state" / name
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert file.read_text().strip() == token
-    assert open_tokens(tmp_path / "state", "configured") == DoorTokens(admin="configured", invoke=first.invoke)
+    assert open_tokens(tmp_path / "state", "configured") == BearerTokens(admin="configured", invoke=first.invoke)
     assert not (tmp_path / "state" / ADMIN).exists()
 
 

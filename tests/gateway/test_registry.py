@@ -21,7 +21,7 @@ from gateway import registry
 from gateway.app import gateway as opened_gateway
 from gateway.config.load import GatewayConfig, load
 from gateway.config.schema import ServerConfig
-from gateway.http.app import HttpDoor
+from gateway.http.app import HttpListener
 from gateway.http.server import listen
 from gateway.registry import KEPT, Registry, Revisions, function_info
 from manager.config import NodeSpec
@@ -667,7 +667,7 @@ async def test_the_process_says_that_it_lives_before_there_is_a_gateway() -> Non
         await send({"type": "http.response.body", "body": b""})  # type: ignore[operator]
 
     with listen("127.0.0.1", 0) as listener:
-        door = HttpDoor(listener, 8192, ServerConfig())
+        door = HttpListener(listener, 8192, ServerConfig())
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
             assert (await client.get("/healthz")).json()["status"] == "ok"
             starting = await client.get("/readyz")

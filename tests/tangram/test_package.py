@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 import tangram
-from gateway.errors import FACES
+from gateway.errors import ERROR_STATUSES
 from tangram import InvocationFailed, MapFailed, NotFoundError, TangramError, errors, testing
 from tangram.client.requests import result_of
 from tangram.testing import ScriptedFailure
@@ -172,7 +172,7 @@ def test_a_failed_invocation_keeps_its_record_through_a_pickle() -> None:
 
 
 def test_every_code_of_the_gateway_has_its_class() -> None:
-    unknown = FACES.keys() - errors.BY_CODE.keys()
+    unknown = ERROR_STATUSES.keys() - errors.BY_CODE.keys()
     # The codes of the base class, and of an invocation's end, which is no refusal.
     assert unknown == {"internal", "action_failed"}
 

@@ -1,4 +1,4 @@
-// The frame: views by address, the light of the connection, keys, theme, and the door.
+// The frame: views by address, the light of the connection, keys, theme, and who may come in.
 
 import {clock, copied, count, duration, fill, forgetColours, h, setFunctions} from "./dom.js";
 import {functionsView, functionView} from "./functions.js";

@@ -36,18 +36,18 @@ from gateway.facades.docker.containers import (
     PIDS_FROM,
     Container,
     ContainerExec,
-    ContainerLife,
+    ContainerManager,
     attach,
     attend,
     console_size,
-    exec_wish,
+    exec_spec,
     flag,
     image_names,
     media_type,
     send_logs,
     version_of,
 )
-from gateway.facades.docker.http import API_VERSION, API_VERSION_MIN, EngineExchange
+from gateway.facades.docker.http import API_VERSION, API_VERSION_MIN, DockerExchange
 from gateway.facades.facade import MARGIN_S, ForeignCalls, fault_of_end
 from gateway.http.messages import while_connected
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
@@ -202,21 +202,21 @@ def _status(container: Container, now_s: float) -> str:
 
 def exec_shape(command: ContainerExec, exit_code: int | None, *, running: bool) -> dict[str, object]:
     """Return a command as ``/exec/{id}/json`` shows it."""
-    wish = command.wish
+    spec = command.spec
     return {
         "ID": command.id,
         "Running": running,
         "ExitCode": exit_code,
         "ProcessConfig": {
-            "tty": wish.tty,
-            "entrypoint": wish.argv[0],
-            "arguments": list(wish.argv[1:]),
+            "tty": spec.tty,
+            "entrypoint": spec.argv[0],
+            "arguments": list(spec.argv[1:]),
             "privileged": False,
-            **({"user": wish.user} if wish.user else {}),
+            **({"user": spec.user} if spec.user else {}),
         },
-        "OpenStdin": wish.stdin,
-        "OpenStdout": wish.stdout,
-        "OpenStderr": wish.stderr,
+        "OpenStdin": spec.stdin,
+        "OpenStdout": spec.stdout,
+        "OpenStderr": spec.stderr,
         "CanRemove": False,
         "ContainerID": command.record.id,
         "DetachKeys": "",
@@ -334,7 +334,7 @@ def filters(text: str) -> dict[str, list[str]]:
     return result
 
 
-async def _say(exchange: EngineExchange, progress: object) -> None:
+async def _say(exchange: DockerExchange, progress: object) -> None:
     await exchange.send(orjson.dumps(progress) + b"\r\n")
 
 
@@ -385,7 +385,7 @@ LEFT_MAX = 64
 REMOVE_S = 1.0
 #: What the sandbox's user may have written there is not to be believed.
 EXIT_STATUS = re.compile(rb"[0-9]{1,3}")
-#: A `kill` of a process that only this door knows, as the SWE-bench harness sends it when a command takes too long.
+#: A `kill` of a process that only this facade knows, as the SWE-bench harness sends it when a command takes too long.
 PID = re.compile(r"[0-9]{1,18}")
 KILL = re.compile(r"(?:-s )?-?(?:SIG)?([A-Z0-9]+) ")
 
@@ -393,7 +393,7 @@ KILL = re.compile(r"(?:-s )?-?(?:SIG)?([A-Z0-9]+) ")
 class ContainerExecs:
     """Commands in containers."""
 
-    def __init__(self, api: Api, calls: ForeignCalls, life: ContainerLife) -> None:
+    def __init__(self, api: Api, calls: ForeignCalls, life: ContainerManager) -> None:
         self._api = api
         self._calls = calls
         self._life = life
@@ -402,11 +402,11 @@ class ContainerExecs:
         """Know a command; raises InvalidInput, Unsupported, Conflict."""
         container.require_running()
         sandbox = self._api.environments.get(container.record.trajectory)
-        wish = exec_wish(body, container.record.cwd, None if sandbox is None else sandbox.spec)
-        return self._life.exec(container, wish)
+        spec = exec_spec(body, container.record.cwd, None if sandbox is None else sandbox.spec)
+        return self._life.exec(container, spec)
 
     async def start(
-        self, exchange: EngineExchange, command: ContainerExec, body: Mapping[str, object], patience_s: float
+        self, exchange: DockerExchange, command: ContainerExec, body: Mapping[str, object], patience_s: float
     ) -> None:
         """Run a command, and answer with its output, or at once if it is to run behind."""
         container = self._life.containers.home(command)
@@ -419,14 +419,14 @@ class ContainerExecs:
             raise Unsupported(f"{unknown[0][:64]}: is not done by this facade; leave it out", component=COMPONENT)
         rows, columns = console_size(body)
         if rows and columns:
-            command.wish = replace(command.wish, rows=rows, columns=columns)
+            command.spec = replace(command.spec, rows=rows, columns=columns)
         command.started = True
         behind = body.get("Detach") is True
         try:
             if (victim := self._victim(command)) is not None:
                 await self._kill(command, victim)
                 if not behind:
-                    await exchange.upgraded(media_type(exchange, tty=command.wish.tty))
+                    await exchange.upgraded(media_type(exchange, tty=command.spec.tty))
                     return
             elif not behind:
                 command.start(self._life.slots, asyncio.get_running_loop().time() + PATIENCE_S)
@@ -441,7 +441,7 @@ class ContainerExecs:
             self._life.mark_lost(container, command.error)
         await exchange.answer(200)
 
-    async def inspect(self, exchange: EngineExchange, command: ContainerExec) -> None:
+    async def inspect(self, exchange: DockerExchange, command: ContainerExec) -> None:
         """Answer how a command stands; raises what kept it from having an exit status: none is made up."""
         if command.status_file and not command.ended.is_set():
             await self._look_behind(command)
@@ -452,7 +452,7 @@ class ContainerExecs:
 
     async def _launch(self, command: ContainerExec, patience_s: float) -> None:
         """Start what runs behind: an action that ends at once, of which a process is left."""
-        container, wish = self._life.containers.home(command), command.wish
+        container, spec = self._life.containers.home(command), command.spec
         sandbox = self._api.environments.get(container.record.trajectory)
         if sandbox is not None and sandbox.spec.background is Background.KILL:
             message = "Detach: the function's processes end with each command (sandbox.background: kill)"
@@ -460,7 +460,7 @@ class ContainerExecs:
         command.status_file = STATUS_FILE.format(command.id[:32])
         left, container.left_files[:] = container.left_files[:LEFT_MAX], container.left_files[LEFT_MAX:]
         script = f"rm -f -- {' '.join(left)}; {LAUNCH}" if left else LAUNCH  # names of ours, without odd characters
-        fields = {**wish.input(), "argv": ["/bin/sh", "-c", script, "sh", command.status_file, *wish.argv]}
+        fields = {**spec.input(), "argv": ["/bin/sh", "-c", script, "sh", command.status_file, *spec.argv]}
         del fields["session"]
         invocation = await self._accepted(container, fields, patience_s)
         await invocation.has_ended(None)
@@ -502,7 +502,7 @@ class ContainerExecs:
 
     def _victim(self, command: ContainerExec) -> tuple[ContainerExec, str] | None:
         """Return which of our commands a `kill` means, and the signal; None for any other command."""
-        words = command.wish.argv
+        words = command.spec.argv
         if words[0] not in ("kill", "/bin/kill", "/usr/bin/kill") or not 2 <= len(words) <= 4:
             return None
         if PID.fullmatch(words[-1]) is None or int(words[-1]) < PIDS_FROM:
@@ -549,7 +549,7 @@ print(json.dumps({"name": name, "size": size, "mode": mode, "mtime": mtime, "lin
 ABSENT, STAT_S, STAT_BYTES = 65, 30.0, 16384
 
 
-def _asked(exchange: EngineExchange) -> str:
+def _asked(exchange: DockerExchange) -> str:
     path = exchange.query.get("path", "")
     if not path:
         raise InvalidInput("bad parameter: path cannot be empty", component=COMPONENT, detail={"path": "path"})
@@ -649,7 +649,7 @@ REFUSED = {
     "grpc": "no images are built here",
 }
 
-Endpoint = Callable[[EngineExchange, "re.Match[str]"], Awaitable[None]]
+Endpoint = Callable[[DockerExchange, "re.Match[str]"], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -671,14 +671,14 @@ class EngineRoute:
 
 
 class DockerEngineApi:
-    """The door behind its socket."""
+    """The Docker Engine API behind its socket."""
 
     name: ClassVar[str] = "docker"
 
     def __init__(self, api: Api, calls: ForeignCalls, settings: DockerFacade) -> None:
         self._api = api
         self._settings = settings
-        self._life = ContainerLife(api, calls, settings)
+        self._life = ContainerManager(api, calls, settings)
         self._execs = ContainerExecs(api, calls, self._life)
         self._table = self.routes()
         self._routes = [(route, route.pattern) for route in self._table]
@@ -728,7 +728,7 @@ class DockerEngineApi:
         """Stop watching the containers, which live on as far as their trajectories do."""
         await self._life.close()
 
-    async def serve(self, exchange: EngineExchange) -> None:
+    async def serve(self, exchange: DockerExchange) -> None:
         """Answer one request; raises CodedError, ClientDisconnect."""
         request = version_of(exchange.path)
         path = exchange.path
@@ -766,22 +766,22 @@ class DockerEngineApi:
 
     # --- the engine
 
-    async def ping(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def ping(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Say that it is there, and which versions it speaks."""
         headers = {"Api-Version": shown_version(API_VERSION), "Ostype": "linux", "Docker-Experimental": "false"}
         await exchange.answer_text("OK", {**headers, "Cache-Control": "no-cache, no-store, must-revalidate"})
 
-    async def version(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def version(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         await exchange.answer(200, version_shape())
 
-    async def info(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def info(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         counts = Counter(str(each.record.status) for each in self._life.containers.all())
         images, cores = len(await self._image_states()), self._api.machines.here.cores
         await exchange.answer(200, info_shape(counts, self._api.provider.info, images, cores))
 
     # --- containers
 
-    async def create(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def create(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Keep a new container."""
         platform = exchange.query.get("platform", "")
         if platform and platform.split("/")[:2] != ["linux", architecture()] and platform != "linux":
@@ -790,7 +790,7 @@ class DockerEngineApi:
         container, warnings = await self._life.create(body, exchange.query.get("name", ""))
         await exchange.answer(201, {"Id": container.record.id, "Warnings": list(warnings)})
 
-    async def list_containers(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def list_containers(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer with those that run, or with all."""
         wanted = filters(exchange.query.get("filters", ""))
         requested: list[tuple[str, str, tuple[str, ...]]] = [(name, name, FILTERS) for name in wanted]
@@ -805,30 +805,30 @@ class DockerEngineApi:
         now_s = self._api.wall()
         await exchange.answer(200, [listed_shape(each, now_s) for each in (result[:limit] if limit > 0 else result)])
 
-    async def inspect(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def inspect(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         await exchange.answer(200, container_shape(self._container(match)))
 
-    async def start(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def start(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Begin it: its sandbox is made, and no core is held."""
         news = await self._life.start(self._container(match), self._client_s(exchange) - MARGIN_S)
         await exchange.answer(204 if news else 304)
 
-    async def stop(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def stop(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         stopped = await self._life.stop(self._container(match), _grace_s(exchange))
         await exchange.answer(204 if stopped else 304)
 
-    async def restart(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def restart(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """End it if it runs, and begin it again: its files stay."""
         container, timeout_s = self._container(match), self._client_s(exchange) - MARGIN_S
         await self._life.restart(container, _grace_s(exchange), timeout_s)
         await exchange.answer(204)
 
-    async def rename(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def rename(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Give it another name; its id, and its trajectory's, stay."""
         self._life.containers.rename(self._container(match), exchange.query.get("name", ""))
         await exchange.answer(204)
 
-    async def kill(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def kill(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         name = signal_name(exchange.query.get("signal") or "KILL")
         try:
             await self._life.kill(self._container(match), name)
@@ -837,7 +837,7 @@ class DockerEngineApi:
             raise type(error)(message, component=COMPONENT) from None
         await exchange.answer(204)
 
-    async def wait(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def wait(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer when it has ended, with its exit status; that it waits is said at once."""
         condition = exchange.query.get("condition") or "not-running"
         if condition not in WAITED:
@@ -857,7 +857,7 @@ class DockerEngineApi:
             await while_connected(due(), exchange.peer.gone())
             await exchange.send(serialization.dumps({"StatusCode": container.record.exit_code, "Error": None}))
 
-    async def attach(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def attach(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer with the output of its main command."""
         container = self._container(match)
         ends = container.ends
@@ -869,44 +869,44 @@ class DockerEngineApi:
         follows = flag(exchange.query.get("stream"))
         await attach(exchange, self._life.main_of(container) if follows else container.main, ended)
 
-    async def resize(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def resize(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         main = self._container(match).main
         if main is not None:
             await main.resize(*_size(exchange))
         await exchange.answer(200)
 
-    async def logs(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def logs(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer with what is kept of its main command's output."""
         tail = exchange.query.get("tail") or "all"
         lines = -1 if tail == "all" else _number(exchange, "tail", 0)
         await send_logs(exchange, self._container(match).main, None if lines < 0 else lines)
 
-    async def remove(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def remove(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         await self._life.remove(self._container(match), force=flag(exchange.query.get("force")))
         await exchange.answer(204)
 
     # --- commands
 
-    async def exec_create(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def exec_create(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         body = await exchange.read_object(self._api.server.body_limit_bytes)
         command = self._execs.create(self._container(match), body)
         await exchange.answer(201, {"Id": command.id})
 
-    async def exec_start(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def exec_start(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         body = await exchange.read_object(self._api.server.body_limit_bytes)
         patience_s = max(self._client_s(exchange) - MARGIN_S, MARGIN_S)
         await self._execs.start(exchange, self._life.containers.find_exec(match["id"]), body, patience_s)
 
-    async def exec_resize(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def exec_resize(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         await self._life.containers.find_exec(match["id"]).resize(*_size(exchange))
         await exchange.answer(200)
 
-    async def exec_inspect(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def exec_inspect(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         await self._execs.inspect(exchange, self._life.containers.find_exec(match["id"]))
 
     # --- files
 
-    async def stat(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def stat(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer what a path is."""
         path = _asked(exchange)
         sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
@@ -916,7 +916,7 @@ class DockerEngineApi:
             raise _told(error, match["id"], path) from None
         await exchange.answer(200, None, {STAT: stat_header(replaced(result, name=_shown(path)))})
 
-    async def archive(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def archive(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer with what a path is as a tar; its names begin with the path's own, or with ``.`` for ``path/.``."""
         path = _asked(exchange)
         sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
@@ -935,7 +935,7 @@ class DockerEngineApi:
         except CodedError as error:
             raise _told(error, match["id"], path) from None
 
-    async def unpack(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def unpack(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Unpack a tar into a directory that is there; its entries belong to the sandbox's user."""
         path = _asked(exchange)
         sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
@@ -967,7 +967,7 @@ class DockerEngineApi:
         specs = [each.sandbox for each in self._api.functions.all() if each.sandbox is not None]
         return [ImageState(image=name, state="present") for name in sorted({spec.image for spec in specs}) if name]
 
-    async def images(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def images(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer with all of them."""
         wanted = references(exchange.query.get("filters", ""))
         shown = [
@@ -977,7 +977,7 @@ class DockerEngineApi:
         ]
         await exchange.answer(200, shown)
 
-    async def image(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def image(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer with one; raises NotFound."""
         await exchange.answer(200, _shape(await self._find_image(match["name"])))
 
@@ -992,7 +992,7 @@ class DockerEngineApi:
             raise NotFound(f"No such image: {name[:256]}", component=COMPONENT)
         return result
 
-    async def pull(self, exchange: EngineExchange, match: re.Match[str]) -> None:
+    async def pull(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Pull one, and say how far that is."""
         request = exchange.query.get("fromImage", "")
         if not request or exchange.query.get("fromSrc"):
@@ -1014,7 +1014,7 @@ class DockerEngineApi:
             else:
                 await self._pull(exchange, keeper, named, tag or "latest")
 
-    async def _pull(self, exchange: EngineExchange, keeper: ImageKeeper, name: str, tag: str) -> None:
+    async def _pull(self, exchange: DockerExchange, keeper: ImageKeeper, name: str, tag: str) -> None:
         keeper.begin(name)
         state: ImageState | None = None
         await _say(exchange, {"status": f"Pulling from {name}", "id": tag})
@@ -1045,7 +1045,7 @@ class DockerEngineApi:
             self._life.look(container)
         return tuple(each for each in self._life.containers.all() if not each.record.removing)
 
-    def _client_s(self, exchange: EngineExchange) -> float:
+    def _client_s(self, exchange: DockerExchange) -> float:
         """Return after which time the client gives up."""
         python = "docker-sdk-python" in exchange.headers.get("user-agent", "")
         return self._settings.client_timeout_s or (PYTHON_CLIENT_S if python else OTHER_CLIENT_S)
@@ -1061,7 +1061,7 @@ def signal_name(text: str) -> str:
     return name
 
 
-def _check_query(exchange: EngineExchange, route: EngineRoute) -> None:
+def _check_query(exchange: DockerExchange, route: EngineRoute) -> None:
     for name, value in exchange.query.items():
         if name not in route.query and flag(value):
             known = ", ".join(route.query) or "none"
@@ -1069,7 +1069,7 @@ def _check_query(exchange: EngineExchange, route: EngineRoute) -> None:
             raise Unsupported(message, component=COMPONENT, detail={"path": name[:64]})
 
 
-def _number(exchange: EngineExchange, name: str, default: float) -> int:
+def _number(exchange: DockerExchange, name: str, default: float) -> int:
     text = exchange.query.get(name, "")
     try:
         return int(text) if text else int(default)
@@ -1077,7 +1077,7 @@ def _number(exchange: EngineExchange, name: str, default: float) -> int:
         raise InvalidInput(f"{name}: {text[:32]!r} is no whole number", component=COMPONENT) from None
 
 
-def _size(exchange: EngineExchange) -> tuple[int, int]:
+def _size(exchange: DockerExchange) -> tuple[int, int]:
     rows, columns = _number(exchange, "h", 24), _number(exchange, "w", 80)
     if not (0 < rows <= 1000 and 0 < columns <= 1000):
         raise InvalidInput("h, w: must be from 1 to 1000", component=COMPONENT)
@@ -1106,7 +1106,7 @@ def _named(name: str, pattern: str) -> bool:
     return name.startswith(piece) if begins else name.endswith(piece) if ends else piece in name
 
 
-def _grace_s(exchange: EngineExchange) -> float:
+def _grace_s(exchange: DockerExchange) -> float:
     """Return for how long a stop waits between its word and its force: negative numbers mean for ever."""
     asked_s = _number(exchange, "t", STOP_S)
     return STOP_MAX_S if asked_s < 0 else min(asked_s, STOP_MAX_S)

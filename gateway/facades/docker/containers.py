@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from gateway import serialization
 from gateway.api import Api, with_choice
 from gateway.config.schema import DockerFacade
-from gateway.facades.docker.http import EngineExchange, EnginePeer
+from gateway.facades.docker.http import DockerConnection, DockerExchange
 from gateway.facades.facade import ForeignCalls
 from gateway.http.messages import while_connected
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
@@ -111,7 +111,7 @@ def frame(stream: str, data: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandWish:
+class CommandSpec:
     """What a command is to be."""
 
     argv: tuple[str, ...]
@@ -138,8 +138,8 @@ class CommandWish:
 class AttendedCommand:
     """A command from the moment it waits for its turn to its end."""
 
-    def __init__(self, api: Api, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish) -> None:
-        self.wish = wish
+    def __init__(self, api: Api, calls: ForeignCalls, record: ContainerRecord, spec: CommandSpec) -> None:
+        self.spec = spec
         self.record = record
         #: Set once its session is there, or never will be.
         self.begun = asyncio.Event()
@@ -237,7 +237,7 @@ class AttendedCommand:
 
     def _call(self) -> InvocationRequest:
         """Return what is asked of the gateway: an action that ends with it, as whoever hears this command does."""
-        record, value = self.record, self.wish.input()
+        record, value = self.record, self.spec.input()
         return InvocationRequest(
             function=record.function, input=value, body=serialization.dumps(value), task=record.task,
             trajectory=record.trajectory, living=True,
@@ -245,7 +245,7 @@ class AttendedCommand:
 
     async def _followed(self, invocation: LiveInvocation) -> None:
         """Return when it has ended; raises CapacityExceeded if it could have no session."""
-        terminal = TerminalSize(self.wish.rows or 24, self.wish.columns or 80) if self.wish.tty else None
+        terminal = TerminalSize(self.spec.rows or 24, self.spec.columns or 80) if self.spec.tty else None
         self.session = self._api.sessions.living(invocation.record.id, terminal)
         self.begun.set()
         while not await self.session.opened(HEARTBEAT_S):
@@ -279,8 +279,8 @@ class AttendedCommand:
 class ContainerExec(AttendedCommand):
     """A command that a client has described, and may start once."""
 
-    def __init__(self, api: Api, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish, pid: int) -> None:
-        super().__init__(api, calls, record, wish)
+    def __init__(self, api: Api, calls: ForeignCalls, record: ContainerRecord, spec: CommandSpec, pid: int) -> None:
+        super().__init__(api, calls, record, spec)
         self.id = secrets.token_hex(32)
         self.pid = pid
         self.started = False
@@ -302,9 +302,9 @@ class MainCommand(AttendedCommand):
     """The main command of a container, and the end of its output that is kept for who comes later."""
 
     def __init__(
-        self, api: Api, calls: ForeignCalls, record: ContainerRecord, wish: CommandWish, keep_bytes: int
+        self, api: Api, calls: ForeignCalls, record: ContainerRecord, spec: CommandSpec, keep_bytes: int
     ) -> None:
-        super().__init__(api, calls, record, wish)
+        super().__init__(api, calls, record, spec)
         self._keep_bytes = keep_bytes
         self._output = ByteLog(keep_bytes)
         #: Where each of those stands who are attached and are waited for.
@@ -483,7 +483,7 @@ class Containers:
             try:
                 self._enter(Container(msgspec.json.decode(kept, type=ContainerRecord), place))
             except msgspec.MsgspecError as error:  # its place stays as it is, and the others are served
-                logger.warning("a container's record cannot be read", door=COMPONENT, place=place, why=str(error))
+                logger.warning("a container's record cannot be read", facade=COMPONENT, place=place, why=str(error))
 
     def all(self) -> tuple[Container, ...]:
         """Every container, the newest first."""
@@ -603,7 +603,7 @@ RAW, MULTIPLEXED = "application/vnd.docker.raw-stream", "application/vnd.docker.
 WENT = "its client went away"
 
 
-async def attend(exchange: EngineExchange, command: ContainerExec, patience_s: float) -> None:
+async def attend(exchange: DockerExchange, command: ContainerExec, patience_s: float) -> None:
     """Answer the start of a command: all that it says, to its end; it ends with its client.
 
     A command that could not begin within ``patience_s`` is a stream that is silent yet. Raises what kept the command
@@ -611,7 +611,7 @@ async def attend(exchange: EngineExchange, command: ContainerExec, patience_s: f
     """
     loop = asyncio.get_running_loop()
     gone, upgraded = loop.create_task(exchange.peer.gone()), asyncio.Event()
-    pipes: list[EnginePeer] = []
+    pipes: list[DockerConnection] = []
     hearing = loop.create_task(_hear(command, upgraded, pipes))
     try:
         opened = loop.create_task(command.opened.wait())
@@ -621,7 +621,7 @@ async def attend(exchange: EngineExchange, command: ContainerExec, patience_s: f
             raise ClientDisconnect()
         if command.error is not None:
             raise command.error
-        pipe = await exchange.upgraded(media_type(exchange, tty=command.wish.tty))
+        pipe = await exchange.upgraded(media_type(exchange, tty=command.spec.tty))
         pipes.append(pipe)
         upgraded.set()
         typing = loop.create_task(type_to(command, pipe))
@@ -642,33 +642,33 @@ async def attend(exchange: EngineExchange, command: ContainerExec, patience_s: f
         await asyncio.gather(hearing, gone, return_exceptions=True)
 
 
-async def _hear(command: ContainerExec, upgraded: asyncio.Event, pipes: list[EnginePeer]) -> None:
+async def _hear(command: ContainerExec, upgraded: asyncio.Event, pipes: list[DockerConnection]) -> None:
     """Send what a command says; it waits for a client that is slow. Raises ClientDisconnect."""
-    wish = command.wish
-    streams = {name for name, wanted in (("stdout", wish.stdout), ("stderr", wish.stderr)) if wanted}
+    spec = command.spec
+    streams = {name for name, wanted in (("stdout", spec.stdout), ("stderr", spec.stderr)) if wanted}
     await command.begun.wait()
     if command.session is not None:
         async for page in command.session.read(0, HEARTBEAT_S):
             await upgraded.wait()
             pieces = [piece for piece in page if piece.stream in streams]
-            data = b"".join([piece.data if wish.tty else frame(piece.stream, piece.data) for piece in pieces])
+            data = b"".join([piece.data if spec.tty else frame(piece.stream, piece.data) for piece in pieces])
             if data:
                 await pipes[0].write(data)
     await command.ended.wait()
     await upgraded.wait()
     message = command.told or ("" if command.error is None else f"tangram: {command.error.message}\n")
     if message:
-        await pipes[0].write(message.encode() if wish.tty else frame("stderr", message.encode()))
+        await pipes[0].write(message.encode() if spec.tty else frame("stderr", message.encode()))
 
 
-async def type_to(command: AttendedCommand, pipe: EnginePeer) -> None:
+async def type_to(command: AttendedCommand, pipe: DockerConnection) -> None:
     """Pass on what a client types, and the end of it; a command without input finds its end at once."""
     await command.opened.wait()
     session = command.session
     if session is None:
         return
     with suppress(CodedError):
-        while command.wish.stdin:
+        while command.spec.stdin:
             data = await pipe.read()
             if not data:
                 break
@@ -676,12 +676,12 @@ async def type_to(command: AttendedCommand, pipe: EnginePeer) -> None:
             while session.reads and session.input_offset < end:
                 with suppress(CapacityExceeded):  # its node is not reached now: the input waits, until that is lost
                     await session.write(data[len(data) - (end - session.input_offset) :])
-    if not command.wish.tty:
+    if not command.spec.tty:
         await command.end_input()
 
 
 async def attach(
-    exchange: EngineExchange, main: MainCommand | None, ended: Callable[[], Coroutine[None, None, None]]
+    exchange: DockerExchange, main: MainCommand | None, ended: Callable[[], Coroutine[None, None, None]]
 ) -> None:
     """Answer an attachment to a main command: its output from now on, and what is typed to it.
 
@@ -690,7 +690,7 @@ async def attach(
     query = exchange.query
     logs, stream = flag(query.get("logs")), flag(query.get("stream"))
     streams = frozenset(name for name in ("stdout", "stderr") if flag(query.get(name)))
-    tty = main is not None and main.wish.tty
+    tty = main is not None and main.spec.tty
     pipe = await exchange.upgraded(media_type(exchange, tty=tty))
     if main is None:  # it says nothing, and ends with its container
         if stream:
@@ -711,13 +711,13 @@ async def attach(
             await asyncio.gather(typing, return_exceptions=True)
 
 
-async def send_logs(exchange: EngineExchange, main: MainCommand | None, tail: int | None) -> None:
+async def send_logs(exchange: DockerExchange, main: MainCommand | None, tail: int | None) -> None:
     """Answer with a main command's output, as far as it is kept; with ``follow`` to its end."""
     query = exchange.query
     streams = frozenset(name for name in ("stdout", "stderr") if flag(query.get(name)))
     if not streams:
         raise InvalidInput("Bad parameters: you must choose at least one stream", component="docker")
-    tty = main is not None and main.wish.tty
+    tty = main is not None and main.spec.tty
     async with exchange.streamed(media_type(exchange, tty=tty)):
         if main is None:
             return
@@ -733,7 +733,7 @@ def flag(text: str | None) -> bool:
     return (text or "").strip().lower() not in ("", "0", "no", "false", "none")
 
 
-def media_type(exchange: EngineExchange, *, tty: bool) -> str:
+def media_type(exchange: DockerExchange, *, tty: bool) -> str:
     """Return how the stream is named: since 1.42 by whether it has frames."""
     return MULTIPLEXED if not tty and version_of(exchange.path) >= (1, 42) else RAW
 
@@ -829,7 +829,7 @@ def container_record(
     return record, _capability_warnings(host)
 
 
-def exec_wish(body: Mapping[str, object], cwd: str, living: SandboxSpec | None) -> CommandWish:
+def exec_spec(body: Mapping[str, object], cwd: str, living: SandboxSpec | None) -> CommandSpec:
     """Return what a body of ``/containers/{id}/exec`` asks for; ``cwd`` is the container's own."""
     _refuse_rest(body, "", _KNOWN_EXEC)
     argv = _words(body, "Cmd")
@@ -839,7 +839,7 @@ def exec_wish(body: Mapping[str, object], cwd: str, living: SandboxSpec | None) 
     if living is not None and user == living.user:
         user = ""
     rows, columns = console_size(body)
-    return CommandWish(
+    return CommandSpec(
         argv=argv,
         cwd=_get(body, "WorkingDir", str, "") or cwd,
         env=_env(body),
@@ -996,7 +996,7 @@ def _refuse_rest(fields: Mapping[str, object], place: str, known: frozenset[str]
 
 
 def _unsupported(place: str, value: object, remedy: str = "leave it out") -> Unsupported:
-    message = f"{place}: {str(value)[:128]!r} is not done by this door; {remedy}"
+    message = f"{place}: {str(value)[:128]!r} is not done by this facade; {remedy}"
     return Unsupported(message, component=COMPONENT, detail={"path": place})
 
 
@@ -1037,7 +1037,7 @@ PATIENCE_S = 3600.0
 ENDING_SIGNALS = frozenset({"KILL", "TERM", "INT", "QUIT", "HUP"})
 
 
-class ContainerLife:
+class ContainerManager:
     """Makes, begins, ends and removes containers."""
 
     def __init__(self, api: Api, calls: ForeignCalls, settings: DockerFacade) -> None:
@@ -1168,9 +1168,9 @@ class ContainerLife:
 
     def _main(self, container: Container) -> MainCommand:
         record = container.record
-        wish = CommandWish(argv=record.argv, cwd=record.cwd, tty=record.tty, stdin=record.reads_stdin)
+        spec = CommandSpec(argv=record.argv, cwd=record.cwd, tty=record.tty, stdin=record.reads_stdin)
         keep_bytes = self._api.sessions.settings.output_bytes
-        return MainCommand(self._api, self._calls, record, wish, keep_bytes)
+        return MainCommand(self._api, self._calls, record, spec, keep_bytes)
 
     async def _attend_main(self, container: Container, main: MainCommand) -> None:
         """Keep its output, and end its container with it."""
@@ -1203,7 +1203,7 @@ class ContainerLife:
 
     # --- commands
 
-    def exec(self, container: Container, wish: CommandWish) -> ContainerExec:
+    def exec(self, container: Container, spec: CommandSpec) -> ContainerExec:
         """Know a command that may be started; raises Conflict unless the container runs."""
         container.require_running()
         self.look(container)
@@ -1214,7 +1214,7 @@ class ContainerLife:
                 "after another: let it be kept alive by 'sleep infinity', and begin servers by exec -d"
             )
             raise Conflict(message, component=COMPONENT)
-        command = ContainerExec(self._api, self._calls, container.record, wish, next(self._pids))
+        command = ContainerExec(self._api, self._calls, container.record, spec, next(self._pids))
         self.containers.add_exec(command)
         return command
 
@@ -1359,4 +1359,4 @@ class ContainerLife:
     def _chore_done(self, task: asyncio.Task[None]) -> None:
         self._chores.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("a container's chore failed", door=COMPONENT, error=str(error))
+            logger.warning("a container's chore failed", facade=COMPONENT, error=str(error))

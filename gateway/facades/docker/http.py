@@ -49,7 +49,7 @@ _ENGINE = {
 }
 
 
-class EnginePeer:
+class DockerConnection:
     """One connection: HTTP until it is upgraded, then bytes both ways; each write within its bound."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bounds: ServerConfig) -> None:
@@ -148,10 +148,10 @@ class EnginePeer:
             await asyncio.sleep(LOOK_S)
 
 
-class EngineExchange:
+class DockerExchange:
     """One request, and its answer."""
 
-    def __init__(self, peer: EnginePeer, request: h11.Request) -> None:
+    def __init__(self, peer: DockerConnection, request: h11.Request) -> None:
         self.peer = peer
         self.method = request.method.decode("ascii")
         path, _, query = request.target.decode("latin-1").partition("?")
@@ -209,7 +209,7 @@ class EngineExchange:
         """Send a piece of what is streamed; raises ClientDisconnect."""
         await self.peer.send(h11.Data(data=data))
 
-    async def upgraded(self, media_type: str) -> EnginePeer:
+    async def upgraded(self, media_type: str) -> DockerConnection:
         """Answer, and return the stream that the connection is from now on; it ends with the connection."""
         self.started = True
         words = [word.strip().lower() for word in self.headers.get("connection", "").split(",")]
@@ -246,11 +246,11 @@ PATH_MAX_BYTES = 107
 #: Most connections of the socket at once, within those of the gateway: each `docker exec` holds one.
 CONNECTIONS_MAX = 1024
 
-Serve = Callable[[EngineExchange], Awaitable[None]]
+Serve = Callable[[DockerExchange], Awaitable[None]]
 logger = structlog.get_logger("gateway.facades")
 
 
-class DockerDoor:
+class DockerListener:
     """The listener: bound at the start, answering 503 until `open`, gone with its socket at `close`."""
 
     def __init__(
@@ -299,7 +299,7 @@ class DockerDoor:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        peer, refusal = EnginePeer(reader, writer, self._bounds), self.connections.enter("docker")
+        peer, refusal = DockerConnection(reader, writer, self._bounds), self.connections.enter("docker")
         try:
             while await self._answered(peer, refusal):
                 pass
@@ -313,7 +313,7 @@ class DockerDoor:
             self._tasks.discard(task)
             writer.close()
 
-    async def _answered(self, peer: EnginePeer, refusal: CodedError | None) -> bool:
+    async def _answered(self, peer: DockerConnection, refusal: CodedError | None) -> bool:
         """Answer the next request; return whether another may come."""
         try:
             async with asyncio.timeout(KEEP_ALIVE_S):
@@ -325,7 +325,7 @@ class DockerDoor:
         if not isinstance(request, h11.Request):
             return False
         try:
-            exchange = EngineExchange(peer, request)
+            exchange = DockerExchange(peer, request)
             try:
                 await self._served(exchange, refusal)
             except Exception as error:
@@ -341,7 +341,7 @@ class DockerDoor:
         except h11.ProtocolError:
             return False
 
-    async def _served(self, exchange: EngineExchange, refusal: CodedError | None) -> None:
+    async def _served(self, exchange: DockerExchange, refusal: CodedError | None) -> None:
         if refusal is not None:
             raise refusal
         if self._serve is None:
@@ -379,7 +379,7 @@ def require_place(path: Path) -> bool:
         message = f"{path} is longer than {PATH_MAX_BYTES} bytes, which a unix socket's path can have at most"
         raise InvalidConfig(message, component=COMPONENT)
     if os.environ.get("DOCKER_HOST", "") == f"unix://{path}":
-        message = f"DOCKER_HOST of the gateway itself is its own door ({path}): unset it where the gateway is started"
+        message = f"DOCKER_HOST of the gateway itself is its own socket ({path}): unset it where the gateway is started"
         raise InvalidConfig(message, component=COMPONENT)
     try:
         kind = path.lstat().st_mode
@@ -421,23 +421,23 @@ def _unlink(path: Path, identity: tuple[int, int]) -> None:
             path.unlink()
 
 
-def _coded(error: Exception, exchange: EngineExchange) -> CodedError:
+def _coded(error: Exception, exchange: DockerExchange) -> CodedError:
     result = exhaustion(error, COMPONENT) or error
     if isinstance(result, CodedError):
         return result
     if isinstance(result, h11.RemoteProtocolError):
         return InvalidInput(f"this is no HTTP/1.1: {result}", component=COMPONENT)
-    logger.exception("a request failed", door=COMPONENT, path=exchange.path[:200], error=str(error))
+    logger.exception("a request failed", facade=COMPONENT, path=exchange.path[:200], error=str(error))
     return CodedError("a fault of the gateway: its log tells more", component=COMPONENT)
 
 
-async def _refuse(exchange: EngineExchange, error: CodedError) -> None:
+async def _refuse(exchange: DockerExchange, error: CodedError) -> None:
     """Answer in the engine's own shape."""
     headers = {} if error.invocation_id is None else {"X-Invocation-Id": error.invocation_id}
     await exchange.answer(REFUSED[fault_of(error).kind], {"message": error.message}, headers)
 
 
-async def _told(peer: EnginePeer, error: CodedError) -> bool:
+async def _told(peer: DockerConnection, error: CodedError) -> bool:
     """Answer what is no request, and let the connection go."""
     if peer.http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
         body = serialization.dumps({"message": error.message})

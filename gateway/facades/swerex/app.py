@@ -187,7 +187,7 @@ def prefixed(error_msg: str, message: str) -> str:
     return f"{error_msg}: {message}" if error_msg else message
 
 
-# What the door runs in a sandbox, shown to `LOADER` on standard input: each an action of the trajectory.
+# What the facade runs in a sandbox, shown to `LOADER` on standard input: each an action of the trajectory.
 #
 # Each begins with ``request`` as a literal (`script_input`). What a session said is standard output,
 # and how it ended is JSON on standard error, where nobody but these scripts writes.
@@ -396,7 +396,7 @@ class RuntimePlace:
 
 
 class Swerex(Facade):
-    """The door of SWE-ReX's clients."""
+    """The facade of SWE-ReX's clients."""
 
     name: ClassVar[str] = "swerex"
     # Its client raises what a 511 holds, and drops the words of every other status.
@@ -412,7 +412,7 @@ class Swerex(Facade):
         self._remembered: OrderedDict[str, tuple[str, Response]] = OrderedDict()
 
     def routes(self) -> Sequence[ForeignRoute]:
-        """Return every route of the door: at its root, where the key names the trajectory, and below a trajectory's."""
+        """Return every route: at the root, where the key names the trajectory, and below a trajectory."""
         verbs: Mapping[str, Callable[[Request, RuntimePlace], Awaitable[Response]]] = {
             "create_session": self.create_session,
             "run_in_session": self.run_in_session,

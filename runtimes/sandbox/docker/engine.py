@@ -35,7 +35,7 @@ from manager.errors import CapacityExceeded, CodedError, InvalidConfig, InvalidI
 from runtimes.sandbox.command import PIECE_BYTES, FileContent
 from runtimes.sandbox.linux import PERIOD_US, Cgroup, CpuWeight, Hierarchy
 from runtimes.sandbox.runner.runner import DEFAULT_PATH, FrameDecoder
-from runtimes.sandbox.sandbox import Remnant, verdict
+from runtimes.sandbox.sandbox import Orphan, verdict
 from runtimes.sandbox.snapshots import LABEL, SNAPSHOTS
 from runtimes.sandbox.spec import SANDBOXES
 
@@ -960,7 +960,7 @@ def machine_id() -> str:
     return f"{machine or os.uname().nodename}:{Path('/proc/self/ns/mnt').stat().st_ino}"
 
 
-class EngineRemains:
+class EngineOrphans:
     """The containers, networks and snapshots of every gateway that this engine has served."""
 
     def __init__(self, connection: EngineConnection) -> None:
@@ -971,16 +971,16 @@ class EngineRemains:
         self.state_dirs: set[str] = set()
         self.sandboxes: set[str] = set()
 
-    def find(self) -> list[Remnant]:
+    def find(self) -> list[Orphan]:
         wanted = {"label": GATEWAY}
         containers: Sequence[Mapping[str, Any]] = self._api.containers(all=True, filters=wanted)
         networks: Sequence[Mapping[str, Any]] = self._api.networks(filters=wanted)
         images: Sequence[Mapping[str, Any]] = self._api.images(filters={"label": [GATEWAY, LABEL]})
-        matches = [self._remnant("container", item["Names"][0].lstrip("/"), item) for item in containers]
-        matches += [self._remnant("network", item["Name"], item) for item in networks]
-        return matches + [self._remnant("snapshot", item["Labels"][LABEL], item) for item in images]
+        matches = [self._orphan("container", item["Names"][0].lstrip("/"), item) for item in containers]
+        matches += [self._orphan("network", item["Name"], item) for item in networks]
+        return matches + [self._orphan("snapshot", item["Labels"][LABEL], item) for item in images]
 
-    def _remnant(self, kind: str, name: str, item: Mapping[str, Any]) -> Remnant:
+    def _orphan(self, kind: str, name: str, item: Mapping[str, Any]) -> Orphan:
         labels = item.get("Labels") or {}
         self._ids[kind, name] = str(item["Id"])
         state_dir = str(labels.get(STATE, ""))
@@ -990,23 +990,23 @@ class EngineRemains:
             held, why = verdict(state_dir)
         else:
             held, why = True, "its gateway is in a container: nobody here knows whether it lives"
-        return Remnant(kind=kind, name=name, state_dir=state_dir, held=held, why=why)
+        return Orphan(kind=kind, name=name, state_dir=state_dir, held=held, why=why)
 
-    def remove(self, remnant: Remnant) -> None:
-        known = self._ids[remnant.kind, remnant.name]
+    def remove(self, orphan: Orphan) -> None:
+        known = self._ids[orphan.kind, orphan.name]
         try:
-            if remnant.kind == "network":
+            if orphan.kind == "network":
                 self._api.remove_network(known)
-            elif remnant.kind == "snapshot":
+            elif orphan.kind == "snapshot":
                 self._api.remove_image(known, force=True)
             else:
                 self._api.remove_container(known, force=True, v=True)
         except docker.errors.NotFound:
             pass
         except AWAY as error:
-            raise CodedError(f"{remnant.kind} {remnant.name}: {error}", component=COMPONENT) from None
-        if remnant.kind == "snapshot" and remnant.state_dir in self.state_dirs:
-            shutil.rmtree(Path(remnant.state_dir, SNAPSHOTS, remnant.name), ignore_errors=True)
-        if remnant.kind == "container" and remnant.state_dir in self.state_dirs:
-            sandbox = remnant.name.removeprefix("tangram-")
-            shutil.rmtree(Path(remnant.state_dir, SANDBOXES, sandbox), ignore_errors=True)
+            raise CodedError(f"{orphan.kind} {orphan.name}: {error}", component=COMPONENT) from None
+        if orphan.kind == "snapshot" and orphan.state_dir in self.state_dirs:
+            shutil.rmtree(Path(orphan.state_dir, SNAPSHOTS, orphan.name), ignore_errors=True)
+        if orphan.kind == "container" and orphan.state_dir in self.state_dirs:
+            sandbox = orphan.name.removeprefix("tangram-")
+            shutil.rmtree(Path(orphan.state_dir, SANDBOXES, sandbox), ignore_errors=True)

@@ -20,7 +20,7 @@ from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason
 from manager.executor import LogSink
 from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec, Setting
 from runtimes import runtime
-from runtimes.kind import DeclarationSite, Kind, Materials
+from runtimes.kind import DeclarationSite, Kind, RuntimeDeps
 from runtimes.runtime import Execution, Result, Runtime
 from runtimes.sandbox.command import Command, CommandResult, memory_ended
 from runtimes.sandbox.environments import PURPOSE, EnvironmentSettings
@@ -749,16 +749,16 @@ def _source(function: FunctionSpec) -> str:
     return sources_digest(function.handler.directory)
 
 
-def _make(materials: Materials) -> Runtime:
+def _make(deps: RuntimeDeps) -> Runtime:
     settings = HandlerSettings(
-        sandbox=materials.sandbox,
-        secrets=materials.secrets,
-        requirements=materials.requirements,
-        layers_dir=materials.layers_dir,
-        copies=materials.copies,
+        sandbox=deps.sandbox,
+        secrets=deps.secrets,
+        requirements=deps.requirements,
+        layers_dir=deps.layers_dir,
+        copies=deps.copies,
     )
-    runtime = HandlerRuntime(materials.provider, settings)
-    materials.environments.exclude(lambda: runtime.sandboxes)
+    runtime = HandlerRuntime(deps.provider, settings)
+    deps.environments.exclude(lambda: runtime.sandboxes)
     return runtime
 
 

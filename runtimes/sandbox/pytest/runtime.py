@@ -1375,7 +1375,7 @@ def _input_schema(function: FunctionSpec) -> Schema:
 PYTEST = Kind(
     name="pytest",
     meaning="a test suite in the trajectory's sandbox, with a worker for each core; its verdicts are the reward",
-    make=lambda materials: PytestRuntime(materials.environments),
+    make=lambda deps: PytestRuntime(deps.environments),
     works_in_sandbox=True,
     section=PytestKeys,
     sandbox="its environment",

@@ -170,10 +170,10 @@ def test_devices_of_a_processor_are_shown_where_a_function_wants_some(kind: str,
         "hits": 3,
         "restores": 1,
     }
-    glance = seen(causes_left_out=0, nodes={}, tasks={}, longest=[], trajectories={})
-    glance["pools"] = {"gpu": {**pool, "regions": {"n0": [0, 1, kind]}}}
+    summary = seen(causes_left_out=0, nodes={}, tasks={}, longest=[], trajectories={})
+    summary["pools"] = {"gpu": {**pool, "regions": {"n0": [0, 1, kind]}}}
     stats = Stats(lambda: 1.0, lambda: 1e9)
-    pools: Any = sections(glance, stats, 1e9, Troubles(), {}, wanted)["pools"]
+    pools: Any = sections(summary, stats, 1e9, Troubles(), {}, wanted)["pools"]
     assert ("gpu" in pools) is shown
     if shown:
         assert pools["gpu"]["warm"] == 75 and pools["gpu"]["devices"] == [[2, 1, [["teacher", 1]]]]
@@ -335,7 +335,7 @@ async def test_one_that_does_not_read_costs_nothing_and_is_told_the_state_when_i
 
 def quiet_watch(**given: Any) -> Watch:
     """A watch of a gateway in which nothing is."""
-    glance = {
+    summary = {
         "running": 0,
         "waiting": 0,
         "causes": [],
@@ -347,7 +347,7 @@ def quiet_watch(**given: Any) -> Watch:
         "trajectories": {},
     }
     usual: dict[str, Any] = {
-        "glance": lambda: glance,
+        "summary": lambda: summary,
         "stats": Stats(lambda: 1.0, lambda: 1e9),
         "functions": dict,
         "steps": tuple,
@@ -417,10 +417,10 @@ async def test_there_are_only_so_many_viewers() -> None:
 async def test_a_fault_ends_the_stream_and_not_the_gateway() -> None:
     calls = iter([True, False])
 
-    def glance() -> dict[str, Any]:
-        return {} if not next(calls) else quiet_watch()._glance()  # type: ignore[return-value]
+    def summary() -> dict[str, Any]:
+        return {} if not next(calls) else quiet_watch()._summary()  # type: ignore[return-value]
 
-    watch = quiet_watch(glance=glance, tick_s=0.001)
+    watch = quiet_watch(summary=summary, tick_s=0.001)
     async with asyncio.timeout(DEADLINE_S):
         told = [data async for data in watch.follow(WatchView())]
     assert told[-1].startswith(b"event: bye")

@@ -12,7 +12,7 @@ from manager.action import Action, UnitSet
 from manager.config import ManagerSpec, TaskSpec
 from manager.core.core import Core
 from manager.core.state import Cause, cause_of, counted_causes
-from manager.core.views import CELLS_MAX, glance, queue_view, resources_view, runs_of, tasks_view, trajectories_view
+from manager.core.views import CELLS_MAX, queue_view, resources_view, runs_of, summary, tasks_view, trajectories_view
 from manager.errors import InvalidInput
 from manager.events import (
     CancelRequested,
@@ -227,7 +227,7 @@ def test_a_glance_shows_each_unit_of_a_small_pool_and_sums_of_a_large_one(drive:
 
 
 def pool_of(driver: CoreDriver, name: str) -> dict[str, object]:
-    pools = glance(driver.core)["pools"]
+    pools = summary(driver.core)["pools"]
     assert isinstance(pools, dict)
     found = pools[name]
     assert isinstance(found, dict)
@@ -238,7 +238,7 @@ def test_a_glance_counts_trajectories_by_what_they_do(drive: Drive) -> None:
     driver = drive(spec(node(cores=1)))
     driver.step(0.0, *submits(action("a", trajectory="t1"), action("b", trajectory="t2")))
     driver.step(1.0, Finished(action_id="a", outcome=DONE))
-    assert glance(driver.core)["trajectories"] == {"living": 2, "running": 1, "queued": 0, "memory": 0, "idle": 1}
+    assert summary(driver.core)["trajectories"] == {"living": 2, "running": 1, "queued": 0, "memory": 0, "idle": 1}
 
 
 def test_neighbours_are_one_run() -> None:

@@ -17,7 +17,7 @@ from manager.errors import CodedError, InvalidConfig, Unsupported
 from manager.function import Network, SandboxSpec
 from runtimes.sandbox import process
 from runtimes.sandbox.egress import Egress, EgressGuard, Target, attached, parsed
-from runtimes.sandbox.process import Means, ProcessProvider
+from runtimes.sandbox.process import HostSupport, ProcessProvider
 from runtimes.sandbox.sandbox import CreationGate
 from tests.network_world import (
     MACHINE,
@@ -137,7 +137,7 @@ async def test_a_name_leads_to_no_address_that_only_an_address_may_name(
 async def test_where_it_cannot_be_held_to_that_it_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lacking: str
 ) -> None:
-    means = Means(bubblewrap=None if lacking == "bubblewrap" else "bwrap", root=True, cgroup=None)
+    means = HostSupport(bubblewrap=None if lacking == "bubblewrap" else "bwrap", root=True, cgroup=None)
     if lacking == "root":
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
     elif lacking != "bubblewrap":

@@ -13,7 +13,7 @@ import pytest
 from manager.errors import CapacityExceeded, InvalidConfig, Unsupported
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.process import BLOCK, IdBlocks, IdSettings, Means, ProcessProvider
+from runtimes.sandbox.process import BLOCK, HostSupport, IdBlocks, IdSettings, ProcessProvider
 from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
 from tests.runtimes.sandbox.conftest import unique
 
@@ -28,7 +28,7 @@ TWO = IdSettings(first=FIRST, blocks=2)
 
 
 def provider_of(state_dir: Path, claims: Path) -> ProcessProvider:
-    means = Means.discover(IdBlocks(TWO, claims))
+    means = HostSupport.discover(IdBlocks(TWO, claims))
     assert means.no_ids == ""
     return ProcessProvider(state_dir=state_dir, gate=CreationGate(2), shared_cores=(0,), means=means)
 
@@ -160,8 +160,8 @@ async def test_root_inside_is_nobody_on_the_host(provider: ProcessProvider, user
 
 
 async def test_without_a_namespace_nobody_is_root(tmp_path: Path, provider: ProcessProvider) -> None:
-    found = Means.discover(IdBlocks(TWO, tmp_path / "claims"))
-    means = Means(found.bubblewrap, root=True, cgroup=found.cgroup, no_ids="no user namespaces here")
+    found = HostSupport.discover(IdBlocks(TWO, tmp_path / "claims"))
+    means = HostSupport(found.bubblewrap, root=True, cgroup=found.cgroup, no_ids="no user namespaces here")
     shared = ProcessProvider(state_dir=tmp_path / "shared", gate=CreationGate(1), shared_cores=(0,), means=means)
     assert shared.info.weakenings == ("all sandboxes share one user of the host (no user namespaces here)",)
     for user in ("root", "0", "00"):

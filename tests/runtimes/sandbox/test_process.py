@@ -31,7 +31,7 @@ from manager.errors import (
 )
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
-from runtimes.sandbox.process import Means, ProcessProvider, inside, require_shown, shown_places
+from runtimes.sandbox.process import HostSupport, ProcessProvider, inside, require_shown, shown_places
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.runner.client import unmade
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
@@ -144,7 +144,7 @@ def state_dir() -> Iterator[Path]:
 
 @pytest.fixture
 async def provider(state_dir: Path) -> AsyncIterator[ProcessProvider]:
-    means = Means(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+    means = HostSupport(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
     made = ProcessProvider(state_dir=state_dir, gate=CreationGate(1), shared_cores=(0,), means=means)
     yield made
     await made.reap(())
@@ -287,7 +287,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_full_disk_is_never_the_fault_of_the_work(full_disk: Path) -> None:
-    means = Means(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+    means = HostSupport(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
     provider = ProcessProvider(state_dir=full_disk, gate=CreationGate(1), shared_cores=(0,), means=means)
     with pytest.raises(CapacityExceeded, match="No space left") as refusal:
         await provider.create(SandboxSpec(), name="full", labels={}, mounts={})

@@ -21,7 +21,7 @@ from manager.errors import InvalidConfig, InvalidInput, Unsupported
 from manager.function import Background, Isolation, Network, SandboxSpec, TrajectoryChoices, Warm
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import DEMAND_S, Environments, EnvironmentSettings, WarmPools
-from runtimes.sandbox.process import Means, ProcessProvider
+from runtimes.sandbox.process import HostSupport, ProcessProvider
 from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
 from runtimes.sandbox.spec import (
@@ -143,7 +143,7 @@ def _own_status(pid: int) -> str:
 
 async def test_no_kind_takes_over_what_another_made(tmp_path: Path) -> None:
     """A plain sandbox's paths are the host's: it is ended. A container's directory is not ours to remove."""
-    means = Means(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+    means = HostSupport(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
     plain = ProcessProvider(state_dir=tmp_path / "state", gate=CreationGate(1), shared_cores=(0,), means=means)
     sandbox = await plain.create(SandboxSpec(), name=unique("plain"), labels={}, mounts={})
     [record] = [SandboxRecord.read(path) for path in (tmp_path / "state" / "sandboxes").iterdir()]

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from gateway.cli import main as server
-from gateway.errors import FACES
+from gateway.errors import ERROR_STATUSES
 from tangram.cli import exit_status
 from tangram.cli.main import GROUP, GROUPS, VERBS, command_line
 from tangram.errors import BY_CODE
@@ -102,7 +102,7 @@ def test_a_missing_library_is_named_with_its_remedy(library: str) -> None:
 
 
 def test_every_error_and_every_reason_has_its_exit_status() -> None:
-    assert {*FACES, *BY_CODE} <= exit_status.BY_CODE.keys()
+    assert {*ERROR_STATUSES, *BY_CODE} <= exit_status.BY_CODE.keys()
     assert set(get_args(Reason)) == exit_status.BY_REASON.keys()
     assert exit_status.of_reason(None) == 0
     assert exit_status.of_code("of_a_newer_server") == exit_status.of_reason("of_a_newer_server") == 70

@@ -19,7 +19,7 @@ import pytest
 from gateway.config.schema import ServerConfig
 from gateway.facades.docker import containers
 from gateway.facades.docker.api import STATUS_FILE
-from gateway.facades.docker.http import TAKEN_TURNS, EngineExchange, EnginePeer, bound
+from gateway.facades.docker.http import TAKEN_TURNS, DockerConnection, DockerExchange, bound
 from manager.errors import Conflict, InvalidConfig
 from tests.gateway.conftest import until
 from tests.gateway.facades.docker.world import IMAGE, EngineWorld, ask, engine_world, upgraded
@@ -338,15 +338,15 @@ async def test_the_gateway_does_not_take_itself_for_its_engine(tmp_path: Path, m
 class PeerPair:
     """The door's end of a connection, and its client's."""
 
-    peer: EnginePeer
+    peer: DockerConnection
     client: socket.socket
 
-    async def asked(self, request: bytes) -> EngineExchange:
+    async def asked(self, request: bytes) -> DockerExchange:
         """Return the exchange of a request that the client sends."""
         self.client.sendall(request)
         event = await self.peer.event()
         assert not isinstance(event, type)
-        return EngineExchange(self.peer, event)  # type: ignore[arg-type]  # a whole request was sent
+        return DockerExchange(self.peer, event)  # type: ignore[arg-type]  # a whole request was sent
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ async def pair() -> AsyncIterator[PeerPair]:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     theirs.settimeout(30)
     reader, writer = await asyncio.open_connection(sock=ours)
-    yield PeerPair(EnginePeer(reader, writer, ServerConfig()), theirs)
+    yield PeerPair(DockerConnection(reader, writer, ServerConfig()), theirs)
     writer.close()
     theirs.close()
 

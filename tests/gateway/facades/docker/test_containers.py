@@ -14,7 +14,7 @@ import pytest
 
 from gateway.config.schema import DockerFacade
 from gateway.facades.docker.api import NEVER, PathStat, _first, entry_stat, instant, stat_header
-from gateway.facades.docker.containers import ContainerLife, Containers
+from gateway.facades.docker.containers import ContainerManager, Containers
 from manager.errors import InvalidInput, NotFound, StorageUnavailable
 from tests.gateway.conftest import until
 from tests.gateway.facades.docker.world import IMAGE, EngineWorld, engine_world
@@ -31,17 +31,17 @@ async def engine(tmp_path: Path) -> AsyncIterator[EngineWorld]:
 
 
 @pytest.fixture
-async def life(engine: EngineWorld) -> AsyncIterator[ContainerLife]:
+async def life(engine: EngineWorld) -> AsyncIterator[ContainerManager]:
     app = engine.running.app
     assert app.api is not None
     assert app.facades.calls is not None
-    made = ContainerLife(app.api, app.facades.calls, SETTINGS)
+    made = ContainerManager(app.api, app.facades.calls, SETTINGS)
     await made.ready()
     yield made
     await made.close()
 
 
-async def test_what_is_removed_while_its_start_waits_is_not_begun(engine: EngineWorld, life: ContainerLife) -> None:
+async def test_what_is_removed_while_its_start_waits_is_not_begun(engine: EngineWorld, life: ContainerManager) -> None:
     box, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1h"]}, "box")
     async with box.lock:
         start = asyncio.create_task(life.start(box, DEADLINE_S))
@@ -54,7 +54,7 @@ async def test_what_is_removed_while_its_start_waits_is_not_begun(engine: Engine
     assert (await engine.running.http.get("/v1/trajectories")).json()["trajectories"] == []
 
 
-async def test_what_is_removed_while_it_begins_leaves_nothing(engine: EngineWorld, life: ContainerLife) -> None:
+async def test_what_is_removed_while_it_begins_leaves_nothing(engine: EngineWorld, life: ContainerManager) -> None:
     box, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1h"]}, "box")
     start = asyncio.create_task(life.start(box, DEADLINE_S))
     await until(lambda: engine.running.app.engine.trajectory(box.record.trajectory) is not None)
@@ -146,7 +146,7 @@ class Documents:
             raise StorageUnavailable("the disk is full", component="store")
 
 
-async def test_every_sleep_can_be_kept_and_what_cannot_be_read_keeps_nobody_out(life: ContainerLife) -> None:
+async def test_every_sleep_can_be_kept_and_what_cannot_be_read_keeps_nobody_out(life: ContainerManager) -> None:
     slept, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "9" * 400]}, "long")
     store: Any = Documents()
     first = Containers(store)
@@ -159,7 +159,7 @@ async def test_every_sleep_can_be_kept_and_what_cannot_be_read_keeps_nobody_out(
     await life.remove(slept, force=True)
 
 
-async def test_a_name_that_could_not_be_kept_is_free_again(life: ContainerLife) -> None:
+async def test_a_name_that_could_not_be_kept_is_free_again(life: ContainerManager) -> None:
     box, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1"]}, "box")
     store: Any = Documents(failures=1)
     containers = Containers(store)
