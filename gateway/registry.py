@@ -468,9 +468,16 @@ class Revisions:
 
 def _differing(old: FunctionSpec, new: FunctionSpec) -> dict[str, ValueChange]:
     """Return the keys that differ, by their path, with nothing of an environment's values."""
-    was, now = dict(_flat(_shown(old))), dict(_flat(_shown(new)))
-    keys = sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key))
+    was, now, environments = dict(_flat(_shown(old))), dict(_flat(_shown(new))), (_environment(old), _environment(new))
+    differing = {key for key in was.keys() | now.keys() if was.get(key) != now.get(key)}
+    differing |= {name for name, _ in environments[0].items() ^ environments[1].items()}
+    keys = sorted(differing)
     return {key: ValueChange(was=was.get(key, ""), now=now.get(key, "")) for key in keys[:KEYS_MAX]}
+
+
+def _environment(function: FunctionSpec) -> dict[str, str]:
+    env = {} if function.sandbox is None else function.sandbox.env
+    return {f"sandbox.env.{name}": value for name, value in env.items()}
 
 
 def _shown(function: FunctionSpec) -> dict[str, object]:
@@ -488,9 +495,6 @@ def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 _Value = TypeVar("_Value")
-#: Signs of a value in a diff.
-VALUE_MAX = 200
-_OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
 
 
 class Registry:
@@ -664,7 +668,7 @@ class Registry:
         return ConfigDiff(
             added=tuple(sorted(functions.keys() - old.keys())),
             changed=changed,
-            values={name: _values(old[name], functions[name], keys) for name, keys in changed.items()},
+            values={name: _differing(old[name], functions[name]) for name in changed},
             removed=tuple(sorted(old.keys() - functions.keys())),
             unchanged=tuple(sorted(old.keys() & functions.keys() - changed.keys())),
             tasks=_changed_names(self.config.tasks, new.tasks),
@@ -845,46 +849,6 @@ def _changed_keys(old: FunctionSpec, new: FunctionSpec) -> tuple[str, ...]:
     differing = (name for name in names if getattr(old, name, None) != getattr(new, name, None))
     keys = tuple(name for name in differing if name not in ("name", "revision"))
     return keys or ("source",)
-
-
-def _values(old: FunctionSpec, new: FunctionSpec, keys: Iterable[str]) -> dict[str, ValueChange]:
-    """Return what each key is and becomes, as text, of a mapping what differs in it; nothing of a handler's code."""
-    result = {}
-    for key in keys:
-        if key != "source":
-            was, now = _apart(_plain(getattr(old, key, None)), _plain(getattr(new, key, None)))
-            result[key] = ValueChange(was=_as_text(_without_secrets(was)), now=_as_text(_without_secrets(now)))
-    return result
-
-
-def _without_secrets(section: object) -> object:
-    """Return a section with no value of its environment."""
-    if not isinstance(section, dict) or not isinstance(section.get("env"), dict):
-        return section
-    return {**section, "env": {name: masked(value) for name, value in section["env"].items()}}
-
-
-def _apart(old: object, new: object) -> tuple[object, object]:
-    """Return both without what is the same in them: a long text would be cut before it tells the change."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return old, new
-    was, now = dict(old), dict(new)
-    for key in old.keys() & new.keys():
-        if old[key] == new[key]:
-            del was[key], now[key]
-        else:
-            was[key], now[key] = _apart(old[key], new[key])
-    return was, now
-
-
-def _plain(value: object) -> object:
-    result: object = orjson.loads(orjson.dumps(value, default=str, option=_OPTIONS))
-    return result
-
-
-def _as_text(value: object) -> str:
-    text = value if isinstance(value, str) else orjson.dumps(value, option=_OPTIONS).decode()
-    return text if len(text) <= VALUE_MAX else f"{text[: VALUE_MAX - 3]}..."
 
 
 def _changed_names(old: Mapping[str, object], new: Mapping[str, object]) -> tuple[str, ...]:

@@ -647,7 +647,7 @@ class ConfigDiff(Struct, frozen=True, kw_only=True):
     ] = {}
     values: Annotated[
         Mapping[str, Mapping[str, ValueChange]],
-        Meta(description="Function -> key -> what it is and what it becomes"),
+        Meta(description="Function -> path of a key -> what it is and what it becomes"),
     ] = {}
     removed: tuple[str, ...] = ()
     unchanged: tuple[str, ...] = ()

@@ -36,6 +36,7 @@ from manager.errors import (
 )
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.testing import ScriptedRuntime
+from tangram.types import ValueChange
 from tests.gateway.conftest import (
     DEADLINE_S,
     GatewayBench,
@@ -278,12 +279,13 @@ async def test_sections_of_the_server_that_are_not_sent_stay_as_they_are(bench: 
     assert (answer.unchanged, answer.needs_restart) == (("a",), ())
 
 
-def test_a_plan_tells_of_a_section_what_differs_in_it_and_no_value_of_an_environment(bench: RegistryBench) -> None:
+def test_a_plan_tells_each_key_that_differs_and_no_value_of_an_environment(bench: RegistryBench) -> None:
     text = "functions: {a: {runtime: exec, sandbox: {pids: %d, env: {KEY: %s, SAME: kept}}}}"
     diff = bench.registry(text % (64, "sesame")).plan(bench.write(text % (65, "poppy")))
-    change = diff.values["a"]["sandbox"]
-    assert change.was == '{"env":{"KEY":"[secret]"},"pids":64}'
-    assert change.now == '{"env":{"KEY":"[secret]"},"pids":65}'
+    assert diff.values["a"] == {
+        "sandbox.env.KEY": ValueChange(was="[secret]", now="[secret]"),
+        "sandbox.pids": ValueChange(was="64", now="65"),
+    }
 
 
 def test_what_an_environment_holds_is_told_to_nobody(bench: RegistryBench) -> None:

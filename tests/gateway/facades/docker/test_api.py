@@ -330,7 +330,7 @@ async def test_only_our_own_user_opens_the_socket_and_a_living_one_is_not_taken(
 async def test_the_gateway_does_not_take_itself_for_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "own.sock"
     monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")
-    with pytest.raises(InvalidConfig, match="its own door"):
+    with pytest.raises(InvalidConfig, match="its own socket"):
         bound(path)
 
 
