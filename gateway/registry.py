@@ -597,7 +597,6 @@ class Registry:
                 functions={**old.functions, **added},
                 tasks={**old.tasks, **_of("tasks", names, new.tasks)},
                 resources={**old.resources, **_of("resources", names, new.resources)},
-                needs={**old.needs, **_of("resources", names, new.needs)},
                 origins={**old.origins, **_of("functions", names, new.origins)},
             )
         self.revisions.switched(self.config.functions)

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 from gateway.auth import check_listeners, token_problem
 from gateway.config import yaml
 from gateway.config.schema import (
+    MACHINE_KINDS,
     MAPS,
     NAMES,
     SECTIONS,
@@ -18,15 +19,12 @@ from gateway.config.schema import (
     ClusterConfig,
     FunctionSection,
     NodeConfig,
-    Resource,
     SandboxConfig,
     SchedulerConfig,
     ServerConfig,
     TlsSection,
     check,
-    costed_kinds,
     function_spec,
-    resource_problems,
     suggestion,
 )
 from gateway.config.yaml import ConfigProblem, KeyPath, Position
@@ -71,8 +69,6 @@ class GatewayConfig:
     functions: Mapping[str, FunctionSpec] = field(default_factory=dict)
     tasks: Mapping[str, TaskSpec] = field(default_factory=lambda: {"default": TaskSpec()})
     resources: Mapping[str, ResourceSpec] = field(default_factory=dict)
-    #: Resource -> those of which a unit is taken with each unit of it.
-    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     node: NodeConfig = field(default_factory=NodeConfig)
@@ -261,7 +257,6 @@ class _Assembly:
         models = self._section("models", ModelSettings)
         scheduler = self._section("scheduler", SchedulerConfig)
         resources = self._resources()
-        self._resource_problems(resources)
         tasks = {name: cast(TaskSpec, value) for name, value in self._valid("tasks")}
         self._task_problems(tasks, scheduler)
         models = replace(models, dir=self._absolute("models", models.dir))
@@ -274,8 +269,7 @@ class _Assembly:
         return GatewayConfig(
             functions=functions,
             tasks={"default": TaskSpec(), **self.keep.tasks, **tasks},
-            resources={name: each.spec for name, each in resources.items()},
-            needs={name: each.needs for name, each in resources.items()},
+            resources=resources,
             scheduler=scheduler,
             server=server,
             node=node,
@@ -397,10 +391,10 @@ class _Assembly:
         return result
 
     def _functions(
-        self, resources: Mapping[str, Resource], sandbox: SandboxConfig, models: ModelSettings, *, elsewhere: bool
+        self, resources: Mapping[str, ResourceSpec], sandbox: SandboxConfig, models: ModelSettings, *, elsewhere: bool
     ) -> dict[str, FunctionSpec]:
         functions = dict(self.keep.functions)
-        kinds = costed_kinds(resources.keys() | self.entries["resources"].keys())
+        kinds = {*MACHINE_KINDS, *resources, *self.entries["resources"]}
         for name, value in self._valid("functions"):
             entry = self.entries["functions"][name]
             roots = None if self.roots is None else (*self.roots, *self._model_places(models))
@@ -412,7 +406,7 @@ class _Assembly:
                 roots=roots,
             )
             section = cast(FunctionSection, value)
-            function = function_spec(name, section, place, kinds=kinds, resources=resources, sandbox=sandbox)
+            function = function_spec(name, section, place, kinds=kinds, sandbox=sandbox)
             refusal = sandbox.requirements.refusal()
             if refusal and not elsewhere and function.handler is not None and function.handler.requirements:
                 place.refuse(("requirements",), refusal)  # another machine would install them from where it says itself
@@ -468,21 +462,15 @@ class _Assembly:
                 path = ("facades", *place)
                 self._refuse(self.sections["server"], f"{name!r} is no exec function{suggestion(name, commands)}", path)
 
-    def _resources(self) -> dict[str, Resource]:
+    def _resources(self) -> dict[str, ResourceSpec]:
         """Those that are declared, and after them those that are kept."""
-        declared = {name: cast(Resource, value) for name, value in self._valid("resources")}
-        for name, spec in self.keep.resources.items():
-            if name not in self.entries["resources"]:
-                declared[name] = Resource(spec=spec, needs=self.keep.needs.get(name, ()))
-        return declared
-
-    def _resource_problems(self, resources: Mapping[str, Resource]) -> None:
-        declared = dict.fromkeys((*self.entries["resources"], *resources))
-        for name, path, message in resource_problems(resources, declared):
-            self._refuse(self.entries["resources"][name], message, path)
+        for name, entry in self.entries["resources"].items():
+            if name in (*MACHINE_KINDS, "memory"):
+                self._refuse(entry, f"{name!r} is the machine's own: it is discovered, and bounded in the node section")
+        return {**self.keep.resources, **{name: cast(ResourceSpec, value) for name, value in self._valid("resources")}}
 
     def _task_problems(self, tasks: Mapping[str, TaskSpec], scheduler: SchedulerConfig) -> None:
-        kinds = costed_kinds({*self.entries["resources"], *self.keep.resources})
+        kinds = {*MACHINE_KINDS, *self.entries["resources"], *self.keep.resources}
         for name, task in tasks.items():
             for kind in task.caps.keys() - kinds:
                 message = f"{kind!r} is no resource{suggestion(kind, kinds)}"

@@ -630,28 +630,11 @@ PolicyChoice = Annotated[
 Scheduler = section_of(SchedulerConfig, policies=PolicyChoice)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resource:
-    """One entry of the section."""
-
-    spec: ResourceSpec
-    #: Resources of which a unit is taken with each unit of this one.
-    needs: tuple[str, ...] = ()
-
-
-def _resource(spec: type[ResourceSpec], checked: Any) -> Resource:
-    return Resource(spec=made(spec, checked), needs=checked.needs)
-
-
 def _declared_form(spec: type[ResourceSpec]) -> Any:
     """Return what pydantic checks one kind with; Any: it is made at run time."""
-    needs = Field(default=(), description="resources of which a unit is taken with each unit of this one")
-    fields: dict[str, Any] = {
-        "kind": (Literal[spec.kind], Field(description=spec.meaning)),
-        "needs": (tuple[Name, ...], needs),
-    }
+    fields: dict[str, Any] = {"kind": (Literal[spec.kind], Field(description=spec.meaning))}
     model = create_model(spec.__name__, __base__=model_of(spec), __doc__=spec.__doc__, **fields)
-    return Annotated[model, AfterValidator(partial(_resource, spec))]
+    return Annotated[model, AfterValidator(partial(made, spec))]
 
 
 #: What pydantic checks an entry with.
@@ -1019,78 +1002,12 @@ def _allow_variables(node: object) -> None:
         _allow_variables(each)
 
 
-def costed_kinds(declared: Collection[str]) -> set[str]:
-    """Every resource that a cost may name."""
-    return {*MACHINE_KINDS, *declared}
-
-
-def resource_problems(
-    resources: Mapping[str, Resource], declared: Collection[str]
-) -> Iterator[tuple[str, KeyPath, str]]:
-    """(resource, key path in it, what is wrong): reserved names, unknown needs, and cycles, each cycle once."""
-    for name in declared:
-        if name in (*MACHINE_KINDS, "memory"):
-            yield name, (), f"{name!r} is the machine's own: it is discovered, and bounded in the node section"
-    for name, resource in resources.items():
-        for at, needed in enumerate(resource.needs):
-            if needed not in declared:
-                yield name, ("needs", at), f"{needed!r} is no declared resource{suggestion(needed, declared)}"
-    seen: set[str] = set()
-    for name in resources:
-        cycle = _cycle(name, resources)
-        if cycle and not seen.intersection(cycle):
-            seen.update(cycle)
-            yield name, ("needs",), f"resources need each other in a cycle: {' -> '.join([*cycle, cycle[0]])}"
-
-
-def with_needs(cost: Mapping[str, UnitSet], resources: Mapping[str, Resource]) -> dict[str, UnitSet]:
-    """The cost with a unit of every needed resource for each unit of what needs it; an amount given explicitly stays.
-
-    A needed resource takes the largest count where the given one is elastic.
-    """
-    implied: dict[str, int] = {}
-    for kind, units in cost.items():
-        for needed in _closure(kind, resources):
-            implied[needed] = implied.get(needed, 0) + units.maximum
-    return {**{kind: UnitSet.fixed(units) for kind, units in implied.items() if kind not in cost}, **cost}
-
-
-def _closure(kind: str, resources: Mapping[str, Resource]) -> list[str]:
-    """What a unit of ``kind`` needs, directly and through others, each once."""
-    result: dict[str, None] = {}
-    open_kinds = [kind]
-    while open_kinds:
-        resource = resources.get(open_kinds.pop())
-        for needed in () if resource is None else resource.needs:
-            if needed not in result and needed != kind:
-                result[needed] = None
-                open_kinds.append(needed)
-    return list(result)
-
-
-def _cycle(start: str, resources: Mapping[str, Resource]) -> list[str]:
-    """A chain of needs from ``start`` back to it, or nothing."""
-    chains = [[start]]
-    visited: set[str] = set()
-    while chains:
-        chain = chains.pop()
-        resource = resources.get(chain[-1])
-        for needed in () if resource is None else resource.needs:
-            if needed == start:
-                return chain
-            if needed not in visited:
-                visited.add(needed)
-                chains.append([*chain, needed])
-    return []
-
-
 def function_spec(
     name: str,
     section: FunctionSection,
     place: DeclarationSite,
     *,
     kinds: Collection[str],
-    resources: Mapping[str, Resource],
     sandbox: SandboxConfig,
 ) -> FunctionSpec:
     """Return the function that the section describes; what is wrong with it is in ``place.problems``."""
@@ -1102,7 +1019,7 @@ def function_spec(
     spec = kind.function(
         name=name,
         runtime=kind.name,
-        cost=with_needs(cost, resources),
+        cost=cost,
         key=key,
         elasticity=None if section.elasticity is None else section.elasticity.elasticity(),
         sandbox=None if section.sandbox is None else replace(sandbox.default, **section.sandbox),

@@ -251,25 +251,6 @@ def test_a_section_of_the_server_is_given_in_one_file_only(tmp_path: Path) -> No
         load([tmp_path / "a.yaml", tmp_path / "b.yaml"], {})
 
 
-def test_resources_that_need_each_other_in_a_cycle_are_refused_once(tmp_path: Path) -> None:
-    text = "resources:\n" + "".join(
-        f"  {name}: {{kind: concurrency, limit: 1, needs: [{needed}]}}\n" for name, needed in ("ab", "bc", "ca", "xa")
-    )
-    (problem,) = problems(tmp_path, text)
-    assert "a -> b -> c -> a" in problem
-
-
-def test_a_cost_takes_what_its_resources_need(tmp_path: Path) -> None:
-    text = (
-        "resources:\n"
-        "  search: {kind: quota, limit: 9, period: 1s, needs: [sockets]}\n"
-        "  sockets: {kind: concurrency, limit: 4}\n"
-        "functions: {f: {runtime: api, request: {url: 'http://x/'}, cost: {search: 2}}}\n"
-    )
-    cost = loaded(tmp_path, text).functions["f"].cost
-    assert cost == {"search": UnitSet.fixed(2), "sockets": UnitSet.fixed(2)}
-
-
 def test_the_only_elastic_resource_is_the_key(tmp_path: Path) -> None:
     one = loaded(tmp_path, functions("  f: {runtime: exec, cost: {cpu: {min: 1, max: 4}}}")).functions["f"]
     assert (one.key, one.elasticity) == ("cpu", None)
