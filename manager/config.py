@@ -65,6 +65,13 @@ class TaskSpec:
     caps: Annotated[
         Mapping[ResourceName, Annotated[int, Setting(ge=1)]], Setting("most units of a resource held together")
     ] = field(default_factory=dict)
+    keep_idle: Annotated[
+        bool,
+        Setting(
+            "a trajectory that was idle for a minute is not ended, though another task waits for memory, and this one "
+            "holds more than its share of it"
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

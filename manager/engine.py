@@ -57,6 +57,8 @@ from manager.function import FunctionSpec
 from manager.learning import History
 
 T = TypeVar("T")
+#: Ended trajectories of which it is kept why.
+WHY_MAX = 1024
 #: Starts work in the background, whose failure is logged.
 Spawn = Callable[[Coroutine[object, object, None]], asyncio.Task[None]]
 #: What is done in a trajectory in the place of a call.
@@ -80,6 +82,8 @@ class TrajectoryLifecycle:
         self._opening: Counter[str] = Counter()
         #: Callers that wait for a trajectory to leave the core.
         self._leaving: dict[str, asyncio.Future[None]] = {}
+        #: Why those were ended last that nobody asked to end.
+        self._why: dict[str, str] = {}
         #: Removals under way; each waits for an earlier one of its name.
         self.removals: dict[str, asyncio.Task[None]] = {}
 
@@ -114,6 +118,7 @@ class TrajectoryLifecycle:
             raise
         else:
             self._opening.pop(trajectory, None)
+            self._why.pop(trajectory, None)
         finally:
             self._opening += Counter()  # without those of which there are none
 
@@ -137,7 +142,8 @@ class TrajectoryLifecycle:
         """Raise CapacityExceeded if it may not begin now; with ``living`` TrajectoryHasEnded if it would begin."""
         known = self._core.state.trajectories.get(trajectory)
         if living and (known is None or known.ending):
-            raise TrajectoryHasEnded(f"trajectory {trajectory!r} has ended", component="engine")
+            why = f": {self._why[trajectory]}" if trajectory in self._why else ""
+            raise TrajectoryHasEnded(f"trajectory {trajectory!r} has ended{why}", component="engine")
         crowded = self._core.crowded(trajectory) if known is None else None
         if crowded is not None:
             raise crowded
@@ -168,8 +174,13 @@ class TrajectoryLifecycle:
         """Return what callers wait on until the core says it."""
         return tuple(self._leaving.values())
 
-    def remove(self, trajectory: str) -> None:
-        """Have the environment of a trajectory that has left the core removed, and tell the callers."""
+    def remove(self, trajectory: str, why: str) -> None:
+        """Have the environment of a trajectory that has left the core removed, for a reason, and tell the callers."""
+        if why:
+            logger.warning("trajectory %s was ended: %s", trajectory, why)
+            self._why[trajectory] = why
+            while len(self._why) > WHY_MAX:
+                del self._why[next(iter(self._why))]
         leaving = self._leaving.pop(trajectory, None)
         if leaving is not None and not leaving.done():
             leaving.set_result(None)
@@ -574,7 +585,7 @@ class Engine:
                 case Refuse():
                     _refuse(self._jobs.pop(command.action_id).future, command.error)
                 case EndTrajectory():
-                    self._lifecycle.remove(command.trajectory)
+                    self._lifecycle.remove(command.trajectory, command.why)
                 case TryGranted():
                     for granted in self._tries.pop(command.action_id, ()):
                         if not granted.done():

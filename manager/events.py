@@ -247,6 +247,8 @@ class EndTrajectory:
     """Remove a trajectory's environment: it was ended, was idle for too long, or lost its node."""
 
     trajectory: str
+    #: Why, if nobody asked for it.
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

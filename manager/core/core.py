@@ -460,6 +460,8 @@ class Core:
         state = self._state
         wished = [state.queue.next_deadline_s(), state.trajectories.next_expiry_s(), *state.wakes.values()]
         wished.append(state.now_s if self._order.has_free_turns else state.queue.next_release_s())
+        if state.memory_waits_from is not None:
+            wished.append(self._order.room_from_s)
         if state.resources.timed:
             wished += [pool.next_return_s() for pool in self._awaited()]
         wake_s = None

@@ -892,8 +892,8 @@ class Trajectories:
         self._living: dict[str, TrajectoryState] = {}
         #: In order of arrival, among them some that wait no more.
         self._waiting: deque[TrajectoryState] = deque()
-        #: How many wait for memory.
-        self.still_waiting = 0
+        #: How many wait for memory, by task.
+        self.waiting_tasks = Counter[str]()
         self._expiries = Expiries(self._is_stale)
 
     def __iter__(self) -> Iterator[TrajectoryState]:
@@ -916,18 +916,18 @@ class Trajectories:
     def wait_for_memory(self, trajectory: TrajectoryState) -> None:
         if not trajectory.waiting:
             trajectory.waiting = True
-            self.still_waiting += 1
+            self.waiting_tasks[trajectory.task] += 1
             self._waiting.append(trajectory)
 
     def wait_no_more(self, trajectory: TrajectoryState) -> None:
         """Note that a trajectory has its place, or needs none any more."""
         if trajectory.waiting:
             trajectory.waiting = False
-            self.still_waiting -= 1
+            _decrement(self.waiting_tasks, trajectory.task)
 
     def waiting(self) -> Iterator[TrajectoryState]:
         """Return those that wait for memory, the longest first; they may cease to wait meanwhile."""
-        if len(self._waiting) > 64 + 2 * self.still_waiting:
+        if len(self._waiting) > 64 + 2 * self.waiting_tasks.total():
             self._waiting = deque(dict.fromkeys(trajectory for trajectory in self._waiting if trajectory.waiting))
         while self._waiting and not self._waiting[0].waiting:
             self._waiting.popleft()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -439,6 +439,12 @@ def _memory_of(state: SchedulerState, need_bytes: int, node: str = "") -> Cause:
     return Cause(kind="memory", text=text, pool=f"node:{name}" if name else "", need=need_bytes, free=free_bytes)
 
 
+#: Seconds for which a trajectory is idle before another task may get its memory: longer than a model thinks, as a rule.
+IDLE_MIN_S = 60.0
+#: Seconds until tasks' shares are looked at again for the sake of one that waits.
+ROOM_EVERY_S = 5.0
+
+
 class TrajectoryOrder:
     """The actions of each trajectory run one at a time and in order; children pass beside.
 
@@ -450,6 +456,8 @@ class TrajectoryOrder:
         self._state = state
         #: Whose turn nobody has, though something waits for it.
         self._free: list[TrajectoryState] = []
+        #: When idle trajectories may be ended next for those that wait for memory.
+        self.room_from_s = 0.0
 
     @property
     def has_free_turns(self) -> bool:
@@ -560,14 +568,19 @@ class TrajectoryOrder:
         trajectories.rest(trajectory, self._state.now_s)
 
     def place(self) -> None:
-        """Give memory to those that wait for it, first come first served, and note the first that gets none."""
+        """Give memory to those that wait for it, and note the first that gets none.
+
+        First to the task that holds least of it for its weight, and of one task first come first served.
+        """
         state = self._state
         state.memory_waits_from, state.memory_waits_bytes = None, 0
-        if not state.trajectories.still_waiting:
+        if not state.trajectories.waiting_tasks:
             return
-        for trajectory in state.trajectories.waiting():
+        for trajectory in self._by_share():
             place = trajectory.demand, trajectory.memory_bytes, trajectory.placement
             node = state.nodes.choose(*place)
+            if node is None and self._make_room(trajectory):
+                node = state.nodes.choose(*place)
             if node is None:
                 if state.nodes.ever(*place):
                     state.memory_waits_from = trajectory.opened_seq
@@ -582,13 +595,70 @@ class TrajectoryOrder:
             elif trajectory.at_rest:
                 state.trajectories.rest(trajectory, state.now_s)
 
-    def close(self, trajectory: TrajectoryState) -> None:
+    def _by_share(self) -> Iterable[TrajectoryState]:
+        """Yield those that wait for memory, each in its turn; they get it between two of them, or do not."""
+        trajectories = self._state.trajectories
+        if len(trajectories.waiting_tasks) == 1:
+            yield from trajectories.waiting()
+            return
+        lines: dict[str, deque[TrajectoryState]] = {}
+        for trajectory in trajectories.waiting():
+            lines.setdefault(trajectory.task, deque()).append(trajectory)
+        held = self._held_bytes()
+        while lines:
+            task = min(lines, key=lambda task: (held[task] / self._state.weight(task), lines[task][0].opened_seq))
+            trajectory = lines[task].popleft()
+            if not lines[task]:
+                del lines[task]
+            yield trajectory
+            held[task] += trajectory.memory_bytes if trajectory.node else 0
+
+    def _held_bytes(self) -> Counter[str]:
+        """Return the memory that trajectories hold, by task."""
+        held = Counter[str]()
+        for trajectory in self._state.trajectories:
+            held[trajectory.task] += trajectory.memory_bytes if trajectory.node else 0
+        return held
+
+    def _make_room(self, newcomer: TrajectoryState) -> bool:
+        """End idle trajectories of tasks that hold more than their share, for one of a task that holds less.
+
+        Those that were used least recently go first. Nothing ends if that does not make room for it on some node.
+        """
+        state, task = self._state, newcomer.task
+        if state.now_s < self.room_from_s or not state.nodes.ever(
+            newcomer.demand, newcomer.memory_bytes, newcomer.placement
+        ):
+            return False
+        others = [each for each in state.trajectories if each.task != task and each.at_rest and each.node]
+        held, self.room_from_s = self._held_bytes(), state.now_s + (ROOM_EVERY_S if others else IDLE_MIN_S)
+        wanted = (held[task] + newcomer.memory_bytes) / state.weight(task)
+        going: defaultdict[str, list[TrajectoryState]] = defaultdict(list)
+        for idle in sorted(others, key=lambda each: each.idle_since_s):
+            node, left = state.nodes.get(idle.node), (held[idle.task] - idle.memory_bytes) / state.weight(idle.task)
+            if idle.ending or left < wanted or state.tasks.get(idle.task, _UNKNOWN_TASK).keep_idle:
+                continue
+            if node is None or node.closed is not None or not node.spec.suits(newcomer.placement):
+                continue
+            if idle.idle_since_s + IDLE_MIN_S > state.now_s:
+                self.room_from_s = min(self.room_from_s, idle.idle_since_s + IDLE_MIN_S)
+                continue
+            held[idle.task] -= idle.memory_bytes
+            going[idle.node].append(idle)
+            if node.free_bytes + sum(each.memory_bytes for each in going[idle.node]) >= newcomer.memory_bytes:
+                why = f"it was idle, and its memory went to task {task}, which holds less than its share"
+                for each in going[idle.node]:
+                    self.close(each, why)
+                return True
+        return False
+
+    def close(self, trajectory: TrajectoryState, why: str = "") -> None:
         """Give back the memory, and end the environment, of a trajectory of which nothing runs or waits."""
         state = self._state
         state.trajectories.remove(trajectory)
         if trajectory.node and trajectory.node in state.nodes:
             state.nodes[trajectory.node].release(trajectory.name)
-        state.commands.append(EndTrajectory(trajectory=trajectory.name))
+        state.commands.append(EndTrajectory(trajectory=trajectory.name, why=why))
 
     def _begin(self, name: str, first: Waiting) -> TrajectoryState:
         """Let a trajectory live from its first action on."""

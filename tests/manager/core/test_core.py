@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from manager.action import Action, Kin, Outcome, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec, ServiceSpec, TaskSpec
+from manager.core.state import IDLE_MIN_S
 from manager.errors import CANCEL_ASKED, CapacityExceeded, QuotaExceeded, Reason
 from manager.events import (
     Abort,
@@ -475,6 +477,57 @@ def test_memory_kept_for_a_trajectory_that_gave_up_serves_others(drive: Drive) -
     assert driver.running() == {"a"}, "the memory is kept for the trajectory that came first"
     driver.step(6.0, Tick())
     assert driver.running() == {"a", "small"}
+
+
+#: Trajectories may hold 100 bytes of it.
+FOUR = node(cores=4, memory_bytes=112)
+
+
+def opens(name: str, task: str) -> TrajectoryOpened:
+    return TrajectoryOpened(trajectory=name, task=task, memory_bytes=25, ttl_s=1e9)
+
+
+def homes(driver: CoreDriver, task: str) -> set[str]:
+    """The trajectories of a task that hold their memory."""
+    return {each.name for each in driver.core.state.trajectories if each.task == task and each.node}
+
+
+def test_memory_of_idle_trajectories_goes_to_a_task_that_holds_less_than_its_share(drive: Drive) -> None:
+    driver = drive(spec(FOUR))
+    for second, name in enumerate("abcd"):
+        driver.step(second, opens(name, "many"))
+    driver.step(4.0, submit("busy", trajectory="a", memory_bytes=25))
+    driver.step(10.0, *(opens(name, "few") for name in "xyz"))
+    driver.step(IDLE_MIN_S, Tick())
+    assert homes(driver, "few") == set()
+    driver.step(1.0 + IDLE_MIN_S, Tick())
+    (end,) = [each for each in driver.commands if isinstance(each, EndTrajectory)]
+    assert (end.trajectory, homes(driver, "few")) == ("b", {"x"}), "used least recently, and not the one at work"
+    assert "idle" in end.why and "task few" in end.why
+    driver.step(300.0, Tick())
+    assert (homes(driver, "many"), homes(driver, "few")) == ({"a", "d"}, {"x", "y"}), "each has its share"
+
+
+@pytest.mark.parametrize("kept", [{"keep_idle": True}, {"weight": 3.0}])
+def test_a_task_keeps_what_it_was_promised(kept: dict[str, Any]) -> None:
+    one = spec(FOUR)
+    driver = CoreDriver(build_core(replace(one, tasks={"many": TaskSpec(**kept)})))
+    for name in "abcd":
+        driver.step(0.0, opens(name, "many"))
+    driver.step(1.0, opens("x", "few"), opens("y", "few"))
+    for second in (100.0, 200.0, 300.0):
+        driver.step(second, Tick())
+    assert homes(driver, "few") == (set() if "keep_idle" in kept else {"x"})
+
+
+def test_memory_goes_first_to_the_task_that_holds_least_of_it(drive: Drive) -> None:
+    driver = drive(spec(FOUR))
+    driver.step(0.0, *(opens(name, "many") for name in "abcdef"))
+    driver.step(1.0, opens("x", "few"))
+    driver.step(2.0, TrajectoryEnded(trajectory="a"))
+    assert (homes(driver, "many"), homes(driver, "few")) == ({"b", "c", "d"}, {"x"})
+    driver.step(3.0, TrajectoryEnded(trajectory="b"))
+    assert homes(driver, "many") == {"c", "d", "e"}
 
 
 def test_devices_do_not_start_what_the_policy_of_the_cores_holds_back() -> None:
