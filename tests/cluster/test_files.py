@@ -45,21 +45,3 @@ def test_files_trees_and_errors_travel_between_a_client_and_a_node(
     assert unpacked.status_code == 201, unpacked.text
     found = gateway.ended(gateway.submit("there", "cat copy/said", trajectory="t"))
     assert found["result"]["stdout"] == "here\n"
-
-
-def test_files_of_a_node_that_is_not_reached_are_refused_until_it_is_back(
-    start_gateway: StartGateway, make_node: MakeNode
-) -> None:
-    gateway = start_gateway()
-    node = make_node(gateway, "n1")
-    node.start()
-    gateway.until_state("n1", "ready")
-    gateway.ended(gateway.submit("there", "echo kept > file", trajectory="t"))
-    node.kill()
-    gateway.until_state("n1", "suspect")
-    silent = HTTP.get(f"{gateway.url}/v1/trajectories/t/files", params={"path": "file"})
-    assert silent.status_code in (429, 503) and silent.headers["retry-after"], silent.text
-    node.start()
-    gateway.until_state("n1", "ready")
-    with gateway.client() as client:
-        assert client.trajectory("t").download("file") == b"kept\n"

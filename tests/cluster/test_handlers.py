@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import pytest
-import yaml
 
 from tangram import Client, handler
 from tangram.errors import TangramError
@@ -115,16 +113,6 @@ def test_a_handler_that_ran_on_a_killed_daemon_is_lost_once_and_an_idempotent_on
         assert (found["state"], found["node"]) == ("succeeded", "n1"), found
 
 
-def test_a_cancelled_handler_ends_on_its_node(gateway: ClusterGateway, node: DaemonProcess) -> None:
-    with gateway.client() as client:
-        registered(client, concurrency={"per_instance": 1}, scale={"max": 1})
-        mine = client.submit("judge", {"text": "long", "seconds": 1000}).id
-        begun(gateway, mine)
-        client.cancel(mine)
-        assert gateway.ended(mine)["state"] == "cancelled"
-        assert client.invoke("judge", {"text": "next"}).raise_for_failure().result["score"] == 4
-
-
 def test_requirements_that_a_node_cannot_have_are_told_and_it_is_not_able(
     gateway: ClusterGateway, node: DaemonProcess
 ) -> None:
@@ -136,23 +124,6 @@ def test_requirements_that_a_node_cannot_have_are_told_and_it_is_not_able(
         return found is not None and "sandbox.requirements" in found.unable.get("judge", "")
 
     until(told, "the node says what it is missing")
-
-
-def test_a_node_that_is_frozen_goes_on_with_its_handler_and_its_log_is_whole(
-    gateway: ClusterGateway, node: DaemonProcess
-) -> None:
-    with gateway.client() as client:
-        registered(client)
-        mine = client.submit("judge", {"text": "four", "seconds": 5}).id
-        begun(gateway, mine)
-        node.signal(signal.SIGSTOP)
-        gateway.until_state("n1", "suspect")
-        waiting = client.submit("judge", {"text": "later"}).id
-        node.signal(signal.SIGCONT)
-        for each in (mine, waiting):
-            found = gateway.ended(each)
-            assert (found["state"], found["node"], found["attempt"]) == ("succeeded", "n1", 1), found
-        assert gateway.said(mine) == "begun\n"
 
 
 def test_a_handler_outlives_its_gateway_and_the_next_one_hears_its_end_and_its_whole_log(
@@ -173,28 +144,6 @@ def test_a_handler_outlives_its_gateway_and_the_next_one_hears_its_end_and_its_w
     with gateway.client() as client:
         assert client.invoke("judge", {"text": "four"}).raise_for_failure().result["score"] == 4
     assert node.handlers() == [kept], "it was not sent again"
-
-
-def test_data_beside_the_code_travels_and_more_than_may_is_told_by_name(
-    gateway: ClusterGateway, node: DaemonProcess
-) -> None:
-    def applied(name: str, size_bytes: int) -> None:
-        source = gateway.directory / "functions" / name
-        source.mkdir(parents=True)
-        (source / "reader.py").write_text(READER)
-        with (source / "data.bin").open("wb") as file:
-            file.truncate(size_bytes)
-        definition = {"runtime": "handler", "handler": "reader:size", "cost": {"cpu": 1}}
-        client.apply({str(source / "function.yaml"): yaml.safe_dump({"functions": {name: definition}})})
-
-    with gateway.client() as client:
-        applied("small", 3)
-        assert client.invoke("small", {}).raise_for_failure().result == 3
-        with pytest.raises(TangramError, match="64 MiB"):
-            applied("large", 65 * 2**20)
-        assert client.invoke("small", {}).raise_for_failure().result == 3
-    found = gateway.node("n1")
-    assert found is not None and "64 MiB" in found.unable["large"] and "small" in found.able
 
 
 def test_a_node_forgets_every_try_of_a_call_once_its_end_is_on_record(

@@ -26,8 +26,10 @@ def test_a_daemon_is_killed_in_the_middle_and_what_it_ran_goes_on_with_its_whole
 ) -> None:
     gateway = start_gateway()
     node = make_node(gateway, "n1")
+    node.environment = {"RAY_AUTH_TOKEN": "secret"}
     node.start()
     gateway.until_state("n1", "ready")
+    assert "RAY_" not in gateway.ended(gateway.submit("there", "env", trajectory="t"))["result"]["stdout"]
     mine = gateway.submit("there", TALE, trajectory="t")
     begun(gateway, mine)
     node.kill()
@@ -37,6 +39,11 @@ def test_a_daemon_is_killed_in_the_middle_and_what_it_ran_goes_on_with_its_whole
     found = succeeded(gateway, mine, TOLD)
     assert (found["node"], found["attempt"]) == ("n1", 1)
     succeeded(gateway, later, "run\n")
+    tests = "def test_good():\n    assert True\n\ndef test_bad():\n    assert False\n"
+    with gateway.client() as client:
+        client.trajectory("t").upload("test_it.py", tests.encode())
+        rewarded = client.invoke("suite_there", {"targets": ["test_it.py"]}, trajectory="t").raise_for_failure()
+    assert rewarded.result["reward"] == 0.5, rewarded
 
 
 def test_a_gateway_is_killed_in_the_middle_and_the_next_one_finds_all_that_runs_on_its_nodes(

@@ -96,29 +96,6 @@ def test_a_session_goes_on_over_the_death_of_daemon_and_gateway_without_a_byte_l
         assert (record["node"], record["attempt"]) == ("n1", 1)
 
 
-def test_a_terminal_on_a_node_is_resized_and_interrupted_and_a_flood_is_heard_whole(
-    start_gateway: StartGateway, make_node: MakeNode
-) -> None:
-    gateway = start_gateway()
-    make_node(gateway, "n1").start()
-    gateway.until_state("n1", "ready")
-    with gateway.client() as client:
-        session = client.trajectory("t", function="there").session(["sh"], terminal=(30, 100))
-        heard = SessionEar(session)
-        session.write("stty size\n")
-        heard.until(b"30 100\r\n")
-        session.resize(40, 120)
-        session.write("stty size; sh -c 'echo go''ing; exec sleep 1000'\n")
-        heard.until(b"40 120\r\n")
-        heard.until(b"going\r\n")
-        session.signal("INT")
-        session.write("echo st'ill' here\n")
-        heard.until(b"still here\r\n")
-        session.write("head -c 3000000 /dev/zero; exit 7\n")
-        assert heard.whole().count(b"\0") == 3_000_000
-        assert session.end is not None and (session.end.exit_code, session.missing) == (7, 0)
-
-
 def test_a_session_of_a_node_that_is_lost_ends_and_the_next_one_begins_elsewhere(
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:

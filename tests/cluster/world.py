@@ -46,6 +46,7 @@ def document(state: Path, provider: str, **cluster: object) -> dict[str, Any]:
             "there": shell | {"nodes": {"pool": "there"}},
             "elsewhere": shell | {"nodes": {"pool": "elsewhere"}},
             "there_again": shell | {"nodes": {"pool": "there"}, "idempotent": True},
+            "suite_there": {"runtime": "pytest", "cost": {"cpu": 1}, "timeout": "5m", "nodes": {"pool": "there"}},
         },
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import MakeNode
-from tests.cluster.models.conftest import DEVICE, ModelGateway, StartModels, alive, freeze, model, model_processes, thaw
+from tests.cluster.models.conftest import DEVICE, ModelGateway, StartModels, alive, freeze, model, model_processes
 from tests.cluster.world import until
 from tests.runtimes.model import checkpoints
 
@@ -106,27 +106,6 @@ def test_a_daemon_that_is_killed_takes_its_device_processes_along_and_what_may_r
     assert (again["state"], again["node"]) == ("succeeded", "n1"), again
     assert (once["state"], once["reason"]) == ("lost", "node_lost"), once
     assert gateway.answer("once", max_new_tokens=4)["node"] == "n1"
-
-
-def test_queue_mates_run_as_one_batch_on_two_devices_of_a_node(
-    start_models: StartModels, make_node: MakeNode, teacher: Path
-) -> None:
-    gateway = start_models({"judge": model(teacher, cost={"gpu": 2})})
-    node = make_node(gateway, "n1")
-    node.start(devices=f"cpu:2:{DEVICE}")
-    gateway.until_able("n1", "judge")
-    alone = gateway.answer("judge")["result"]
-    processes = model_processes(node.pid)
-    freeze(processes)
-    first = gateway.ask("judge")
-    until(lambda: node.has_begun(first), "the devices are busy")
-    mates = [gateway.ask("judge") for _ in range(3)]
-    thaw(processes)
-    assert gateway.ended(first)["usage"]["batch"] == 1.0
-    found = [gateway.ended(each) for each in mates]
-    assert {each["node"] for each in found} == {"n1"}
-    assert [(each["usage"]["batch"], each["usage"]["restored"]) for each in found] == [(3.0, 0.0)] * 3
-    assert all(each["result"]["sums"] == pytest.approx(alone["sums"], abs=1e-5) for each in found)
 
 
 def _chunks(gateway: ModelGateway, name: str) -> list[tuple[int, int]]:

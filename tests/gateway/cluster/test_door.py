@@ -21,7 +21,6 @@ from runtimes.node.protocol import (
     LinkStream,
     NodeHello,
     NodeLink,
-    NodeRefused,
     encode,
 )
 from tests.gateway.conftest import until
@@ -111,14 +110,6 @@ async def test_connections_that_say_nothing_are_bounded_and_those_beyond_are_cut
             writer.close()
 
 
-async def test_one_that_says_nothing_is_cut_after_its_time_and_makes_room(certificate: NodeCertificate) -> None:
-    porter = Porter()
-    async with opened(certificate, porter, handshakes_max=1, handshake_s=0.05) as door:
-        reader, writer = await dialled(door, None)
-        assert await cut(reader)
-        writer.close()
-
-
 async def test_an_address_that_has_most_places_makes_room_for_another_one_and_not_for_itself(
     certificate: NodeCertificate,
 ) -> None:
@@ -161,39 +152,6 @@ async def test_one_that_spells_its_greeting_byte_by_byte_has_no_more_time_than_o
         writer.close()
         assert porter.met.empty()
         await until(lambda: not door.handshaking)
-
-
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096])
-async def test_what_is_no_tls_is_cut(certificate: NodeCertificate, said: bytes) -> None:
-    async with opened(certificate, Porter()) as door:
-        reader, writer = await dialled(door, None)
-        writer.write(said)
-        async with asyncio.timeout(DEADLINE_S):
-            while await reader.read(4096):  # an alert, perhaps
-                pass
-        writer.close()
-
-
-async def test_a_frame_that_is_too_large_or_not_a_greeting_is_refused_and_cut(certificate: NodeCertificate) -> None:
-    async with opened(certificate, Porter()) as door:
-        for said in (b"\x7f\xff\xff\xff\x01", encode(Beat())):
-            reader, writer = await dialled(door, node_side())
-            writer.write(said)
-            async with asyncio.timeout(DEADLINE_S):
-                while await reader.read(4096):
-                    pass
-            writer.close()
-
-
-async def test_another_protocol_is_told_so(certificate: NodeCertificate) -> None:
-    porter = Porter()
-    async with opened(certificate, porter) as door:
-        link = await linked(door)
-        link.send(hello(PROTOCOL + 1))
-        refused = await link.receive(NodeRefused, DEADLINE_S)
-        assert "protocol" in refused.message
-        link.close("the test is over")
-        assert porter.met.empty()
 
 
 def test_nodes_are_let_in_on_the_loop_that_gateways_have(certificate: NodeCertificate) -> None:
@@ -254,3 +212,30 @@ async def test_a_node_that_does_not_read_is_cut_with_bounded_memory_and_the_othe
 def test_an_address_that_cannot_be_listened_on_is_told() -> None:
     with bind("127.0.0.1:0") as taken, pytest.raises(InvalidConfig, match=r"cluster\.listen"):
         bind(f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("data", "tls"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", False),
+        (b"\0" * 4096, False),
+        (b"\x7f\xff\xff\xff\x01", True),
+        (encode(Beat()), True),
+        (encode(hello(PROTOCOL + 1)), True),
+        (b"", False),
+    ],
+    ids=["no TLS", "zeros", "too large", "no hello", "another protocol", "nothing"],
+)
+async def test_what_is_no_hello_is_cut_at_once_or_after_its_time(
+    certificate: NodeCertificate, data: bytes, tls: bool
+) -> None:
+    porter = Porter()
+    async with opened(certificate, porter, handshakes_max=1, handshake_s=DEADLINE_S if data else 0.05) as door:
+        reader, writer = await dialled(door, node_side() if tls else None)
+        writer.write(data)
+        received = b""
+        async with asyncio.timeout(DEADLINE_S):
+            while piece := await reader.read(4096):  # an alert, perhaps, or why it is refused
+                received += piece
+        writer.close()
+        assert porter.met.empty() and (b"protocol" in received) is (data == encode(hello(PROTOCOL + 1)))

@@ -11,7 +11,9 @@ from gateway.cluster.cluster import Cluster, ClusterNode
 from gateway.cluster.store import NodeRecords, NodeSnapshots
 from gateway.config.schema import ClusterConfig
 from gateway.invocations import restart
-from gateway.invocations.restart import TrajectoryRecovery
+from gateway.invocations.invocations import LiveInvocation
+from gateway.invocations.record import Mode, Record
+from gateway.invocations.restart import Reattachment, TrajectoryRecovery
 from gateway.store.store import Store, StoreSpec
 from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.clock import VirtualClock
@@ -19,7 +21,9 @@ from manager.config import NodeSpec
 from manager.errors import FILES_LOST, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
+from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.snapshots import NodeSnapshotSettings
+from tests.runtimes.node.handlers.test_store import function as handler
 from tests.runtimes.node.machine import Machine, MachineEnvironments
 
 SHELL, API = FunctionSpec(name="shell", runtime="exec"), FunctionSpec(name="call", runtime="api")
@@ -120,3 +124,25 @@ async def test_a_loss_is_told_once_and_one_that_nobody_comes_for_is_forgotten_be
     assert register.take_loss("u") is None
     register.ended("v")
     assert register.take_loss("v") is not None, "it has ended with its node, and nobody was told"
+
+
+@pytest.mark.parametrize("runtime", ["exec", "handler", "model"])
+async def test_commands_and_handlers_go_on_at_a_node_without_a_gateway_and_models_do_not(runtime: str) -> None:
+    function = handler(Path("/f")) if runtime == "handler" else FunctionSpec(name="f", runtime=runtime)
+    record = Record(
+        seq=1,
+        id="a",
+        function=function.name,
+        task="default",
+        trajectory="t",
+        parent=None,
+        mode=Mode.ASYNC,
+        accepted_s=1.0,
+        input=b"{}",
+        detached=True,
+        state=State.RUNNING,
+        node="n1",
+    )
+    node = RemoteNode("n1")
+    attempts = Reattachment(MachineEnvironments(Machine()), lambda: {"n1": node})
+    assert attempts.may_hold(LiveInvocation(record=record, function=function)) is (runtime != "model")

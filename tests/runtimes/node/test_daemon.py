@@ -147,21 +147,6 @@ async def test_a_daemon_joins_executes_and_keeps_the_key_that_it_was_given(door:
     assert door.goodbyes == [("the daemon ends", True)]
 
 
-async def test_a_daemon_comes_back_after_a_cut_with_its_key(door: StandInDoor, tmp_path: Path) -> None:
-    daemon = await daemon_of(door, tmp_path / "n", Machine())
-    running = asyncio.create_task(daemon.run())
-    async with asyncio.timeout(STUCK_S):
-        await door.attached.wait()
-        door.attached.clear()
-        assert door.node._link is not None
-        door.node._link.close("a cut")
-        await door.attached.wait()
-        daemon.stop()
-        await running
-    assert [hello.key for hello in door.hellos] == ["", "k" * 32]
-    assert door.hellos[0].instance == door.hellos[1].instance
-
-
 async def test_a_gateway_with_another_certificate_hears_nothing(door: StandInDoor, tmp_path: Path) -> None:
     daemon = await daemon_of(door, tmp_path / "n", Machine(), fingerprint="00" * 32)
     async with asyncio.timeout(STUCK_S):

@@ -42,43 +42,6 @@ async def test_frames_of_one_turn_arrive_in_order() -> None:
     assert heard == [str(number) for number in range(100)]
 
 
-async def test_a_side_that_is_silent_is_cut_and_one_that_beats_is_not() -> None:
-    clock = VirtualClock()
-    settings = LinkSettings(beat_s=1.0, silent_s=3.0)
-    near, far = pair(settings=settings, clock=clock)
-    listening = [asyncio.create_task(end.run(lambda message: None)) for end in (near, far)]
-    await asyncio.sleep(0)
-    for _ in range(10):  # both beat
-        clock.advance_to(clock.now() + 1.0)
-        near.tick()
-        far.tick()
-        for _ in range(5):
-            await asyncio.sleep(0)
-    assert not near.closed.is_set()
-    for _ in range(5):  # the far side is frozen
-        clock.advance_to(clock.now() + 1.0)
-        near.tick()
-        for _ in range(5):
-            await asyncio.sleep(0)
-    async with asyncio.timeout(WITHIN_S):
-        assert "nothing was heard" in await listening[0]
-        await listening[1]
-
-
-async def test_a_process_that_slept_itself_listens_before_it_judges() -> None:
-    clock = VirtualClock()
-    near, _ = pair(settings=LinkSettings(beat_s=1.0, silent_s=3.0), clock=clock)
-    near.tick()
-    clock.advance_to(60.0)
-    near.tick()
-    assert not near.closed.is_set()
-    for _ in range(4):  # awake, and nothing comes
-        assert not near.closed.is_set()
-        clock.advance_to(clock.now() + 1.0)
-        near.tick()
-    assert near.closed.is_set()
-
-
 async def test_each_side_beats_at_every_tick_whatever_else_it_says() -> None:
     kinds: list[int] = []
 

@@ -50,15 +50,13 @@ def state(membership: NodeMembership, name: str = "n") -> NodeState:
     return member.state
 
 
-def test_a_node_serves_only_when_what_it_holds_is_known() -> None:
-    membership = NodeMembership()
-    assert membership.greet(0, "n", "i") == [Admitted("n", "i", fence=False)]
-    assert state(membership) is NodeState.JOINING
-    assert membership.reconcile(1, "n", "i") == [Serves("n")]
-    assert state(membership) is NodeState.READY
-
-
 def test_a_node_that_is_not_heard_is_doubted_and_back_as_it_was_when_it_joins_again() -> None:
+    membership = NodeMembership()
+    assert membership.greet(0, "n", "n-0") == [Admitted("n", "n-0", fence=False)]
+    assert state(membership) is NodeState.JOINING, "it serves only when what it holds is known"
+    assert kinds(membership.greet(0, "n", "n-0")) == [Shut, Admitted], "before its old link is known to be dead"
+    assert membership.reconcile(1, "n", "n-0") == [Serves("n")]
+    assert state(membership) is NodeState.READY
     membership = joined("n")
     assert kinds(membership.lose_link(5, "n", "n-1", "silent")) == [Shut]
     assert membership.greet(64.9, "n", "n-2") == [Admitted("n", "n-2", fence=False)]
@@ -94,12 +92,6 @@ def test_a_name_is_one_living_daemons() -> None:
     (refused,) = membership.greet(1, "n", "other")
     assert isinstance(refused, JoinRefused) and "a living daemon" in refused.why
     assert state(membership) is NodeState.READY
-
-
-def test_the_same_daemon_may_come_before_its_old_link_is_known_to_be_dead() -> None:
-    membership = joined("n")
-    assert kinds(membership.greet(1, "n", "n-1")) == [Shut, Admitted]
-    assert kinds(membership.reconcile(2, "n", "n-1")) == [Serves]
 
 
 def test_what_is_told_of_an_earlier_daemon_of_the_name_changes_nothing() -> None:
@@ -148,12 +140,9 @@ def test_what_ray_says_never_outweighs_a_link_that_beats() -> None:
     assert membership.note_ray(1, "n", "raylet: received SIGTERM", final=True) == []
     assert state(membership) is NodeState.READY
     assert kinds(membership.lose_link(2, "n", "n-1", "cut")) == [Shut, CountedOut], "both say so: no need to wait"
-
-
-def test_when_ray_only_fears_that_a_node_is_dead_it_has_its_time() -> None:
     membership = joined("n")
     membership.lose_link(1, "n", "n-1", "cut")
-    assert membership.note_ray(2, "n", "health check failed") == []
+    assert membership.note_ray(2, "n", "health check failed") == [], "what Ray only fears has its time"
 
 
 def test_the_silence_of_many_is_the_gateways_own_and_nobody_is_lost_until_it_has_lasted() -> None:
@@ -259,15 +248,11 @@ def test_one_that_can_take_nothing_new_lets_what_lives_there_go_on_until_it_is_w
     assert membership.reconcile(8, "n", "n-1") == [Serves("n"), shut], "so it is when it joins like that"
 
 
-def test_one_that_drains_when_it_joins_starts_nothing_if_nothing_can_begin_there() -> None:
-    membership = NodeMembership()
-    membership.greet(0, "n", "i", draining=True, unfit="full")
-    shut = Shut("n", "draining: its daemon drains, and unfit: full")
-    assert membership.reconcile(1, "n", "i") == [Serves("n"), shut]
-
-
 def test_one_that_is_unfit_when_it_joins_never_opens_until_it_is_fit() -> None:
     membership = NodeMembership()
+    membership.greet(0, "d", "i", draining=True, unfit="full")
+    drains = Shut("d", "draining: its daemon drains, and unfit: full")
+    assert membership.reconcile(1, "d", "i") == [Serves("d"), drains]
     membership.greet(0, "n", "i", unfit="full")
     assert membership.reconcile(1, "n", "i") == [Serves("n"), Shut("n", "unfit: full")]
     assert state(membership) is NodeState.UNFIT

@@ -12,7 +12,7 @@ import pytest
 
 from bench.sandbox import DiscardedOutput
 from manager.action import Lease, Outcome, State
-from manager.errors import FILES_LOST, ActionFailed, Reason, Unsupported
+from manager.errors import FILES_LOST, ActionFailed, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
 from runtimes.node import protocol, remote
@@ -203,33 +203,6 @@ async def test_what_was_sent_to_a_sandbox_that_died_with_its_daemon_is_told_so_a
     await session.play(lambda: settled(session))
     assert (kept.ends[0].reason, kept.ends[0].detail) == (Reason.ENVIRONMENT_LOST, {FILES_LOST: True})
     assert (session.machine.begun, reported) == ({}, [])
-
-
-@pytest.mark.parametrize("runtime", ["api"])
-async def test_functions_that_no_node_can_run_are_refused_by_name(session: Session, runtime: str) -> None:
-    function = FunctionSpec(name="judge", runtime=runtime)
-    asked = asyncio.create_task(session.node.prepare(function))
-    kept = session.start("a", function)
-    await session.play(lambda: asked.done() and settled(session))
-    error = asked.exception()
-    assert isinstance(error, Unsupported)
-    assert "'judge'" in error.message and runtime in error.message
-    assert (kept.ends[0].reason, session.machine.begun) == (Reason.INVALID_INPUT, {})
-
-
-async def test_functions_that_a_node_can_run_are_prepared_there(session: Session) -> None:
-    asked = asyncio.create_task(session.node.prepare(FUNCTION))
-    await session.play(asked.done)
-    assert session.runtimes is not None
-    assert session.runtimes.prepared == ["shell"]
-
-
-async def test_a_failure_comes_back_with_its_reason_result_and_detail(session: Session) -> None:
-    kept = session.start("a", replace(FUNCTION, name="fails"))
-    await session.play(lambda: settled(session))
-    (end,) = kept.ends
-    assert (end.reason, end.message, end.component) == (Reason.UPSTREAM, "as asked", "machine")
-    assert (end.result, end.detail) == ([1], {"why": "asked"})
 
 
 async def test_what_is_beyond_a_logs_bound_is_counted(session: Session) -> None:

@@ -41,39 +41,6 @@ def test_this_machine_has_the_cores_it_may_run_on() -> None:
     assert 0 < topology.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 1.1
 
 
-def test_cores_are_grouped_by_numa_node(tmp_path: Path) -> None:
-    sysfs, procfs = machine(tmp_path, nodes=["0-1,4-5", "2-3,6-7"], memory_kib=8 * 2**20)
-    topology = discover(sysfs, procfs, usable=range(8))
-    assert topology == Topology(numa=((0, 1, 4, 5), (2, 3, 6, 7)), memory_bytes=8 * GIB)
-
-
-def test_nodes_are_ordered_by_number_and_not_by_name(tmp_path: Path) -> None:
-    sysfs, procfs = machine(tmp_path, nodes=[str(core) for core in range(12)], memory_kib=1)
-    assert discover(sysfs, procfs, usable=range(12)).cores == tuple(range(12))
-
-
-def test_a_cpuset_leaves_only_its_cores(tmp_path: Path) -> None:
-    sysfs, procfs = machine(tmp_path, nodes=["0-3", "4-7"], memory_kib=1)
-    assert discover(sysfs, procfs, usable={2, 3}).numa == ((2, 3),)
-
-
-def test_a_quota_and_a_memory_limit_are_seen_as_they_are(tmp_path: Path) -> None:
-    files = {"cpu.max": "250000 100000", "memory.max": str(GIB)}
-    sysfs, procfs = machine(tmp_path, nodes=["0-3", "4-7"], memory_kib=64 * 2**20, v2_files=files)
-    assert discover(sysfs, procfs, usable=range(8)) == Topology(numa=((0, 1),), memory_bytes=GIB)
-
-
-def test_no_bound_is_no_bound(tmp_path: Path) -> None:
-    files = {"cpu.max": "max 100000", "memory.max": "max"}
-    sysfs, procfs = machine(tmp_path, nodes=["0-3"], memory_kib=2**20, v2_files=files)
-    assert discover(sysfs, procfs, usable=range(4)) == Topology(numa=((0, 1, 2, 3),), memory_bytes=GIB)
-
-
-def test_a_machine_without_numa_information_is_one_node(tmp_path: Path) -> None:
-    sysfs, procfs = machine(tmp_path, nodes=[], memory_kib=1)
-    assert discover(sysfs, procfs, usable={0, 1}).numa == ((0, 1),)
-
-
 def test_a_file_describes_a_machine_that_is_not_here(tmp_path: Path) -> None:
     path = tmp_path / "node.json"
     path.write_text(json.dumps({"numa": ["0-63,128-191", "64-127,192-255"], "memory_bytes": 2**40}))
@@ -102,11 +69,32 @@ def test_a_file_that_describes_no_machine_is_refused(tmp_path: Path, text: str) 
         from_file(path)
 
 
-def test_reserved_cores_are_given_to_nobody() -> None:
+@pytest.mark.parametrize(
+    ("nodes", "usable", "files", "numa", "memory_bytes"),
+    [
+        (["0-1,4-5", "2-3,6-7"], 8, None, ((0, 1, 4, 5), (2, 3, 6, 7)), 8 * GIB),
+        ([str(core) for core in range(12)], 12, None, tuple((core,) for core in range(12)), 8 * GIB),
+        (["0-3", "4-7"], 3, None, ((0, 1, 2),), 8 * GIB),
+        (["0-3", "4-7"], 8, {"cpu.max": "250000 100000", "memory.max": str(GIB)}, ((0, 1),), GIB),
+        (["0-3"], 4, {"cpu.max": "max 100000", "memory.max": "max"}, ((0, 1, 2, 3),), 8 * GIB),
+        ([], 2, None, ((0, 1),), 8 * GIB),
+    ],
+    ids=["by NUMA node", "in the order of numbers", "a cpuset", "a quota and a limit", "no bound", "no NUMA"],
+)
+def test_a_machine_is_what_its_kernel_and_its_control_group_leave(
+    tmp_path: Path,
+    nodes: list[str],
+    usable: int,
+    files: dict[str, str] | None,
+    numa: tuple[tuple[int, ...], ...],
+    memory_bytes: int,
+) -> None:
+    sysfs, procfs = machine(tmp_path, nodes=nodes, memory_kib=8 * 2**20, v2_files=files)
+    assert discover(sysfs, procfs, usable=range(usable)) == Topology(numa=numa, memory_bytes=memory_bytes)
+
+
+def test_reserved_cores_are_given_to_nobody_and_the_last_one_cannot_be() -> None:
     topology = Topology(numa=((0, 1), (2, 3)), memory_bytes=1).reserve(2)
     assert (topology.numa, topology.reserved) == (((2, 3),), (0, 1))
-
-
-def test_the_last_core_cannot_be_reserved() -> None:
     with pytest.raises(InvalidConfig, match="one must be left"):
-        Topology(numa=((0,),), memory_bytes=1).reserve(1)
+        topology.reserve(2)

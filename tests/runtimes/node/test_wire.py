@@ -6,12 +6,10 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from gateway.config.load import load
 from manager.action import Action, Amdahl, Chunk, Grant, Lease, Outcome, State, UnitSet
-from manager.config import NodeSpec
 from manager.errors import Reason
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from runtimes.kinds import KINDS
@@ -114,28 +112,3 @@ def test_every_function_of_this_repository_travels() -> None:
 def test_what_does_not_fit_is_refused(data: bytes) -> None:
     with pytest.raises(protocol.ChannelError):
         list(protocol.FrameReader(2**20).feed(data))
-
-
-def test_fields_that_are_not_known_are_passed_over_and_those_with_defaults_may_be_missing() -> None:
-    spec = NodeSpec(name="n1", numa=((0,),), memory_bytes=1)
-    hello = protocol.NodeHello(
-        protocol=1,
-        version="1",
-        name="n1",
-        epoch="e",
-        instance="i",
-        ticket="t",
-        key="",
-        spec=spec,
-        labels={},
-        isolation="",
-        unfit="full",
-    )
-    told = protocol.encode(hello)
-    size_bytes, kind = protocol.HEADER.unpack_from(told)
-    fields = msgspec.msgpack.decode(told[protocol.HEADER.size :])
-    fewer = msgspec.msgpack.encode(fields[: fields.index("full")])
-    more = msgspec.msgpack.encode([*fields, "what a later version says"])
-    assert size_bytes == len(told) - protocol.HEADER.size
-    assert protocol.decode(kind, fewer) == msgspec.structs.replace(hello, unfit="")
-    assert protocol.decode(kind, more) == hello

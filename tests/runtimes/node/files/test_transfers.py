@@ -14,6 +14,7 @@ from runtimes.node.protocol import (
     KINDS,
     PIECE_BYTES,
     WINDOW_BYTES,
+    FileTransfer,
     LinkSettings,
     TransferCredit,
     TransferPiece,
@@ -22,9 +23,13 @@ from runtimes.node.protocol import (
 )
 from runtimes.node.remote import RemoteFiles
 from tests.runtimes.node.files.conftest import FilesWorld
+from tests.runtimes.node.memory_stream import pair
 
 LARGE = random.Random(7).randbytes(5 * 2**20 + 17)
 LIMIT_BYTES = 2**30
+
+
+ASK = TransferRequest(transfer=1, verb=TransferVerb.READ, trajectory="t", path="f", user="")
 
 
 async def chunked(data: bytes, size_bytes: int = 30_011) -> AsyncIterator[bytes]:
@@ -204,3 +209,22 @@ async def test_who_breaks_the_rules_is_cut(
     assert near == "the other side hung up"
     assert any(word in far for word in ("sent ahead", "taken than were sent", "asked for twice"))
     await world.until_broken()
+
+
+async def test_others_have_a_turn_between_two_pieces_where_the_link_has_room_for_all() -> None:
+    near, _ = pair()
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield bytes(AHEAD_BYTES)
+
+    running = asyncio.create_task(others())
+    await FileTransfer(ASK, near).send(chunks())
+    running.cancel()
+    assert turns >= AHEAD_BYTES // PIECE_BYTES

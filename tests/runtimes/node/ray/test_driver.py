@@ -121,26 +121,6 @@ def ready(bench: DriverBench) -> ScriptedActor:
     return actor
 
 
-def test_a_actor_is_made_with_what_is_to_be_reserved_and_told_when_it_holds_it(bench: DriverBench) -> None:
-    bench.driver.look()
-    assert bench.cluster.made[0][:3] == ("n1", 4.0, 0.0) and bench.kinds() == ["alive"]
-    give(bench.cluster.made[0][3].facts, {"gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7})
-    bench.driver.look()
-    assert bench.said == [{"kind": "actor", "node": "n1", "gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7}]
-    assert len(bench.cluster.made) == 1
-
-
-def test_a_daemon_is_started_by_the_actor_and_its_pid_is_told(bench: DriverBench) -> None:
-    actor = ready(bench)
-    bench.kinds()
-    start = {"kind": "start", "node": "n1", "command": ["tangram"], "environment": {"A": "b"}, "state_dir": "/s"}
-    bench.driver.command(start)
-    assert actor.start.calls[0][0] == (["tangram"], {"A": "b"}, "/s")
-    give(actor.start, {"gpu_ids": [], "daemon": 99, "deaths": 0, "pid": 7})
-    bench.driver.look()
-    assert bench.said == [{"kind": "started", "node": "n1", "gpu_ids": [], "daemon": 99, "deaths": 0, "pid": 7}]
-
-
 def test_a_actor_that_dies_while_it_is_asked_is_made_again(bench: DriverBench) -> None:
     actor = ready(bench)
     bench.kinds()
@@ -151,31 +131,6 @@ def test_a_actor_that_dies_while_it_is_asked_is_made_again(bench: DriverBench) -
     assert bench.kinds() == ["refused"], "until the next one is there"
 
 
-def test_a_cluster_that_makes_no_actor_is_told_in_its_words(bench: DriverBench) -> None:
-    bench.cluster.refuses = ValueError("ActorUnschedulableError: the node is gone")
-    bench.driver.look()
-    assert bench.said[-1]["why"] == "ValueError: ActorUnschedulableError: the node is gone"
-
-
-def test_what_is_released_ends_its_daemon_and_gives_back_the_reservation(bench: DriverBench) -> None:
-    actor = ready(bench)
-    bench.kinds()
-    bench.driver.command({"kind": "release", "node": "n1", "kill": True})
-    assert actor.stop.calls[0][0] == (True,)
-    give(actor.stop, True)
-    bench.driver.look()
-    assert bench.said == [{"kind": "released", "node": "n1", "gone": True}] and bench.cluster.ray.killed == [actor]
-
-
-def test_a_released_machine_is_left_alone(bench: DriverBench) -> None:
-    actor = ready(bench)
-    bench.driver.command({"kind": "release", "node": "n1"})
-    give(actor.stop, True)
-    for _ in range(3):
-        bench.driver.look()
-    assert len(bench.cluster.made) == 1 and "n1" not in bench.driver.actors
-
-
 def test_an_answer_for_a_machine_that_has_gone_is_dropped(bench: DriverBench) -> None:
     bench.driver.look()
     actor = bench.cluster.made[0][3]
@@ -184,3 +139,28 @@ def test_an_answer_for_a_machine_that_has_gone_is_dropped(bench: DriverBench) ->
     give(actor.facts, {"gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7})
     bench.driver.look()
     assert bench.kinds() == ["alive", "dead"]
+
+
+def test_an_actor_holds_the_reservation_starts_the_daemon_and_gives_both_back(bench: DriverBench) -> None:
+    bench.cluster.refuses = ValueError("ActorUnschedulableError: the node is gone")
+    bench.driver.look()
+    assert bench.said[-1]["why"] == "ValueError: ActorUnschedulableError: the node is gone"
+    bench.cluster.refuses = None
+    bench.driver._members.known["n1"].again_s = 0.0
+    actor = ready(bench)
+    assert bench.cluster.made[0][:3] == ("n1", 4.0, 0.0)
+    assert bench.said[-1] == {"kind": "actor", "node": "n1", "gpu_ids": [], "daemon": 0, "deaths": 0, "pid": 7}
+    start = {"kind": "start", "node": "n1", "command": ["tangram"], "environment": {"A": "b"}, "state_dir": "/s"}
+    bench.driver.command(start)
+    assert actor.start.calls[0][0] == (["tangram"], {"A": "b"}, "/s")
+    give(actor.start, {"gpu_ids": [], "daemon": 99, "deaths": 0, "pid": 7})
+    bench.driver.look()
+    assert bench.said[-1] == {"kind": "started", "node": "n1", "gpu_ids": [], "daemon": 99, "deaths": 0, "pid": 7}
+    bench.driver.command({"kind": "release", "node": "n1", "kill": True})
+    assert actor.stop.calls[0][0] == (True,)
+    give(actor.stop, True)
+    for _ in range(3):
+        bench.driver.look()
+    assert bench.said[-1] == {"kind": "released", "node": "n1", "gone": True}
+    assert bench.cluster.ray.killed == [actor]
+    assert len(bench.cluster.made) == 1 and "n1" not in bench.driver.actors, "it is left alone"

@@ -53,6 +53,8 @@ def test_labels_choose_machines_and_a_star_takes_any_value() -> None:
         assert set(driver.known) == chosen
     driver = members({"pool": "*", "zone": "x"})
     assert driver.look(nodes, {}, 0.0) == []
+    assert members().look([HEAD], {}, 0.0) == [], "the head is left alone unless it is asked for"
+    assert told(members(head=True).look([HEAD], {}, 0.0)) == ["alive", "make"]
 
 
 def test_no_more_machines_are_taken_than_are_asked_for_and_the_next_takes_the_place_of_one_that_goes() -> None:
@@ -62,11 +64,6 @@ def test_no_more_machines_are_taken_than_are_asked_for_and_the_next_takes_the_pl
     assert set(driver.known) == {"n1", "n2"}
     driver.look([machine("n1", alive=False), *nodes[1:]], {}, 1.0)
     assert set(driver.known) == {"n2", "n3"}
-
-
-def test_the_head_is_left_alone_unless_it_is_asked_for() -> None:
-    assert members().look([HEAD], {}, 0.0) == []
-    assert told(members(head=True).look([HEAD], {}, 0.0)) == ["alive", "make"]
 
 
 def test_what_is_reserved_is_a_number_or_all_of_the_machine() -> None:
@@ -112,12 +109,8 @@ def test_a_machine_that_is_dead_is_told_with_rays_reason_and_may_come_back() -> 
     assert forget.kind == "forget" and message.message == {"kind": "dead", "node": "n1", "why": "received SIGTERM"}
     assert driver.look([dead], {}, 2.0) == [], "the dead of a cluster stay on its list"
     assert told(driver.look([machine("n1")], {}, 3.0)) == ["alive", "make"]
-
-
-def test_a_head_that_forgot_its_machines_counts_them_as_dead() -> None:
-    driver = members()
-    driver.look([machine("n1")], {}, 0.0)
-    assert told(driver.look([], {}, 1.0)) == ["forget", "dead"]
+    assert told(driver.look([], {}, 4.0)) == ["forget", "dead"], "a head that forgot its machines"
+    assert driver.answered("n1", {}) == [] and driver.failed("n1", "x", 0.0) == [], "late answers do nothing"
 
 
 def test_a_drain_is_told_once_and_no_actor_is_made_there_any_more() -> None:
@@ -127,11 +120,6 @@ def test_a_drain_is_told_once_and_no_actor_is_made_there_any_more() -> None:
     (act,) = driver.look([machine("n1")], {"n1": 5000.0}, 100.0)
     assert act.message == {"kind": "draining", "node": "n1", "deadline_ms": 5000.0}
     assert driver.look([machine("n1")], {"n1": 5000.0}, 200.0) == []
-
-
-def test_what_answers_late_for_a_machine_that_is_gone_does_nothing() -> None:
-    driver = members()
-    assert driver.answered("n1", {}) == [] and driver.failed("n1", "x", 0.0) == []
 
 
 @given(st.integers(0, 2**32))

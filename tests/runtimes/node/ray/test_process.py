@@ -98,24 +98,6 @@ async def test_a_driver_is_configured_and_told_what_to_do(tmp_path: Path) -> Non
         await until(lambda: process.warning() is None)
 
 
-async def test_a_driver_that_was_killed_is_started_again(tmp_path: Path) -> None:
-    async with running(OBEDIENT, tmp_path) as (process, said):
-        await until(lambda: bool(said))
-        os.kill(pids(said)[0], signal.SIGKILL)
-        await until(lambda: len(pids(said)) == 2)
-        assert process.starts == 2 and len(set(pids(said))) == 2
-        await until(lambda: process.warning() is None)
-
-
-async def test_a_driver_that_is_silent_is_killed_and_started_again(tmp_path: Path) -> None:
-    clock = VirtualClock()
-    async with running(SILENT, tmp_path, clock) as (_, said):
-        await until(lambda: bool(said))
-        clock.advance_to(61.0)
-        await until(lambda: len(pids(said)) == 2)
-        assert not alive(pids(said)[0])
-
-
 async def test_a_driver_that_speaks_nonsense_is_ended_and_said_so(tmp_path: Path) -> None:
     async with running(GARBLED, tmp_path) as (process, _):
         await until(lambda: process.starts == 2)
@@ -143,12 +125,6 @@ async def test_an_interpreter_that_is_not_there_is_a_warning(tmp_path: Path) -> 
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_the_end_of_the_gateway_ends_the_driver(tmp_path: Path) -> None:
-    async with running(OBEDIENT, tmp_path) as (_, said):
-        await until(lambda: bool(said))
-    assert not alive(pids(said)[0])
-
-
 async def test_the_gateways_own_variables_stay_with_it_and_rays_go_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,10 +137,6 @@ async def test_the_gateways_own_variables_stay_with_it_and_rays_go_along(
         assert "RAY_AUTH_TOKEN" in names and "TANGRAM_TOKEN" not in names
 
 
-def test_what_is_sent_without_a_driver_is_dropped() -> None:
-    RayDriverProcess(RaySettings(), lambda _: None).release("n1")
-
-
 def test_a_reservation_that_waits_says_what_was_asked_and_what_is_free() -> None:
     waiting = RayMessage(kind="waiting", node="abcdef0123456789", cpus=64.0, gpus=0.0, waited_s=30.0, free={"CPU": 2.0})
     assert waiting.reservation() == "Ray node abcdef012345 waits for its reservation since 30 s: 64 CPUs asked, 2 free"
@@ -174,7 +146,18 @@ def test_a_reservation_that_waits_says_what_was_asked_and_what_is_free() -> None
     assert waiting.reservation().endswith("1 CPUs asked")
 
 
-def test_messages_are_read_by_their_kind() -> None:
-    line = b'{"kind": "alive", "node": "n1", "address": "10.0.0.1", "labels": {"pool": "a"}, "later": true}'
-    read = msgspec.json.decode(line, type=RayMessage)
-    assert read == RayMessage(kind="alive", node="n1", address="10.0.0.1", labels={"pool": "a"})
+@pytest.mark.parametrize("program", [OBEDIENT, SILENT], ids=["killed", "silent"])
+async def test_a_driver_that_dies_or_is_silent_is_started_again_and_ends_with_its_gateway(
+    tmp_path: Path, program: str
+) -> None:
+    clock = VirtualClock()
+    async with running(program, tmp_path, clock) as (process, said):
+        process.release("n1")  # without a driver it is dropped
+        await until(lambda: bool(said))
+        if program == OBEDIENT:
+            os.kill(pids(said)[0], signal.SIGKILL)
+        else:
+            clock.advance_to(61.0)
+        await until(lambda: len(pids(said)) == 2)
+        assert process.starts == 2 and len(set(pids(said))) == 2
+    assert not any(map(alive, pids(said)))
