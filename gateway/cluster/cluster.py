@@ -54,7 +54,7 @@ from runtimes.kinds import kind_of
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
 from runtimes.node.daemon import Trouble
 from runtimes.node.membership import (
-    HEARD,
+    CONNECTED,
     CountedOut,
     JoinRefused,
     Member,
@@ -356,7 +356,7 @@ class Cluster:
             self.ray = RayNodes(
                 config.ray,
                 ticket=self.ticket,
-                is_heard=self.joined,
+                is_connected=self.joined,
                 drain=self.drain_for_ray,
                 report=self.note_ray,
                 ticket_ttl_s=config.ticket_ttl_s,
@@ -470,7 +470,7 @@ class Cluster:
         if self.local is not None:
             self.local.open()
         if self.ray is not None and self._config.ray is not None:
-            self.ray.open(RayDriverProcess(self._config.ray, self.ray.hear, clock=self._clock))
+            self.ray.open(RayDriverProcess(self._config.ray, self.ray.take, clock=self._clock))
 
     async def watch_for_ever(self, trouble: Trouble) -> None:
         """Ask again and again whether sandboxes can be made on this machine, unless its daemon does so itself."""
@@ -744,7 +744,7 @@ class Cluster:
     def joined(self, name: str) -> bool:
         """Return whether a node is heard now."""
         member = self._membership.get(name)
-        return member is not None and member.state in HEARD
+        return member is not None and member.state in CONNECTED
 
     def drain_for_ray(self, name: str, why: str) -> None:
         """Ray takes a node's machine away soon."""
@@ -875,9 +875,9 @@ class Cluster:
         logger.info("a node serves", node=name, cores=machine.spec.cores, devices=machine.spec.devices)
         # An image may have to be pulled: until then it serves what it is able to run already.
         await self.abilities.prepare_all(name, tuple(filter(_needs_node, self._functions())))
-        self._again(partial(self._as_told, name))
+        self._again(partial(self._as_reported, name))
 
-    async def _as_told(self, name: str, function: FunctionSpec) -> None:
+    async def _as_reported(self, name: str, function: FunctionSpec) -> None:
         """Take the word of a node that has joined: the others have said already whether they can run the function."""
         if _needs_node(function):
             self.abilities.require_on(name, function)
@@ -1009,7 +1009,7 @@ class Cluster:
             self.engine.tell(NodeJoined(node=self.here))
             return
         machine, member = self._machines.get(name), self._membership.get(name)
-        if machine is not None and member is not None and member.state in HEARD - {NodeState.JOINING}:
+        if machine is not None and member is not None and member.state in CONNECTED - {NodeState.JOINING}:
             machine.spec = replace(machine.spec, able=self.abilities.able(name))
             self.engine.tell(NodeJoined(node=machine.spec))
 

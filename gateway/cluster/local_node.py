@@ -71,7 +71,7 @@ class LocalNode:
         self.name = name
         self._directory = state_dir.absolute() / DIRECTORY
         self._paths = tuple(path.absolute() for path in paths)
-        self._ticket, self._is_heard = ticket, joined
+        self._ticket, self._is_connected = ticket, joined
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths = 0
@@ -80,7 +80,7 @@ class LocalNode:
         self._joined = self._left = False
         #: How long it may live without having joined, and when it was told to leave for that.
         self._patience_s, self._lost_after_s = JOIN_S, lost_after_s
-        self._told_s: float | None = None
+        self._leave_s: float | None = None
         self._task: asyncio.Future[None] | None = None
         self._log = structlog.get_logger("gateway.cluster")
 
@@ -126,7 +126,7 @@ class LocalNode:
     def look(self) -> None:
         """Start it if it does not live and may be started; replace one that lives and does not join."""
         now_s = self._clock.now()
-        if self._is_heard(self.name):
+        if self._is_connected(self.name):
             if not self._joined:
                 self._joined, self._since_s, self._patience_s = True, now_s, self._lost_after_s
             elif now_s - self._since_s > WELL_S:
@@ -136,16 +136,16 @@ class LocalNode:
             self._joined, self._since_s = False, now_s
         pid = self._living()
         if not pid:
-            self._told_s = None
+            self._leave_s = None
             if now_s >= self._again_s:
                 self._start(now_s)
-        elif self._told_s is not None and now_s - self._told_s > LEAVE_S:
+        elif self._leave_s is not None and now_s - self._leave_s > LEAVE_S:
             self._log.error("this machine's daemon does not leave: it is killed, and what it ran goes on", daemon=pid)
             self._signal(pid, signal.SIGKILL)
-        elif self._told_s is None and now_s - self._since_s > self._patience_s:
+        elif self._leave_s is None and now_s - self._since_s > self._patience_s:
             self._log.warning("this machine's daemon does not join: another takes its place", daemon=pid)
             self._signal(pid, signal.SIGHUP)
-            self._told_s = now_s
+            self._leave_s = now_s
 
     def _start(self, now_s: float) -> None:
         if self._reap():

@@ -59,18 +59,18 @@ class RayNodes:
         settings: RaySettings,
         *,
         ticket: Callable[[str], NodeTicket],
-        is_heard: Callable[[str], bool],
+        is_connected: Callable[[str], bool],
         drain: Callable[[str, str], None],
         report: Callable[[str, str, bool], None],
         ticket_ttl_s: float,
         clock: Clock,
     ) -> None:
-        """``ticket`` and ``is_heard`` are of a node; ``drain`` has Ray take one away soon, and says why.
+        """``ticket`` and ``is_connected`` are of a node; ``drain`` has Ray take one away soon, and says why.
 
         ``report`` is called with what Ray says of a node's machine, and whether it was ended on purpose.
         """
         self._settings = settings
-        self._ticket, self._is_heard, self._drain, self._report = ticket, is_heard, drain, report
+        self._ticket, self._is_connected, self._drain, self._report = ticket, is_connected, drain, report
         self._ticket_ttl_s = ticket_ttl_s
         self._clock = clock
         self._machines: dict[str, RayMachine] = {}
@@ -131,7 +131,7 @@ class RayNodes:
 
     # -- what the driver says
 
-    def hear(self, message: RayMessage) -> None:
+    def take(self, message: RayMessage) -> None:
         """Take in one message."""
         machine = self._machines.get(message.node)
         match message.kind:
@@ -144,7 +144,7 @@ class RayNodes:
             case "dead":
                 self._died(message)
             case _ if machine is not None:
-                self._heard_of(machine, message)
+                self._update(machine, message)
 
     def _found(self, message: RayMessage) -> None:
         machine = self._machines.get(message.node)
@@ -171,7 +171,7 @@ class RayNodes:
         if self._owner(machine.node) is None:
             self._report(machine.node, f"Ray: {message.why}", ENDED in message.why)
 
-    def _heard_of(self, machine: RayMachine, message: RayMessage) -> None:
+    def _update(self, machine: RayMachine, message: RayMessage) -> None:
         match message.kind:
             case "actor":
                 self._hold(machine)
@@ -229,7 +229,7 @@ class RayNodes:
     def _look_at(self, machine: RayMachine, now_s: float) -> None:
         if self._owner(machine.node) is not machine:
             return
-        if self._is_heard(machine.node):
+        if self._is_connected(machine.node):
             machine.tickets = 0
             machine.again_s = now_s + self._ticket_ttl_s
             self._move(machine, "serving", "")

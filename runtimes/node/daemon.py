@@ -535,18 +535,18 @@ class ServedSession:
     sent: int = 0
     attended: bool = False
     #: Whether all of it was told on this link.
-    told: bool = False
+    is_sent: bool = False
     #: The number of the last control that was done for the present side.
     controlled: int = 0
     #: The requests whose input is being passed on.
     inputs: set[asyncio.Task[Any]] = field(default_factory=set)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    telling: asyncio.Task[None] | None = None
+    sending: asyncio.Task[None] | None = None
 
     @property
     def owed(self) -> bool:
         """Whether the gateway listens, and has not heard all."""
-        return self.link is not None and not self.told
+        return self.link is not None and not self.is_sent
 
     @property
     def room_bytes(self) -> int:
@@ -559,10 +559,10 @@ class ServedSession:
 class SessionServer:
     """The sessions of one node. Use from one event loop."""
 
-    def __init__(self, table: SessionTable, on_told: Callable[[str], None]) -> None:
-        """``on_told`` is called with the claim of a session all of which was told."""
+    def __init__(self, table: SessionTable, on_sent: Callable[[str], None]) -> None:
+        """``on_sent`` is called with the claim of a session all of which was told."""
         self._table = table
-        self._on_told = on_told
+        self._on_sent = on_sent
         self._sessions: dict[str, ServedSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -684,22 +684,22 @@ class SessionServer:
         served.window_bytes = max(1, min(request.window_bytes, own_bytes))
         served.sent = request.offset
         served.taken = request.offset - (served.window_bytes if request.held else 0)
-        served.attended, served.told = request.attended, False
+        served.attended, served.is_sent = request.attended, False
         served.session.wait_for_somebody(request.unattended_s)
         reader = served.session.attend(served.sent)  # before the one whose place it takes lets go
         if not request.attended:
             served.session.leave(reader)
         self._stop(served)
         served.link = link
-        served.telling = self._spawn(self._tell(served, link, ending))
+        served.sending = self._spawn(self._send_output(served, link, ending))
 
     def _stop(self, served: ServedSession) -> None:
         """Tell no more of it on its link."""
-        if served.telling is not None:
-            served.telling.cancel()
-        served.link = served.telling = None
+        if served.sending is not None:
+            served.sending.cancel()
+        served.link = served.sending = None
 
-    async def _tell(self, served: ServedSession, link: NodeLink, ending: Collection[asyncio.Task[Any]]) -> None:
+    async def _send_output(self, served: ServedSession, link: NodeLink, ending: Collection[asyncio.Task[Any]]) -> None:
         """Say that it runs, then what it says while there is room, and at its end the rest and that this was all.
 
         Where its input stands is told once what is ``ending`` has ended.
@@ -719,27 +719,27 @@ class SessionServer:
         while not (session.ended and served.sent >= session.end):
             if served.attended or session.ended:
                 before = served.sent
-                await self._tell_some(served, link)
+                await self._send_pages(served, link)
                 if session.ended and served.sent == before:
                     served.sent = session.end  # nothing of the rest is kept
             else:
                 served.changed.clear()
                 await served.changed.wait()
-        served.told = True
+        served.is_sent = True
         link.send(SessionEnded(served.claim))
-        self._on_told(served.claim)
+        self._on_sent(served.claim)
 
-    async def _tell_some(self, served: ServedSession, link: NodeLink) -> None:
+    async def _send_pages(self, served: ServedSession, link: NodeLink) -> None:
         """Tell what it says until nobody reads it any more, or it has ended and all is told."""
         session = served.session
         async with aclosing(session.read(served.sent, LOOK_S)) as pages:
             async for page in pages:
                 for piece in page:
-                    await self._tell_piece(served, link, piece)
+                    await self._send_piece(served, link, piece)
                 if not served.attended and not session.ended:
                     return
 
-    async def _tell_piece(self, served: ServedSession, link: NodeLink, piece: SessionPiece) -> None:
+    async def _send_piece(self, served: ServedSession, link: NodeLink, piece: SessionPiece) -> None:
         """Send a piece as there is room, unless nobody reads it any more."""
         data = piece.data
         while data and (served.attended or served.session.ended):

@@ -36,7 +36,7 @@ LEGAL_NODE_MOVES: dict[NodeState, frozenset[NodeState]] = {
 }
 
 #: The states of a node that is heard.
-HEARD = frozenset({NodeState.JOINING, NodeState.READY, NodeState.UNFIT, NodeState.DRAINING})
+CONNECTED = frozenset({NodeState.JOINING, NodeState.READY, NodeState.UNFIT, NodeState.DRAINING})
 
 #: The states of a node that is silent, or may be again before it serves.
 UNSURE = frozenset({NodeState.SUSPECT, NodeState.JOINING})
@@ -142,7 +142,7 @@ class Member:
     #: Whether, though it is unfit, the trajectories that live there go on.
     finishing: bool = False
     #: When it was last heard; what the clock of its loss runs from.
-    heard_s: float = 0.0
+    contact_s: float = 0.0
     #: Whether it must end whatever it has before it may join.
     fenced: bool = False
     #: Whether it may be lost at once, being unheard: somebody knows that its machine is gone.
@@ -232,7 +232,7 @@ class NodeMembership:
         elif member.refused_until_s > self.now_s:
             why = f"it was lost {len(member.losses)} times of late"
             return [JoinRefused(node, instance, why, member.refused_until_s - self.now_s)]
-        elif member.state in HEARD:
+        elif member.state in CONNECTED:
             if instance != member.instance:
                 why = f"a living daemon has joined under the name {node}"
                 return [JoinRefused(node, instance, why, _AGAIN_S)]
@@ -240,7 +240,7 @@ class NodeMembership:
         fence = member.fenced
         member.instance, member.doomed, member.unfit, member.finishing = instance, "", unfit, finishing
         if member.state is NodeState.LOST:
-            member.heard_s = self.now_s
+            member.contact_s = self.now_s
         if draining and not member.draining:
             member.draining, member.drain_since_s, member.drain_why = True, self.now_s, "its daemon drains"
         self._move(member, NodeState.JOINING, "it has greeted")
@@ -251,7 +251,7 @@ class NodeMembership:
         """A node of the gateway before: as one that is not heard since this gateway's start."""
         if node in self._members:
             return []
-        member = Member(node, NodeState.SUSPECT, self.now_s, heard_s=self.now_s)
+        member = Member(node, NodeState.SUSPECT, self.now_s, contact_s=self.now_s)
         member.why = "it has not come back since the gateway was started"
         if draining:
             member.draining, member.drain_since_s, member.drain_why = True, self.now_s, "it drained before"
@@ -264,7 +264,7 @@ class NodeMembership:
         member = self._present(node, instance)
         if member is None or member.state is not NodeState.JOINING:
             return []
-        member.fenced, member.heard_s = False, self.now_s
+        member.fenced, member.contact_s = False, self.now_s
         if member.draining:
             self._move(member, NodeState.DRAINING, member.drain_why)
             return [Serves(node), _shut_to_drain(member)]
@@ -370,7 +370,7 @@ class NodeMembership:
         if member.state is NodeState.SUSPECT:
             return []
         if member.state is not NodeState.JOINING:
-            member.heard_s = self.now_s
+            member.contact_s = self.now_s
         self._move(member, NodeState.SUSPECT, why)
         return [Shut(member.name, f"suspect: {why}")]
 
@@ -408,7 +408,7 @@ class NodeMembership:
             case NodeState.SUSPECT if member.doomed:
                 return self.now_s
             case NodeState.SUSPECT:
-                return member.heard_s + self.settings.lost_after_s
+                return member.contact_s + self.settings.lost_after_s
             case NodeState.DRAINING:
                 return member.drain_since_s + self.settings.drain_grace_s
             case _:
@@ -421,7 +421,7 @@ class NodeMembership:
         if member.doomed:
             return self._lose(member, member.doomed, victims=True)
         self._losses.append(self.now_s)
-        why = f"not heard for {self.now_s - member.heard_s:.0f} s ({member.why})"
+        why = f"not heard for {self.now_s - member.contact_s:.0f} s ({member.why})"
         self._count_loss(member)
         return self._lose(member, why, victims=True)
 

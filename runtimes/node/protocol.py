@@ -647,17 +647,17 @@ def unpack_object(packed: bytes) -> dict[str, object]:
 
 def function_bytes(function: FunctionSpec) -> bytes:
     """Return a function as it travels; what only the scheduler reads of it stays."""
-    return msgspec.json.encode(replace(function, elasticity=None), enc_hook=_told)
+    return msgspec.json.encode(replace(function, elasticity=None), enc_hook=_encode_path)
 
 
-def _told(value: object) -> str:
+def _encode_path(value: object) -> str:
     """Return a path as it travels; raises TypeError for what does not."""
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} does not travel")
 
 
-def _heard(wanted: type, value: object) -> object:
+def _decode_path(wanted: type, value: object) -> object:
     """Return a path that travelled, or what a schema says; raises TypeError for what does not travel."""
     if wanted is object:
         return value
@@ -672,7 +672,7 @@ _F = TypeVar("_F", bound=FunctionSpec)
 def read_function(data: bytes, wanted: type[_F]) -> _F:
     """Return a function that travelled; raises ChannelError."""
     try:
-        return msgspec.json.decode(data, type=wanted, dec_hook=_heard)
+        return msgspec.json.decode(data, type=wanted, dec_hook=_decode_path)
     except (msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
         raise ChannelError(f"a function that does not fit: {error}") from None
 
@@ -898,7 +898,7 @@ class NodeLink:
         self._pumping: asyncio.Task[None] | None = None
         self._pulse = pulse or Pulse()
         #: When something was heard last, but for the time since in which this process slept; when it ticks next.
-        self._heard_s = self._due_s = self._clock.now()
+        self._received_s = self._due_s = self._clock.now()
         #: Whether nothing was heard for too long at the last tick.
         self._in_doubt = False
         self.peer = str(self._transport.get_extra_info("peername") or "")
@@ -983,7 +983,7 @@ class NodeLink:
         try:
             async with asyncio.timeout(within_s):
                 while not self._received:
-                    self._heard(await self._stream.read())
+                    self._feed(await self._stream.read())
         except TimeoutError:
             self.close(f"nothing was said within {within_s:g} s")
             raise LinkClosed(self.why, component=COMPONENT) from None
@@ -1016,15 +1016,15 @@ class NodeLink:
 
         def take(data: bytes) -> None:
             if data == _BEAT and self._frames.is_whole:
-                self._heard_s = self._clock.now()
+                self._received_s = self._clock.now()
                 return
-            self._heard(data)
+            self._feed(data)
             while self._received and not self.closed.is_set():
                 message = self._received.popleft()
                 if type(message) is not Beat:
                     handle(message)
 
-        self._heard_s = self._due_s = self._clock.now()
+        self._received_s = self._due_s = self._clock.now()
         self._arm()
         try:
             take(b"")
@@ -1037,8 +1037,8 @@ class NodeLink:
             self.close("its reader was stopped")
         return self.why
 
-    def _heard(self, data: bytes) -> None:
-        self._heard_s = self._clock.now()
+    def _feed(self, data: bytes) -> None:
+        self._received_s = self._clock.now()
         self._received.extend(self._frames.feed(data))
 
     # --- life
@@ -1050,12 +1050,12 @@ class NodeLink:
         """
         now_s, settings = self._clock.now(), self.settings
         if now_s > self._due_s:
-            self._heard_s = min(now_s, self._heard_s + now_s - self._due_s)
+            self._received_s = min(now_s, self._received_s + now_s - self._due_s)
         self._due_s = now_s + settings.beat_s
-        silent, doubted = now_s - self._heard_s > settings.silent_s, self._in_doubt
+        silent, doubted = now_s - self._received_s > settings.silent_s, self._in_doubt
         self._in_doubt = silent
         if silent and doubted:
-            self.close(f"nothing was heard for {now_s - self._heard_s:.1f} s")
+            self.close(f"nothing was heard for {now_s - self._received_s:.1f} s")
         elif not self._unsent and not self._transport.is_closing():  # what waits to leave is a sign of life as well
             self._transport.write(_BEAT)
 
@@ -1070,7 +1070,7 @@ class NodeLink:
         Either at the next of the moments that links have in common, or if it was just missed, at the last one.
         """
         settings, clock_s, now_s = self.settings, self._clock.now(), self._loop.time()
-        wait_s, left_s = settings.beat_s, self._heard_s + settings.silent_s - clock_s
+        wait_s, left_s = settings.beat_s, self._received_s + settings.silent_s - clock_s
         step_s = (wait_s if wait_s < settings.silent_s else settings.silent_s) / _MOMENTS
         if left_s < wait_s:
             wait_s = left_s

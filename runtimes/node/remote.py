@@ -285,50 +285,45 @@ class RemoteModels:
 
     def __init__(self, every_s: float = EVERY_S) -> None:
         self._every_s = every_s
-        self._said = _NOTHING
+        self._present = _NOTHING
         #: What came since, of which only the last counts, and the end of the time in which it waits.
-        self._waiting: ModelsChanged | None = None
+        self._next: ModelsChanged | None = None
         self._timer: asyncio.TimerHandle | None = None
-        #: Called whenever the node has said something new.
+        #: Called whenever the node has reported something new.
         self.on_change: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
         """There is another link, maybe to another daemon: nothing is known of it."""
-        self._said, self._waiting = _NOTHING, None
+        self._present, self._next = _NOTHING, None
 
     def take(self, message: ModelsChanged) -> None:
-        """Take what the node says, at once or when the time for it has come."""
+        """Take what the node reports, at once or when the time for it has come."""
+        self._next = message
         if self._timer is None:
-            self._take_up(message)
-        else:
-            self._waiting = message
+            self._take_up()
 
     def close(self) -> None:
         """Take up nothing more."""
-        self._waiting = None
+        self._next = None
         if self._timer is not None:
             self._timer.cancel()
 
-    def _take_up(self, message: ModelsChanged) -> None:
-        self._said = message
-        self._timer = asyncio.get_running_loop().call_later(self._every_s, self._may_again)
-        self.on_change()
-
-    def _may_again(self) -> None:
+    def _take_up(self) -> None:
         self._timer = None
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self._take_up(waiting)
+        if self._next is not None:
+            self._present, self._next = self._next, None
+            self._timer = asyncio.get_running_loop().call_later(self._every_s, self._take_up)
+            self.on_change()
 
     @property
     def services(self) -> Sequence[ServiceSpec]:
         """The services that the node has prepared, and what each costs there."""
-        return self._said.services
+        return self._present.services
 
     @property
     def resident(self) -> Mapping[str, tuple[Chunk, ...]]:
         """Chunks on which each service is resident, counted on the node."""
-        return {service: tuple(chunks) for service, chunks in self._said.resident.items()}
+        return {service: tuple(chunks) for service, chunks in self._present.resident.items()}
 
 
 #: Bytes of input in one request, and of output that may be under way.

@@ -64,7 +64,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Act:
-    """Something to be done: ``make`` or ``forget`` an actor, or a message to ``tell``."""
+    """Something to be done: ``make`` or ``forget`` an actor, or a message to ``emit``."""
 
     kind: str
     node: str
@@ -79,7 +79,7 @@ class KnownNode:
     #: absent, asked (of Ray, may wait for its reservation) or ready.
     actor: str = "absent"
     asked_s: float = 0.0
-    told_s: float | None = None
+    reported_s: float | None = None
     failures: int = 0
     again_s: float = 0.0
     draining_ms: float | None = None
@@ -127,7 +127,7 @@ class RayMembers:
         for id, known in self.known.items():
             if known.draining_ms is None and id in draining:
                 known.draining_ms = draining[id]
-                acts.append(Act("tell", id, {"kind": "draining", "node": id, "deadline_ms": draining[id]}))
+                acts.append(Act("emit", id, {"kind": "draining", "node": id, "deadline_ms": draining[id]}))
             acts += self._due(known, now_s)
         return acts
 
@@ -139,25 +139,25 @@ class RayMembers:
             return []
         self.known[node.id] = KnownNode(node, again_s=now_s)
         message = {"kind": "alive", "node": node.id, "address": node.address, "labels": dict(node.labels)}
-        return [Act("tell", node.id, message)]
+        return [Act("emit", node.id, message)]
 
     def _gone(self, id: str, why: str) -> list[Act]:
         if self.known.pop(id, None) is None:
             return []
-        return [Act("forget", id), Act("tell", id, {"kind": "dead", "node": id, "why": why})]
+        return [Act("forget", id), Act("emit", id, {"kind": "dead", "node": id, "why": why})]
 
     def _due(self, known: KnownNode, now_s: float) -> list[Act]:
         """An actor that is to be made, or that has waited for its reservation for long."""
         id = known.node.id
         if known.actor == "absent" and known.draining_ms is None and now_s >= known.again_s:
-            known.actor, known.asked_s, known.told_s = "asked", now_s, None
+            known.actor, known.asked_s, known.reported_s = "asked", now_s, None
             return [Act("make", id)]
-        last_s = known.asked_s + self._waiting_s if known.told_s is None else known.told_s + WAITING_AGAIN_S
+        last_s = known.asked_s + self._waiting_s if known.reported_s is None else known.reported_s + WAITING_AGAIN_S
         if known.actor == "asked" and now_s >= last_s:
-            known.told_s = now_s
+            known.reported_s = now_s
             cpus, gpus = self._reservation.on(known.node)
             waited_s = round(now_s - known.asked_s)
-            return [Act("tell", id, {"kind": "waiting", "node": id, "cpus": cpus, "gpus": gpus, "waited_s": waited_s})]
+            return [Act("emit", id, {"kind": "waiting", "node": id, "cpus": cpus, "gpus": gpus, "waited_s": waited_s})]
         return []
 
     def reservation(self, id: str) -> tuple[float, float]:
@@ -171,7 +171,7 @@ class RayMembers:
             return []
         fresh = known.actor != "ready"
         known.actor, known.failures = "ready", 0
-        return [Act("tell", id, {"kind": "actor", "node": id, **facts})] if fresh else []
+        return [Act("emit", id, {"kind": "actor", "node": id, **facts})] if fresh else []
 
     def failed(self, id: str, why: str, now_s: float) -> list[Act]:
         """An actor could not be made, or has died: it is made again, later each time."""
@@ -181,7 +181,7 @@ class RayMembers:
         wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0**known.failures)
         known.actor, known.failures, known.again_s = "absent", min(known.failures + 1, 30), now_s + wait_s
         message = {"kind": "actor_failed", "node": id, "why": why[:1000], "again_in_s": wait_s}
-        return [Act("forget", id), Act("tell", id, message)]
+        return [Act("forget", id), Act("emit", id, message)]
 
 
 class RayCluster:
@@ -262,10 +262,10 @@ def _actor_class(ray: Any) -> Any:
 class RayDriver:
     """Carries out what `RayMembers` decides, and what the gateway asks."""
 
-    def __init__(self, cluster: RayCluster, members: RayMembers, tell: Callable[[Mapping[str, object]], None]) -> None:
+    def __init__(self, cluster: RayCluster, members: RayMembers, emit: Callable[[Mapping[str, object]], None]) -> None:
         self._cluster = cluster
         self._members = members
-        self._tell = tell
+        self._emit = emit
         self.actors: dict[str, Any] = {}
         #: Answers that are awaited: which machine, what was asked, and since when.
         self._awaited: dict[Any, tuple[str, str, float]] = {}
@@ -282,7 +282,7 @@ class RayDriver:
         node = str(given["node"])
         actor = self.actors.get(node)
         if actor is None:
-            self._tell({"kind": "refused", "node": node, "why": f"no actor is ready on {node}"})
+            self._emit({"kind": "refused", "node": node, "why": f"no actor is ready on {node}"})
         elif given["kind"] == "start":
             request = actor.start.remote(given["command"], given["environment"], given["state_dir"])
             self._awaited[request] = (node, "start", time.monotonic())
@@ -298,9 +298,9 @@ class RayDriver:
                     self.actors.pop(act.node, None)
                     self._awaited = {ref: request for ref, request in self._awaited.items() if request[0] != act.node}
                 case _ if act.message.get("kind") == "waiting":
-                    self._tell({**act.message, "free": self._free(act.node)})
+                    self._emit({**act.message, "free": self._free(act.node)})
                 case _:
-                    self._tell(act.message)
+                    self._emit(act.message)
 
     def _free(self, node: str) -> dict[str, float]:
         with contextlib.suppress(Exception):
@@ -335,11 +335,11 @@ class RayDriver:
             case "facts":
                 self._carry_out(self._members.answered(node, answer))
             case "start":
-                self._tell({"kind": "started", "node": node, **answer})
+                self._emit({"kind": "started", "node": node, **answer})
             case _:
                 with contextlib.suppress(Exception):
                     self._cluster.ray.kill(self.actors.pop(node))
-                self._tell({"kind": "released", "node": node, "gone": bool(answer)})
+                self._emit({"kind": "released", "node": node, "gone": bool(answer)})
 
     def _ask_again(self) -> None:
         """Ask each ready actor how it is: one that was killed answers with an error."""
@@ -395,14 +395,14 @@ def main() -> int:
     os.dup2(2, 1)
     wall = threading.Lock()
 
-    def tell(message: Mapping[str, object]) -> None:
+    def emit(message: Mapping[str, object]) -> None:
         with wall:
             out.write(json.dumps(message) + "\n")
 
     settings = json.loads(sys.stdin.readline())
     commands: queue.Queue[Mapping[str, Any] | None] = queue.Queue()
     sight = Sight(time.monotonic())
-    threading.Thread(target=_read, args=(commands, tell, sight), daemon=True).start()
+    threading.Thread(target=_read, args=(commands, emit, sight), daemon=True).start()
     reservation = Reservation(cpus=settings["cpus"], gpus=settings["gpus"])
     members = RayMembers(
         settings["labels"],
@@ -412,19 +412,19 @@ def main() -> int:
         most=settings["most"],
     )
     try:
-        driver = RayDriver(RayCluster(settings["address"]), members, tell)
+        driver = RayDriver(RayCluster(settings["address"]), members, emit)
     except Exception as error:  # noqa: BLE001  # a wrong token, another version, nobody there
-        tell({"kind": "unreachable", "why": f"{type(error).__name__}: {error}"[:1000]})
+        emit({"kind": "unreachable", "why": f"{type(error).__name__}: {error}"[:1000]})
         return 1
-    tell({"kind": "connected", "pid": os.getpid(), "version": driver._cluster.ray.__version__})
-    _keep(driver, commands, tell, sight)
+    emit({"kind": "connected", "pid": os.getpid(), "version": driver._cluster.ray.__version__})
+    _keep(driver, commands, emit, sight)
     return 0
 
 
 def _keep(
     driver: RayDriver,
     commands: queue.Queue[Mapping[str, Any] | None],
-    tell: Callable[[Mapping[str, object]], None],
+    emit: Callable[[Mapping[str, object]], None],
     sight: Sight,
 ) -> None:
     while True:
@@ -433,7 +433,7 @@ def _keep(
             sight.looked_s, sight.why = time.monotonic(), ""
         except Exception as error:  # noqa: BLE001  # the head is away: it may come back, or Ray ends this process
             sight.why = f"{type(error).__name__}: {error}"[:1000]
-            tell({"kind": "unreachable", "why": sight.why})
+            emit({"kind": "unreachable", "why": sight.why})
         deadline_s = time.monotonic() + LOOK_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
@@ -447,14 +447,14 @@ def _keep(
 
 def _read(
     commands: queue.Queue[Mapping[str, Any] | None],
-    tell: Callable[[Mapping[str, object]], None],
+    emit: Callable[[Mapping[str, object]], None],
     sight: Sight,
 ) -> None:
     """Read commands; pings are answered here, as a look may block for long when the head is away."""
     for line in sys.stdin:
         command = json.loads(line)
         if command["kind"] == "ping":
-            tell({"kind": "pong", "looked_ago_s": time.monotonic() - sight.looked_s, "why": sight.why})
+            emit({"kind": "pong", "looked_ago_s": time.monotonic() - sight.looked_s, "why": sight.why})
         else:
             commands.put(command)
     commands.put(None)

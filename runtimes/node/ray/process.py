@@ -123,7 +123,7 @@ class RayDriverProcess:
         self._clock = clock or MonotonicClock()
         self._driver = driver
         self._process: asyncio.subprocess.Process | None = None
-        self._heard_s = 0.0
+        self._received_s = 0.0
         self._away_since_s: float | None = self._clock.now()
         self._why = "not connected yet"
         self._complaint = b""
@@ -166,7 +166,7 @@ class RayDriverProcess:
     async def _once(self) -> None:
         settings = self._settings
         self.starts += 1
-        self._complaint, self._heard_s = b"", self._clock.now()
+        self._complaint, self._received_s = b"", self._clock.now()
         self._process = await asyncio.create_subprocess_exec(
             settings.python or sys.executable,
             str(self._driver),
@@ -201,12 +201,12 @@ class RayDriverProcess:
         decoder = msgspec.json.Decoder(RayMessage)
         try:
             while line := await self._process.stdout.readline():
-                self._heard(decoder.decode(line))
+                self._take(decoder.decode(line))
         except (msgspec.MsgspecError, ValueError) as error:
             self._why = f"the driver says what nobody understands: {error}"
 
-    def _heard(self, message: RayMessage) -> None:
-        self._heard_s = self._clock.now()
+    def _take(self, message: RayMessage) -> None:
+        self._received_s = self._clock.now()
         match message.kind:
             case "connected":
                 self._away_since_s = None
@@ -222,14 +222,14 @@ class RayDriverProcess:
         if not why and ago_s <= self._settings.silent_s:
             self._away_since_s = None
         elif self._away_since_s is None:
-            self._away_since_s, self._why = self._heard_s - ago_s, why or "its head does not answer"
+            self._away_since_s, self._why = self._received_s - ago_s, why or "its head does not answer"
 
     async def _ping(self) -> None:
         """Ask whether it lives; kill one that is silent, which ends `_read`."""
         assert self._process is not None
         while True:
             await asyncio.sleep(self._settings.ping_s)
-            if self._clock.now() - self._heard_s > self._settings.silent_s:
+            if self._clock.now() - self._received_s > self._settings.silent_s:
                 self._why = f"the driver was silent for {self._settings.silent_s:g} s"
                 self._kill()
                 return

@@ -75,7 +75,7 @@ class Scene:
         self.nodes = RayNodes(
             RaySettings(**settings),
             ticket=office.ticket,
-            is_heard=office.joined,
+            is_connected=office.joined,
             drain=office.drain_for_ray,
             report=office.note_ray,
             ticket_ttl_s=TTL_S,
@@ -84,17 +84,17 @@ class Scene:
 
     async def __aenter__(self) -> Scene:
         self.nodes.open(self.driver)
-        self.nodes.hear(RayMessage(kind="connected", pid=1, version="2"))
+        self.nodes.take(RayMessage(kind="connected", pid=1, version="2"))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.nodes.close()
 
     def alive(self, id: str, address: str = "10.0.0.1", **labels: str) -> None:
-        self.nodes.hear(RayMessage(kind="alive", node=id, address=address, labels=labels))
+        self.nodes.take(RayMessage(kind="alive", node=id, address=address, labels=labels))
 
     def ready(self, id: str) -> None:
-        self.nodes.hear(RayMessage(kind="actor", node=id, gpu_ids=(), daemon=0, pid=7))
+        self.nodes.take(RayMessage(kind="actor", node=id, gpu_ids=(), daemon=0, pid=7))
 
     def pass_s(self, seconds: float) -> None:
         self.clock.advance_to(self.clock.now() + seconds)
@@ -139,12 +139,12 @@ async def test_what_keeps_a_machine_from_joining_is_told() -> None:
     async with Scene(name="{id}") as scene:
         for id in ("waits", "dies", "mute", "refused"):
             scene.alive(id)
-        scene.nodes.hear(RayMessage(kind="waiting", node="waits", cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 1.0}))
-        scene.nodes.hear(RayMessage(kind="actor_failed", node="dies", why="ActorDiedError"))
+        scene.nodes.take(RayMessage(kind="waiting", node="waits", cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 1.0}))
+        scene.nodes.take(RayMessage(kind="actor_failed", node="dies", why="ActorDiedError"))
         scene.ready("mute")
-        scene.nodes.hear(RayMessage(kind="started", node="mute"))
+        scene.nodes.take(RayMessage(kind="started", node="mute"))
         scene.ready("refused")
-        scene.nodes.hear(RayMessage(kind="refused", node="refused", why="no actor is ready"))
+        scene.nodes.take(RayMessage(kind="refused", node="refused", why="no actor is ready"))
         scene.driver.away = "ray: unreachable for 3 s: gone"
         told = "\n".join(scene.nodes.warnings())
         assert dict(scene.states) == {"waits": "waiting", "dies": "failed", "mute": "failed", "refused": "failed"}
@@ -172,7 +172,7 @@ async def test_two_machines_of_one_name_are_told_apart_or_told_of() -> None:
             scene.ready(id)
         assert [state for _, state in scene.states] == ["failed", "starting"]
         assert "ray-{id}" in scene.nodes.warnings()[0]
-        scene.nodes.hear(RayMessage(kind="dead", node="old", why="received SIGTERM"))
+        scene.nodes.take(RayMessage(kind="dead", node="old", why="received SIGTERM"))
         assert scene.office.said[-1] == ("ray-10.0.0.1", False), "its machine is there, as another node of Ray's"
         scene.pass_s(1.0)
         assert scene.states == [("ray-10.0.0.1", "starting")]
@@ -187,14 +187,14 @@ async def test_two_machines_of_one_name_are_told_apart_or_told_of() -> None:
 async def test_rays_word_is_passed_on_and_ended_machines_are_told_as_such() -> None:
     async with Scene() as scene:
         scene.alive("m")
-        scene.nodes.hear(RayMessage(kind="draining", node="m"))
+        scene.nodes.take(RayMessage(kind="draining", node="m"))
         assert scene.office.drained == ["ray-10.0.0.1"]
         scene.ready("m")
         scene.pass_s(10 * TTL_S)
         assert scene.states == [("ray-10.0.0.1", "draining")] and not scene.driver.started
-        scene.nodes.hear(RayMessage(kind="dead", node="m", why="Expected termination: received SIGTERM"))
+        scene.nodes.take(RayMessage(kind="dead", node="m", why="Expected termination: received SIGTERM"))
         scene.alive("n")
-        scene.nodes.hear(RayMessage(kind="dead", node="n", why="health check failed"))
+        scene.nodes.take(RayMessage(kind="dead", node="n", why="health check failed"))
         name = "ray-10.0.0.1"
         assert scene.office.said == [(name, False), (name, True), (name, False), (name, False)]
         assert scene.states == []
@@ -205,8 +205,8 @@ async def test_a_drained_node_is_given_back_and_stays_so_for_the_next_driver() -
         scene.alive("m")
         scene.ready("m")
         scene.nodes.left("ray-10.0.0.1")
-        scene.nodes.hear(RayMessage(kind="released", node="m", gone=True))
-        scene.nodes.hear(RayMessage(kind="connected", pid=2, version="2"))
+        scene.nodes.take(RayMessage(kind="released", node="m", gone=True))
+        scene.nodes.take(RayMessage(kind="connected", pid=2, version="2"))
         scene.alive("m")
         scene.ready("m")
         scene.pass_s(10 * TTL_S)
@@ -219,9 +219,9 @@ async def test_a_drained_node_stays_given_back_whatever_becomes_of_its_actor() -
         scene.alive("m")
         scene.ready("m")
         scene.nodes.left("ray-10.0.0.1")
-        scene.nodes.hear(RayMessage(kind="actor_failed", node="m", why="ActorDiedError"))
-        scene.nodes.hear(RayMessage(kind="waiting", node="m", cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 0.0}))
-        scene.nodes.hear(RayMessage(kind="draining", node="m"))
+        scene.nodes.take(RayMessage(kind="actor_failed", node="m", why="ActorDiedError"))
+        scene.nodes.take(RayMessage(kind="waiting", node="m", cpus=4.0, gpus=0.0, waited_s=30.0, free={"CPU": 0.0}))
+        scene.nodes.take(RayMessage(kind="draining", node="m"))
         assert scene.nodes.warnings() == []
         scene.ready("m")
         scene.pass_s(10 * TTL_S)
@@ -233,7 +233,7 @@ async def test_a_machine_of_which_a_new_driver_says_nothing_is_forgotten() -> No
     async with Scene(name="{id}") as scene:
         scene.alive("stays")
         scene.alive("went")
-        scene.nodes.hear(RayMessage(kind="connected", pid=2, version="2"))
+        scene.nodes.take(RayMessage(kind="connected", pid=2, version="2"))
         scene.alive("stays")
         scene.pass_s(UNREPORTED_S + 1)
         assert scene.states == [("stays", "found")]
@@ -265,7 +265,7 @@ async def test_the_end_of_the_gateway_keeps_or_releases_as_configured() -> None:
                 if node == "lost"
                 else RayMessage(kind="released", node=node, gone=True)
             )
-            scene.nodes.hear(gone)
+            scene.nodes.take(gone)
 
         scene.driver.on_release = answer
     assert scene.driver.given_back == ["m", "n", "lost"]
@@ -280,9 +280,9 @@ async def test_the_end_of_the_gateway_waits_for_no_actor_that_has_died_and_start
         def answer(node: str) -> None:
             if node == "m":
                 scene.ready("late")
-                scene.nodes.hear(RayMessage(kind="actor_failed", node="m", why="ActorDiedError"))
+                scene.nodes.take(RayMessage(kind="actor_failed", node="m", why="ActorDiedError"))
             else:
-                scene.nodes.hear(RayMessage(kind="released", node=node, gone=True))
+                scene.nodes.take(RayMessage(kind="released", node=node, gone=True))
 
         scene.driver.on_release = answer
         async with asyncio.timeout(10.0):

@@ -405,7 +405,7 @@ class NodeHistory:
         recent = [at_s for at_s in self.silent_losses if at_s > self.now_s - self.settings.storm_window_s]
         allowed = max(1, int(self.settings.storm_share * (known + len(recent))))
         if len(recent) > allowed:
-            silent_s = [self.now_s - member.heard_s for member in self.membership.members()]
+            silent_s = [self.now_s - member.contact_s for member in self.membership.members()]
             held_s = self.settings.storm_hold_s
             assert max(silent_s) >= held_s, f"{len(recent)} were lost within a minute, {allowed} may be"
 

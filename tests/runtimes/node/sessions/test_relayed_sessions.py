@@ -79,7 +79,7 @@ class RelayedWorld:
         runtimes.environments.sessions = there
         self.daemon = NodeDaemon(daemon_settings(directory), runtimes)
         self.served = self.daemon._sessions
-        self.served._on_told = self._note_told
+        self.served._on_sent = self._note_told
         self.told: list[str] = []
         self.frames: list[int] = []
         self.cut_at: Callable[[int], bool] = lambda frames: False
