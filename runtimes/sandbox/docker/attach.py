@@ -310,8 +310,8 @@ class AttachClient:
         """Return False: a descriptor does not pass through an engine."""
         return False
 
-    async def sweep(self) -> int:
-        return await self._again(lambda client: client.sweep())
+    async def sweep(self, clear_bytes: int | None = None) -> int:
+        return await self._again(lambda client: client.sweep(clear_bytes))
 
     def close(self) -> None:
         self.lost.set()

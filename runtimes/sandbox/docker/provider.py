@@ -757,8 +757,10 @@ class ExecClient:
         """Return True: it has no runner that would end itself."""
         return True
 
-    async def sweep(self) -> int:
+    async def sweep(self, clear_bytes: int | None = None) -> int:
         await self._script(SWEEP_SCRIPT, user="0")
+        if clear_bytes is not None:
+            await self._script("rm -rf /dev/shm/* /dev/shm/.[!.]*", user="0")
         return 0
 
     def close(self) -> None:

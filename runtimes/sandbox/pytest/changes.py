@@ -7,7 +7,7 @@ Run in sandboxes as ``python3 -I -S -c SOURCE MODE``, in the working directory a
     collect  the trajectory's: standard input {"known", "paths", "left_out", "kept", "ignore", "limit_bytes"}; prints
              one line {"deleted", "changed", "left_out"} or {"error"}, and a tar of the files and links that changed
     apply    the fresh one: standard input is a line {"paths", "left_out", "kept", "ignore", "limit_bytes"} and then
-             what ``collect`` printed; prints {"left_out", "failed"}
+             what ``collect`` printed; prints {"left_out", "failed", "brought": {path: whether there was none} or null}
 
 What the trajectory's sandbox answers is the agent's word, and good for nothing but the content of files below the
 working directory of a sandbox that it has never seen. Which of them may come over is decided again where they arrive.
@@ -39,11 +39,13 @@ NEVER = (
 SILENT = (".git", "__pycache__", "*.pyc", ".tangram-*")
 #: Where pytest and its plugins find their options.
 OPTIONS = (
-    "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml",
+    "conftest", "conftest.*", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
+    "pyproject.toml", ".coveragerc",
 )  # fmt: skip
 GIT_S = 30
 LINKS_MAX = 40
 TOLD_MAX = 20
+BROUGHT_MAX = 20_000
 
 
 def digest_of(path: str) -> str:
@@ -153,6 +155,7 @@ class Rules:
         self.out = {os.path.normpath(path) for path in told["left_out"]}
         self.kept = [os.path.normpath(path) for path in told["kept"]]
         self.never = (*NEVER, *(OPTIONS if told["ignore"] else ()))
+        self.stems = {path[:-3] for path in self.out if path.endswith(".py")}
 
     def counts(self, path: str) -> bool:
         """Return whether it is among the paths that were asked for, and no file, or its directory, that is given."""
@@ -164,18 +167,21 @@ class Rules:
         """Return whether it is no part of a solution: it is of the installation, or holds options that do not count."""
         if any((path + "/").startswith(each + "/") or each.startswith(path + "/") for each in self.kept):
             return True
+        if any((path + "/").startswith((stem + "/", stem + ".")) for stem in self.stems):
+            return True  # Python would import it in place of a given test
         return any(_matches(part, self.never) for part in path.split("/"))
 
     def is_beside_tests(self, path: str) -> bool:
-        """Return whether pytest would import it before the tests that are given: the package in which they lie."""
+        """Return whether it is the code of a package of tests in which given ones lie, or of one that is all the tree.
+
+        That of any other package is the solution's, and is imported when a test asks for it (`plugin`).
+        """
         directory, _, name = path.rpartition("/")
-        if name.partition(".")[0] != "__init__":
+        if not name.startswith("__init__.") or not any(
+            not directory or each.startswith(directory + "/") for each in self.out
+        ):
             return False
-        homes = {each.rpartition("/")[0] for each in self.out}
-        above = any((each + "/").startswith(directory + "/") for each in homes)
-        return bool(homes) and (
-            directory in homes or not directory or (above and directory.rpartition("/")[2].startswith("test"))
-        )
+        return not directory or any(part.startswith("test") for part in directory.split("/"))
 
     def admit(self, path: str) -> bool:
         silent = any(_matches(part, SILENT) for part in path.split("/"))
@@ -229,7 +235,7 @@ def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return entry
 
 
-def apply(data: bytes) -> dict[str, list[str]]:
+def apply(data: bytes) -> dict[str, Any]:
     """Bring the files and links in, and take the deleted ones away; return what was not let in, or could not be done.
 
     Ends the process with a message if what was collected is an error, or more than may change.
@@ -242,6 +248,7 @@ def apply(data: bytes) -> dict[str, list[str]]:
     if "error" in head:
         raise SystemExit(str(head["error"])[:500])
     left, failed = [str(path) for path in head["left_out"]], []
+    brought: dict[str, bool] = {}
     for name in head["deleted"]:
         try:
             path = _admitted(name, rules, left)
@@ -261,10 +268,12 @@ def apply(data: bytes) -> dict[str, list[str]]:
                 if path and rules.is_beside_tests(path) and _has_code(tar, entry):
                     left.append(path)
                 elif path:
+                    brought[path] = not os.path.lexists(path)
                     _bring(tar, entry, _place(path), rules)
             except (OSError, ValueError):
                 failed.append(entry.name)
-    return {"left_out": left[:TOLD_MAX], "failed": failed[:TOLD_MAX]}
+    told_of = brought if len(brought) <= BROUGHT_MAX else None
+    return {"left_out": left[:TOLD_MAX], "failed": failed[:TOLD_MAX], "brought": told_of}
 
 
 def _admitted(name: str, rules: Rules, left: list[str]) -> str:

@@ -2,9 +2,9 @@
 
 Run as ``python3 -s -S -c SOURCE``, with the variables of `HIDE` by other names; standard input holds one JSON object
 {"nonce", "modules", "compiled", "paths", "wanted", "prefixes", "done", "workers", "dist", "args", "test_timeout_s",
-"own_options", "tests", "start"}, of which ``modules`` are the sources of `plugin` and of what it imports, by name, and
-``compiled`` the same as files of some Python's bytecode, in base64. Standard output becomes the report (`plugin`), to
-which this process adds
+"own_options", "tests", "start", "programs"}, of which ``modules`` are the sources of `plugin` and of what it imports,
+by name, and ``compiled`` the same as files of some Python's bytecode, in base64. Standard output becomes the report
+(`plugin`), to which this process adds
 
     {"start": {"pytest", "xdist", "workers", "noticed"}}   {"absent": why}   {"blocked": why}   {"end": exit status}
     {"clean": whether Python, pytest and its plugins began with nothing of the agent's}
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 #: The modules that lie in a directory of their own.
-MODULE, BASELINE, START = "tangram_pytest", "tangram_baseline", "tangram_start"
+MODULE, BASELINE, START, PROGRAMS = "tangram_pytest", "tangram_baseline", "tangram_start", "tangram_grading"
 #: Variables by which a project would have a part in Python's start, and what precedes the names that they have then.
 HIDE, HIDDEN = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP"), "TANGRAM_HIDDEN_"
 #: What tells the processes of a run where the project's modules are, and what their environment was.
@@ -41,7 +41,7 @@ WORKER_MESSAGE_MAX_BYTES = 64 * 2**20  # all the ids of a suite are one
 #: Names under which a file of the project passes for a module of Python's or of ours.
 NOT_THE_PROJECTS = (
     *("pytest", "_pytest", "pluggy", "xdist", "execnet", "sitecustomize", "usercustomize"),
-    *(MODULE, BASELINE, START),
+    *(MODULE, BASELINE, START, PROGRAMS),
 )
 
 Send = Callable[..., None]
@@ -85,12 +85,15 @@ def _project(told: dict[str, Any], directory: str) -> dict[str, Any]:
     here = os.getcwd()  # noqa: PTH109
     places = [os.path.abspath(place) for place in (kept["PYTHONPATH"] or "").split(":") if place]  # noqa: PTH100
     start = told["start"]
+    if not any((here + "/").startswith(root.rstrip("/") + "/") for root in start["roots"]):
+        start["brought"] = None  # a sandbox without a root of its own: its files have other names here
     return {
         "paths": [here, *places],
         "environment": kept,
         "tests": [os.path.abspath(path) for path in told["tests"]],  # noqa: PTH100
         "directory": directory,
         "own_options": told["own_options"],
+        "programs": told["programs"],
         "start": {**start, "roots": [here, *start["roots"]], "kept": [*start["kept"], directory]},
     }
 
@@ -167,12 +170,14 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
     if told["own_options"]:
         arguments += ["-c", str(Path(directory) / "pytest.ini"), "--rootdir", str(Path.cwd()), "--noconftest"]
     if workers > 1:
+        project["listener"] = plugin.listen()
         os.environ.setdefault("PYTHONHASHSEED", "0")  # else workers may disagree on the ids of parameters from sets
         os.environ[PROJECT] = json.dumps(project)
         _check_messages()
     plugin._project.update(project)
     plugin.load_installed_first()
     status: int = pytest.main([*arguments, *told["args"], *width, *paths])
+    plugin.hear()
     return status
 
 

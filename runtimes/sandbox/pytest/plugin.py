@@ -3,7 +3,8 @@
 `launch` begins pytest with it, in the controlling process and in each worker. The report has one JSON line each of
 
     {"selected": [id, ...]}   {"run": id}   {"test": id, "verdict"}   {"broken" or "skipped": path, "message"}
-    {"altered": [name]}   {"turned": id}   {"crashed": worker's error}   {"clean": bool}
+    {"altered": [name]}   {"turned": id}   {"crashed": worker's error}   {"clean": bool, "watched": bool}
+    {"inside": what of the agent's runs in a process of the tests, or as their user}: told once, before it begins
 
 The project's code runs in the same process, or in its workers. It is the gateway that judges, outside the sandbox: it
 takes each verdict once, and whatever does not fit together is worth nothing. What that cannot hold is code that lies in
@@ -19,12 +20,14 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import os
 import re
 import shlex
 import signal
+import socket
 import stat
 import sys
 import threading
@@ -33,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-MODULE, BASELINE, START = "tangram_pytest", "tangram_baseline", "tangram_start"
+MODULE, BASELINE, START, PROGRAMS = "tangram_pytest", "tangram_baseline", "tangram_start", "tangram_grading"
 #: Verdicts that no test has which raised something.
 PASSING = ("passed", "xpassed")
 IDS_PER_LINE, MESSAGE_MAX_CHARS, REASON_MAX_CHARS, ALTERED_MAX = 500, 4000, 200, 10
@@ -43,7 +46,11 @@ TEST_GRACE_S = 5.0
 GROUP = "pytest11"
 #: ``--dist loadgroup`` puts the group's name behind the id.
 _GROUP = re.compile(r"@[^\]@]*$")
-OURS = (MODULE, BASELINE, START)
+#: How the words on a program begin that runs as the tests' user.
+PROGRAM = "the tests started as their own user "
+OURS = (MODULE, BASELINE, START, PROGRAMS)
+#: What Python says before it starts a program. One that it starts as another user is no matter (`programs`).
+STARTS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"})
 #: What tells the processes of a run where the project's modules are, and what their environment was.
 PROJECT = "TANGRAM_PROJECT"
 #: Modules of pytest's whose every function a test may compare by: where they are depends on pytest's version.
@@ -73,6 +80,8 @@ READ_BY_PYTEST = frozenset(
     {"conftest.py", "__init__.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
     | {"pyproject.toml"}
 )
+#: The device that has nothing to read.
+NULL = os.makedev(1, 3)
 #: Compiled tests, by their names or because pytest compiled them.
 _TESTS = re.compile(r"^(test_|conftest\.)|_test\.|-pytest-")
 
@@ -168,6 +177,9 @@ _grouped = False
 _test_timeout_s = 0.0
 _config: Any = None
 _started_in = ""
+#: What of the agent's runs here, once it does; and where workers tell theirs.
+_inside: list[str] = []
+_listener: socket.socket | None = None
 
 
 def pytest_load_initial_conftests() -> None:
@@ -200,10 +212,13 @@ def let_in(*, clean: bool, load: Callable[[], object] = lambda: None) -> None:
     tell_dropped_failures()
     _judges.update(judges())
     installation: Any = sys.modules[START].installation()
+    watched = watch(installation)
     if _reporter is not None:
-        _reporter.send(clean=clean and installation.clean)
-    installation.admit(_project["tests"], lambda name: note_altered([f"the module {name}"]))
-    note_altered([f"the module {name}" for name in installation.shadowed(_project["tests"], _project["paths"])])
+        _reporter.send(clean=clean and installation.clean, watched=watched)
+    installation.admit(_project["tests"], note_shadowed, _project["directory"])
+    load_given_alone(installation.places)
+    for name in installation.shadowed(_project["tests"], _project["paths"]):
+        note_shadowed(name)
     load()
     sys.path[:0] = _project["paths"]
     if not _has_workers:
@@ -311,6 +326,151 @@ def pytest_sessionfinish(session: Any) -> None:
         session.config.workeroutput["tangram_raised"] = sorted(_raised)
 
 
+def watch(installation: Any) -> bool:
+    """Tell before code of the agent's runs in this process, or a program as its user; return whether that can be seen.
+
+    What was told once cannot be taken back, whatever that code does then.
+    """
+    add = getattr(sys, "addaudithook", None)
+    if add is None:  # Python 3.7
+        return False
+    tests, told, places = frozenset(_project["tests"]), _inside, installation.places
+
+    def is_ours() -> bool:
+        """Return whether nobody has begun it but the library and pytest."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and installation.first is not None:
+            if not installation.first.is_ours(frame.f_code.co_filename):
+                break
+            frame = frame.f_back
+        return frame is None or frame.f_code.co_filename.startswith("<")
+
+    def hook(event: str, arguments: Any) -> None:
+        if told:
+            return
+        if event in ("exec", "import", "ctypes.dlopen"):
+            what = arguments[1 if event == "import" else 0]
+            place = getattr(what, "co_filename", what)
+            if not isinstance(place, str) or place in tests:
+                return
+            if place.startswith("<"):  # text that somebody runs: if a test does, whose it is cannot be known
+                if event == "exec" and sys._getframe(1).f_code.co_filename in tests:
+                    note_inside("a text that a test runs")
+            elif places.is_brought(place):
+                note_inside(place)
+        elif event in STARTS and not is_ours():
+            note_inside(f"{PROGRAM}{str(arguments[0])[:REASON_MAX_CHARS]}")
+
+    add(hook)
+    return True
+
+
+def note_inside(what: str) -> None:
+    """Tell, once, what of the agent's runs where the tests do."""
+    if _inside:
+        return
+    _inside.append(what)
+    if _reporter is not None:
+        _reporter.send(inside=what)
+    elif "listener" in _project:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+            line.sendto(what.encode("utf-8", "backslashreplace"), "\0" + _project["listener"])
+
+
+def listen() -> str:
+    """Return the name of a socket on which workers tell what is inside, before that could keep them from it."""
+    global _listener
+    _listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    _listener.bind("")
+    name: bytes = _listener.getsockname()
+    return name[1:].decode("ascii")
+
+
+def hear() -> None:
+    """Take in what workers have told."""
+    if _listener is not None:
+        with contextlib.suppress(BlockingIOError):
+            note_inside(_listener.recv(MESSAGE_MAX_CHARS, socket.MSG_DONTWAIT).decode("utf-8", "replace"))
+
+
+def load_given_alone(places: Any) -> None:
+    """Have pytest import a given test by its file where the agent has others by its name, or code above it.
+
+    What of them a test asks for it gets as ever. Nothing compiled of a given test is read or written: who may not read
+    the test might read that.
+    """
+    tests = frozenset(_project["tests"])
+    pythons, rewrite = sys.modules["_pytest.python"], sys.modules["_pytest.assertion.rewrite"]
+    usual: Any = getattr(pythons, "import_path", None)
+    write: Any = getattr(rewrite, "_write_pyc", None)
+    read: Any = getattr(rewrite, "_read_pyc", None)
+
+    def import_path(path: Any, **named: Any) -> Any:
+        place = os.path.abspath(str(path))  # noqa: PTH100
+        above = packages_above(place)
+        others = [each for each in rivals(place) if place in tests and places.is_brought(each)]
+        if not others and not any(map(places.is_brought, above)):
+            return usual(path, **named)
+        if place in tests:
+            return loaded_alone(place, above, str(getattr(named.get("mode"), "value", named.get("mode"))))
+        if place in above and any(test.startswith(os.path.join(os.path.dirname(place), "")) for test in tests):  # noqa: PTH118, PTH120
+            return types.ModuleType("package")
+        return usual(path, **named)
+
+    if usual is not None:
+        pythons.import_path = import_path  # type: ignore[attr-defined]
+    if write is not None and read is not None:
+        rewrite._write_pyc = lambda state, code, *rest: code.co_filename not in tests and write(state, code, *rest)  # type: ignore[attr-defined]
+        rewrite._read_pyc = lambda source, *rest: None if str(source) in tests else read(source, *rest)  # type: ignore[attr-defined]
+
+
+def rivals(path: str) -> list[str]:
+    """Return what Python would import by the name of a file in its directory, before that file."""
+    stem = path[: -len(".py")]
+    others = [stem + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return [each for each in (os.path.join(stem, "__init__.py"), stem, *others) if os.path.exists(each)]  # noqa: PTH110, PTH118
+
+
+def packages_above(path: str) -> list[str]:
+    """Return the files of the packages in which a file lies, innermost first."""
+    found = []
+    directory = Path(path).parent
+    while (directory / "__init__.py").is_file():
+        found.append(str(directory / "__init__.py"))
+        directory = directory.parent
+    return found
+
+
+def loaded_alone(path: str, above: list[str], mode: str) -> Any:
+    """Return the module of a test, imported by its file under the name that it would have."""
+    names = [Path(place).parent.name for place in reversed(above)]
+    root = str(Path(above[-1]).parent.parent) if above else str(Path(path).parent)
+    name = ".".join([*names, Path(path).stem])
+    if name in sys.modules:
+        return sys.modules[name]
+    if mode == "prepend" and sys.path[0] != root:
+        sys.path.insert(0, root)
+    elif mode == "append" and root not in sys.path:
+        sys.path.append(root)
+    plain = importlib.util.spec_from_file_location(name, path)
+    hook: Any = getattr(_config.pluginmanager, "rewrite_hook", None)
+    spec = None
+    if hasattr(hook, "_find_spec"):
+        hook._find_spec = lambda *_: plain
+        try:
+            spec = hook.find_spec(name)
+        finally:
+            del hook._find_spec
+    module = importlib.util.module_from_spec(spec or plain)  # type: ignore[arg-type]
+    sys.modules[name] = module
+    try:
+        module.__spec__.loader.exec_module(module)  # type: ignore[union-attr]
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
 def hide() -> None:
     """Keep other processes' hands off this one: nobody but root may trace it, or open its memory or its files.
 
@@ -379,6 +539,10 @@ def note_altered(names: list[str]) -> None:
         _reporter.send(altered=names[:ALTERED_MAX])
 
 
+def note_shadowed(name: str) -> None:
+    note_altered([f"the module {name}"])
+
+
 def worker_of(spec: str) -> str:
     """Return how a worker is started: of the project's modules it takes none for one of the installation."""
     if spec != "popen":
@@ -445,10 +609,12 @@ def drop_bytecode(paths: Iterable[str]) -> bool:
     tested = {os.path.normpath(path if Path(path).is_dir() else Path(path).parent) for path in paths}
     for directory, folders, files in os.walk("."):
         folders[:] = [folder for folder in folders if folder not in SKIPPED_FOLDERS]
-        for name in set(files) & READ_BY_PYTEST:
-            with contextlib.suppress(OSError):
-                if stat.S_ISFIFO(Path(directory, name).stat().st_mode):
-                    Path(directory, name).unlink()
+        for name in files:
+            if name.endswith(".py") or name in READ_BY_PYTEST:
+                with contextlib.suppress(OSError):
+                    there = os.stat(f"{directory}/{name}")  # noqa: PTH116
+                    if stat.S_ISFIFO(there.st_mode) or (stat.S_ISCHR(there.st_mode) and there.st_rdev != NULL):
+                        Path(directory, name).unlink()
         cache = Path(directory, "__pycache__")
         if "__pycache__" in folders and (cache.is_symlink() or not os.access(cache, os.R_OK | os.W_OK | os.X_OK)):
             whole = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import base64
 import json
 import math
@@ -11,10 +12,11 @@ import posixpath
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
@@ -22,7 +24,7 @@ import orjson
 from msgspec import Meta
 
 from manager.action import Action, Lease
-from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound, Reason, TooLarge
+from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound, Reason, TooLarge, Unsupported
 from manager.function import FunctionSpec, PytestSpec, Setting
 from runtimes.kind import Kind, Schema, schema_of
 from runtimes.runtime import Execution, Result
@@ -30,10 +32,10 @@ from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_e
 from runtimes.sandbox.disk import WalkBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec import Directory, Env, LogLines, Stage, begin, checked, invalid, traced
-from runtimes.sandbox.pytest import baseline, changes, launch, plugin, start
+from runtimes.sandbox.pytest import baseline, changes, launch, plugin, programs, start
 from runtimes.sandbox.pytest.plugin import begins, key_of
-from runtimes.sandbox.runner.client import FILE_ERROR, compiled, unmade
-from runtimes.sandbox.sandbox import Sandbox
+from runtimes.sandbox.runner.client import FILE_ERROR, SandboxProcess, compiled, unmade
+from runtimes.sandbox.sandbox import SOLUTION_USER, Sandbox
 
 # Mistakes of whoever asks for a reward, found in the request alone, before anything of the agent's runs.
 #
@@ -300,6 +302,9 @@ class SuiteReport:
     started: bool = False
     #: Nothing of the agent's had a part in the start of Python, pytest and its plugins, in any run; None: not known.
     clean: bool | None = None
+    #: Whether it was seen in every run whether something of the agent's runs where the tests do; and what does.
+    watched: bool | None = None
+    inside: str = ""
     #: Why pytest could not even begin.
     absent: str = ""
     #: Why the suite's process found no place of its own.
@@ -339,6 +344,12 @@ class SuiteReport:
         self.end = None
 
     @property
+    def died(self) -> bool:
+        """Whether pytest ended before any test could run, by what it is told or what it loads."""
+        begun = self.selected or self.tests or self.running or self.crashed or self.broken
+        return self.end not in (None, 0, NO_TESTS) and not begun
+
+    @property
     def left(self) -> list[str]:
         """Selected tests without a verdict."""
         return [id for id in self.selected if id not in self.tests]
@@ -358,8 +369,11 @@ class SuiteReport:
                 self.started, self.xdist = True, bool(xdist)
                 self.workers = min(max(workers, self.workers), WORKERS_MAX)
                 self.noticed = tuple(str(text) for text in noticed)
-            case {"clean": bool(clean)}:
+            case {"clean": bool(clean), "watched": bool(watched)}:
                 self.clean = clean and self.clean is not False
+                self.watched = watched and self.watched is not False
+            case {"inside": str(what)}:
+                self.inside = what
             case {"selected": list(ids)}:
                 known = set(self.selected)
                 self.selected += [str(id) for id in ids if id not in known][: TESTS_MAX - len(known)]
@@ -727,6 +741,8 @@ class FreshFiles:
     python: str
     #: Paths below the working directory of the installation, which stay as they are.
     kept: tuple[str, ...]
+    #: The files that came over, each with whether there was none by that name; None if that is not known.
+    brought: Mapping[str, bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -774,8 +790,13 @@ class ChangeTransfer:
             raise ValueError(f"the trajectory's changes could not be read: {_last(ended)}")
         return ended.stdout
 
-    async def apply(self, fresh: Sandbox, changed: bytes, files: FreshFiles) -> list[str]:
-        """Bring them into the fresh sandbox; return notes for the record. Raises ValueError if that cannot be."""
+    async def apply(
+        self, fresh: Sandbox, changed: bytes, files: FreshFiles
+    ) -> tuple[list[str], Mapping[str, bool] | None]:
+        """Bring them into the fresh sandbox; return notes for the record, and which files came, as `changes` tells.
+
+        Raises ValueError if that cannot be.
+        """
         told = json.dumps(self._rules(files)).encode()
         ended = await self._run(fresh, files.python, "apply", told + b"\n" + changed, _LISTING_BYTES)
         if ended.exit_code != 0:
@@ -786,7 +807,10 @@ class ChangeTransfer:
             notes.append(f"not taken from the trajectory: {_fresh_some(said['left_out'])}")
         if said["failed"]:
             notes.append(f"could not be applied: {_fresh_some(said['failed'])}")
-        return notes
+        brought = said["brought"]
+        if brought is not None:
+            brought = {posixpath.join(fresh.spec.workdir, path): new for path, new in brought.items()}
+        return notes, brought
 
     def _rules(self, files: FreshFiles) -> dict[str, object]:
         """Return what may come over, for whoever packs it and for whoever unpacks it."""
@@ -824,15 +848,21 @@ def _fresh_some(paths: Sequence[object]) -> str:
 
 #: What a record can say that held: nobody else was at work in the sandbox; Python and pytest began with nothing of the
 #: agent's; the tests came with the request; the suite's user could not change them; the tree's options did not count;
-#: the report fits together.
-Check = Literal["swept", "clean_start", "tests_given", "tests_locked", "tree_options_ignored", "report_whole"]
+#: nothing of the agent's ran in a process of the tests, nor as their user; the report fits together.
+Check = Literal[
+    "swept", "clean_start", "tests_given", "tests_locked", "tree_options_ignored", "solution_apart", "report_whole"
+]  # fmt: skip
+
+Graded = Literal["fresh", "snapshot", "same_sandbox"]
 
 _RUNTIME_SOURCE = Path(launch.__file__).read_text(encoding="utf-8")
 #: The modules that it finds in a directory of its own.
 _MODULES = {
     name: Path(str(module.__file__)).read_text(encoding="utf-8")
-    for name, module in ((launch.MODULE, plugin), (launch.BASELINE, baseline), (launch.START, start))
-}
+    for name, module in (
+        (launch.MODULE, plugin), (launch.BASELINE, baseline), (launch.START, start), (launch.PROGRAMS, programs)
+    )
+}  # fmt: skip
 #: The same, compiled by this Python, for one in a sandbox that reads its bytecode: the first bytes tell.
 _COMPILED = {name: base64.b64encode(compiled(source, name)).decode("ascii") for name, source in _MODULES.items()}
 #: Runs the source that follows, with no module of the working directory. What is imported until the project's code is
@@ -850,8 +880,14 @@ os.execvp(sys.argv[2], [sys.argv[2], "-s", "-S", "-c", {CLEAN!r}, sys.argv[1]])
 #: What mends a sandbox without pytest.
 INSTALL = "install it in the image, for process sandboxes for the host's python3, or name one by sandbox.path"
 _TAIL_BYTES = 4000
+#: Times that what runs the programs of a solution is started anew.
+_PROGRAMS_MAX = 100
 #: How pytest ends its words on a file that is no Python.
 _SYNTAX = re.compile(r"^E +(?:SyntaxError|IndentationError|TabError)\b", re.MULTILINE)
+#: Of a warning that is an error there, and comes from what is installed.
+_WARNING = re.compile(
+    r"^(?:/|\.\./|.*site-packages/)\S*:\d+: in .*\n(?:(?!\S+:\d+: in ).*\n)*E +[\w.]*Warning\b", re.MULTILINE
+)
 #: Seconds by which two clocks may disagree on whether the timeout is reached.
 _CLOCK_S = 0.02
 
@@ -879,11 +915,12 @@ class PytestRuntime:
         ended = None if trajectory is None else self._environments.get(trajectory)
         if ended is not None and not ended.alive and ended.condemned:
             execution.begin()  # what its agent did ended it: that is no way out of the reward, and the next one is told
-            return self._begun(execution, ended, plan, fresh=plan.spec.grade == "fresh").worthless(ended.condemned)
+            graded: Graded = "fresh" if plan.spec.grade == "fresh" else "same_sandbox"
+            return self._begun(execution, ended, plan, graded).worthless(ended.condemned)
         if plan.spec.grade == "fresh" and trajectory is not None:
             return await self._graded_fresh(execution, plan, trajectory)
         async with self._stage.enter(execution) as sandbox:
-            return await self._run(execution, sandbox, plan, fresh=trajectory is None)
+            return await self._run(execution, sandbox, plan, "fresh" if trajectory is None else "same_sandbox")
 
     async def _graded_fresh(self, execution: Execution, plan: SuitePlan, trajectory: str) -> Result:
         """Run in a sandbox made as the trajectory's was, with what the trajectory has changed there."""
@@ -902,31 +939,47 @@ class PytestRuntime:
         )
         # A snapshot holds what the agent did before a fork: what came with the image alone is nobody's.
         async with self._stage.enter_fresh(execution, replace(original.spec, snapshot="")) as sandbox:
-            claims = claims_of(execution.action.id, execution.action.attempt)
-            notes: list[str] = []
-            files = None
-            if not any(claim.startswith(claims) for claim in sandbox.resumable):
-                files = await transfer.known(sandbox)
-                try:
-                    async with self._stage.visit(original, execution):
-                        changed = await transfer.collect(original, files)
-                    notes = await transfer.apply(sandbox, changed, files)
-                except ValueError as error:
-                    execution.begin()
-                    return self._begun(execution, sandbox, plan, fresh=True).worthless(str(error))
-            return await self._run(execution, sandbox, plan, fresh=True, notes=notes, files=files)
+            if not original.spec.snapshot or await self._has_pytest(sandbox):
+                return await self._graded_in(sandbox, original, execution, plan, transfer)
+        async with self._stage.enter_fresh(execution, original.spec) as sandbox:
+            return await self._graded_in(sandbox, original, execution, plan, transfer)
+
+    async def _has_pytest(self, sandbox: Sandbox) -> bool:
+        """Return whether a suite can begin there: a snapshot may hold what the image lacks."""
+        argv = (self._settings.python, "-I", "-c", "import pytest")
+        return (await sandbox.run(Command(argv=argv, timeout_s=self._settings.transfer_s))).exit_code == 0
+
+    async def _graded_in(
+        self, sandbox: Sandbox, original: Sandbox, execution: Execution, plan: SuitePlan, transfer: ChangeTransfer
+    ) -> Result:
+        """Run in a sandbox that the agent has not used, with what it has changed since that began."""
+        graded: Graded = "snapshot" if sandbox.spec.snapshot else "fresh"
+        claims = claims_of(execution.action.id, execution.action.attempt)
+        notes: list[str] = []
+        files = None
+        if not any(claim.startswith(claims) for claim in sandbox.resumable):
+            files = await transfer.known(sandbox)
+            try:
+                async with self._stage.visit(original, execution):
+                    changed = await transfer.collect(original, files)
+                notes, brought = await transfer.apply(sandbox, changed, files)
+                files = replace(files, brought=brought)
+            except ValueError as error:
+                execution.begin()
+                return self._begun(execution, sandbox, plan, graded).worthless(str(error))
+        return await self._run(execution, sandbox, plan, graded, notes=notes, files=files)
 
     async def _run(
         self,
         execution: Execution,
         sandbox: Sandbox,
         plan: SuitePlan,
+        graded: Graded,
         *,
-        fresh: bool,
         notes: Sequence[str] = (),
         files: FreshFiles | None = None,
     ) -> Result:
-        run = self._begun(execution, sandbox, plan, fresh=fresh, notes=notes, files=files)
+        run = self._begun(execution, sandbox, plan, graded, notes=notes, files=files)
         run.detached = await begin(execution, sandbox)
         try:
             return await run.result()
@@ -938,8 +991,8 @@ class PytestRuntime:
         execution: Execution,
         sandbox: Sandbox,
         plan: SuitePlan,
+        graded: Graded,
         *,
-        fresh: bool,
         notes: Sequence[str] = (),
         files: FreshFiles | None = None,
     ) -> _Run:
@@ -949,7 +1002,7 @@ class PytestRuntime:
         made = replace(sandbox.spec, snapshot="")
         unused = None if execution.action.trajectory is None else lambda: self._environments.ephemeral(made)
         return _Run(
-            execution, sandbox, plan, self._settings, bounds, fresh=fresh, notes=notes, files=files, unused=unused
+            execution, sandbox, plan, self._settings, bounds, graded=graded, notes=notes, files=files, unused=unused
         )
 
     async def resize(self, action: Action, lease: Lease) -> None:
@@ -981,7 +1034,7 @@ class _Run:
         settings: PytestSettings,
         bounds: _Bounds,
         *,
-        fresh: bool,
+        graded: Graded,
         notes: Sequence[str] = (),
         files: FreshFiles | None = None,
         unused: Callable[[], AbstractAsyncContextManager[Sandbox]] | None = None,
@@ -990,14 +1043,18 @@ class _Run:
         #: Makes a sandbox like that in which the agent worked, as it was before; None where no agent did.
         self._unused = unused
         self.detached = False
-        self._fresh = fresh
+        self._graded = graded
+        self._fresh = graded == "fresh"
         self._sandbox = sandbox
         self._plan = plan
         self._settings = settings
         self._python = settings.python if files is None else files.python
         self._kept = () if files is None else files.kept
+        self._brought = None if files is None else files.brought
         self._bounds = bounds
         self._claims = claims_of(execution.action.id, execution.action.attempt)
+        #: Where programs of the solution can be run as another user; empty where they cannot, or no test asks for it.
+        self._programs = ""
         self._report = SuiteReport(sandbox.secret(self._claims))
         self._lines = LogLines(execution.call.log)
         self._tail = b""
@@ -1042,19 +1099,28 @@ class _Run:
         return Result(value=self._value(ended.exit_code), usage=self._usage())
 
     async def _undone(self) -> str:
-        """Return what the agent has undone: what the suite did not find here, and finds where nobody has been."""
-        report = self._report
-        if self._unused is None or report.doubts:
+        """Return what the agent has undone: what the suite did not find here, and finds where nobody has been.
+
+        Where it fails there as it does here, it is not the agent's doing, and the suite is refused.
+        """
+        report, given = self._report, self._plan.tests
+        absent = report.absent or not (report.started or self._refused)
+        unjudged = self._refused or report.died or nothing_judged(self._plan.request, report, given)
+        if report.doubts or not (absent or unjudged or any(starmap(_is_the_environments, report.broken.items()))):
             return ""
-        if report.absent or not (report.started or self._refused):
-            found = await self._begun_unused()
-            return "pytest cannot be started here, and can in a sandbox that nobody has used" if found.started else ""
-        if self._refused or nothing_judged(self._plan.request, report, self._plan.tests):
-            found = await self._begun_unused()
-            if not found.selected:
-                return ""
+        found = report if self._unused is None else await self._begun_unused()
+        if absent:
+            told = "pytest cannot be started here, and can in a sandbox that nobody has used"
+            return told if found.started and self._unused is not None else ""
+        if unjudged and found.selected:
             self._refused = ""
             return "none of the tests is found here, and some are in a sandbox that nobody has used"
+        conftests = any(posixpath.basename(path) == "conftest.py" for path in given)
+        if report.died and found.died and not conftests:  # given ones may ask for what is yet to be written
+            self._refused = f"the suite cannot run, whatever the agent does: {self._said()}"
+        for path, why in report.broken.items():
+            if _is_the_environments(path, why) and _is_the_environments(path, found.broken.get(path, "")):
+                self._refused = f"{path} cannot be collected, whatever the agent does: {why.strip().splitlines()[-1]}"
         return ""
 
     async def _begun_unused(self) -> SuiteReport:
@@ -1110,7 +1176,8 @@ class _Run:
         locked = []
         for path, text in self._plan.tests.items():
             try:
-                locked.append(await self._sandbox.lock_file(_joined(self._plan.cwd, path), text.encode()))
+                place, shared = _joined(self._plan.cwd, path), self._is_solutions(path)
+                locked.append(await self._sandbox.lock_file(place, text.encode(), mode=0o444 if shared else 0o440))
             except (InvalidInput, NotFound) as refused:  # the tree is in its way, which is the agent's
                 self._report.doubt(f"the tests could not be written: {refused.message}")
             except TooLarge as full:
@@ -1118,6 +1185,11 @@ class _Run:
                 self._report.doubt(f"the tests could not be written: {full.message}")
         if locked:
             self._checked |= {"tests_given", "tests_locked"} if all(locked) else {"tests_given"}
+
+    def _is_solutions(self, path: str) -> bool:
+        """Return whether a given file may be of the solution: without a trajectory that comes with its tests."""
+        suites = {os.path.normpath(each) for each in self._plan.request.paths}
+        return self._unused is None and os.path.normpath(path) not in suites
 
     def _require_own(self, bounded: bool, why: str) -> None:
         """Raise ActionFailed if it is not the sandbox's own bound that is reached, but the machine's disk."""
@@ -1168,7 +1240,8 @@ class _Run:
     async def _run_once(self, workers: int) -> CommandResult:
         self._runs += 1
         left_s = self._execution.action.timeout_s - self._execution.execution_s
-        ended = await self._sandbox.run(self._command(workers, max(0.01, left_s)), self._on_output)
+        async with self._programs_of_the_solution():
+            ended = await self._begun_in_time(self._command(workers, max(0.01, left_s)))
         self._cpu_s += ended.cpu_s
         self._peak_bytes = max(self._peak_bytes, ended.peak_memory_bytes)
         if ended.forks_refused:
@@ -1179,6 +1252,54 @@ class _Run:
             self._tail = ended.stderr[-_TAIL_BYTES:]
             self._execution.call.log.omit(unlogged)
         return ended
+
+    async def _begun_in_time(self, command: Command) -> CommandResult:
+        """Run the suite; give up one whose pytest has not begun in half of its time, as what it reads may have no end.
+
+        Then there is time to see whether that is so where nobody has been.
+        """
+        run = asyncio.ensure_future(self._sandbox.run(command, self._on_output))
+        try:
+            await asyncio.wait({run}, timeout=command.timeout_s / 2)
+            if run.done() or self._report.started:
+                return await run
+            return CommandResult(exit_code=None)
+        finally:
+            if not run.done():
+                run.cancel()
+                await asyncio.wait({run})
+
+    @asynccontextmanager
+    async def _programs_of_the_solution(self) -> AsyncIterator[None]:
+        """Have programs of the solution run as a user of their own while a suite runs that asks for it."""
+        self._programs, keeping = "", None
+        if any(launch.PROGRAMS in text for text in self._plan.tests.values()):
+            name = f"tangram-{self._sandbox.secret(f'{self._claims}programs')}"
+            argv = ("-c", _MODULES[launch.PROGRAMS], name)
+            command = Command(argv=argv, python=True, user=SOLUTION_USER, env=self._plan.env, timeout_s=math.inf)
+            with suppress(InvalidInput, Unsupported):  # its runner is not root, or it has none
+                process = await self._sandbox.spawn(command)
+                self._programs = name
+                keeping = asyncio.create_task(self._keep(process, command))
+        try:
+            yield
+        finally:
+            if keeping is not None:
+                keeping.cancel()
+                with suppress(asyncio.CancelledError):
+                    await keeping
+
+    async def _keep(self, process: SandboxProcess, command: Command) -> None:
+        """Start a process anew that a program of its user has ended, until nobody needs it."""
+        try:
+            for _ in range(_PROGRAMS_MAX):
+                await process.wait()
+                process = await self._sandbox.spawn(command)
+        except CodedError:
+            pass  # the sandbox is gone, as the suite is told
+        finally:
+            with suppress(CodedError):
+                await process.kill()
 
     def _command(self, workers: int, timeout_s: float, *, probes: bool = False) -> Command:
         """Return how the suite is started; ``probes``: only to see what it finds where nobody has been."""
@@ -1198,10 +1319,12 @@ class _Run:
             "own_options": plan.spec.tree_options == "ignore" and not self._fresh,
             "test_timeout_s": plan.test_timeout_s,
             "tests": list(plan.tests),
+            "programs": "" if probes else self._programs,
             "start": {
                 "fresh": self._fresh or probes,
                 "roots": [self._sandbox.spec.workdir],
                 "kept": [posixpath.join(self._sandbox.spec.workdir, path) for path in self._kept],
+                "brought": self._brought,
             },
         }
         python, hides = self._settings.python if probes else self._python, self._sandbox.hides
@@ -1230,7 +1353,7 @@ class _Run:
         """Return the result, within the function's output limit."""
         report, plan = self._report, self._plan
         value = judge(plan.request, report)
-        said = [*notes(plan.request, report, value), *self._notes]
+        said = [*notes(plan.request, report, value), *self._notes, *self._unheld()]
         reason = self._refused or nothing_judged(plan.request, report, self._plan.tests)
         if reason and plan.spec.missing == "invalid":
             value |= {"reward": None, "resolved": None}
@@ -1246,7 +1369,7 @@ class _Run:
         value |= {
             "valid": not reason,
             "reason": reason,
-            "graded": "fresh" if self._fresh else "same_sandbox",
+            "graded": self._graded,
             "checked": sorted(self._checks()),
             "workers": report.workers,
             "duration_s": round(self._execution.execution_s, 6),
@@ -1255,9 +1378,21 @@ class _Run:
         }
         return _within(value, plan.request, self._execution.call.function.output_limit_bytes)
 
+    def _unheld(self) -> Iterator[str]:
+        """Yield what a fresh grade does not hold as it was asked for."""
+        report = self._report
+        if self._graded == "snapshot":
+            yield "it was graded in the snapshot with which the trajectory began, as its image alone has no pytest"
+        elif self._unused is not None and self._fresh and self._plan.request.listed and not self._plan.tests:
+            yield "the tests are as the agent left them: give them in tests"
+        if self._fresh and self._plan.tests and report.inside.startswith(plugin.PROGRAM):
+            yield f"{report.inside}, and may have read the tests (docs/SANDBOXES.md, Rewards)"
+
     def _checks(self) -> set[Check]:
         """Return what held of this run, of all that can be checked."""
         plan, report = self._plan, self._report
+        if self._graded == "snapshot":
+            return set()  # the agent may have been there before it was taken
         checked = set(self._checked)
         if report.clean:
             checked.add("clean_start")
@@ -1265,6 +1400,9 @@ class _Run:
             checked.add("tree_options_ignored")
         if report.end is not None and not report.doubts:
             checked.add("report_whole")
+        apart = report.watched and not report.inside and self._unused is not None
+        if apart and {"clean_start", "tests_given", "report_whole"} <= checked:
+            checked.add("solution_apart")
         return checked
 
     def _timed_out(self) -> ActionFailed:
@@ -1281,6 +1419,14 @@ class _Run:
 
     def _said(self) -> str:
         return self._tail.decode("utf-8", "replace").strip()[-_TAIL_BYTES // 4 :]
+
+
+def _is_the_environments(path: str, why: str) -> bool:
+    """Return whether a test may be one that cannot be collected in this environment, whatever it tests.
+
+    Its Python does not know the test's own grammar, or a warning of what is installed is an error.
+    """
+    return bool((_SYNTAX.search(why) and f'{path}", line' in why) or _WARNING.search(why))
 
 
 def _joined(cwd: str, path: str) -> str:
@@ -1341,7 +1487,11 @@ class PytestResult(TypedDict):
     ]
     reason: Annotated[str, Meta(description="Why it is not valid; empty if it is")]
     graded: Annotated[
-        Literal["fresh", "same_sandbox"], Meta(description="In a sandbox of its own, or where the agent worked")
+        Graded,
+        Meta(
+            description="In a sandbox that nobody has used, in one from the snapshot with which the trajectory began "
+            "(where its image alone has no pytest), or where the agent worked"
+        ),
     ]
     checked: Annotated[list[Check], Meta(description="What held of this run (docs/SANDBOXES.md, Rewards)")]
     resolved: Annotated[bool | None, Meta(description="Whether all that count passed; null likewise")]

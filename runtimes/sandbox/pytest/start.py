@@ -9,6 +9,7 @@ of them whoever wrote the project would be imported before pytest is, as ``sitec
 # ruff: noqa: PTH110, PTH114, PTH116, PTH118, PTH120, PTH123
 from __future__ import annotations
 
+import opcode
 import os
 import re
 import site
@@ -27,27 +28,49 @@ _CODE = ("import ", "import\t")
 _IMPORTED = re.compile(r"^[ \t]*(?:import|from)[ \t]+([A-Za-z_]\w*)", re.MULTILINE)
 #: A library's module by whose name many projects have their tests.
 PROJECTS_OWN = ("test",)
-#: Parts of pytest that import late, and nothing of the project's.
-SHOWING = ("_io", "_code", "assertion")
+#: What comes with pytest and its workers, and imports nothing of the project's by a statement.
+PYTESTS = ("_pytest", "pytest", "pluggy", "iniconfig", "xdist", "execnet")
+_IMPORT = opcode.opmap["IMPORT_NAME"]
 
 
 class Places:
     """Which directories hold what the agent can have written.
 
     In a fresh sandbox those are the ``roots`` alone, without what is ``kept`` from coming over: nobody else has been
-    there. Elsewhere what this process may write to is the agent's as well.
+    there. Elsewhere what this process may write to is the agent's as well. ``brought`` are the files that came over
+    into a fresh sandbox, each with whether it had none by that name; None if they are not known.
     """
 
-    def __init__(self, fresh: bool, roots: Iterable[str], kept: Iterable[str]) -> None:
+    def __init__(
+        self, fresh: bool, roots: Iterable[str], kept: Iterable[str], brought: dict[str, bool] | None = None
+    ) -> None:
         self.fresh = fresh
         self.roots = [os.path.realpath(root) for root in roots]
         self.kept = [os.path.realpath(place) for place in (*kept, *sys.path) if place]
+        self._brought = None if brought is None else {_true_name(path): new for path, new in brought.items()}
+        self._known: dict[str, bool] = {}
 
     def are_the_agents(self, path: str) -> bool:
         place = os.path.realpath(path)
         if _is_below(place, self.kept):
             return False
         return _is_below(place, self.roots) or (not self.fresh and is_writable(place))
+
+    def is_brought(self, path: str) -> bool:
+        """Return whether a file is the agent's, as far as that is known."""
+        if path not in self._known:
+            known = self._brought
+            self._known[path] = self.are_the_agents(path) if known is None else os.path.realpath(path) in known
+        return self._known[path]
+
+    def is_added(self, path: str) -> bool:
+        """Return whether a file, or a directory, is in a fresh sandbox by the agent alone."""
+        if self._brought is None:
+            return self.fresh and self.is_brought(path)
+        place = os.path.realpath(path)
+        return self._brought.get(place, False) or any(
+            new for each, new in self._brought.items() if each.startswith(place + "/")
+        )
 
 
 class ProjectGuard:
@@ -73,49 +96,56 @@ class ProjectGuard:
 
 
 class TrustedFirst:
-    """A finder before all others: Python's library, pytest and the given ``tests`` find the library's modules first.
+    """A finder before all others: what is installed is not found in what the agent has added.
 
-    What shows values and failures for pytest finds nothing but what is installed. ``shadowed`` is called with the name
-    of a module of the library's that a test imports and the project has, too.
+    Python's library and pytest find nothing else by their own import statements, and the given ``tests`` find the
+    library first. The agent's own code finds what it would. ``shadowed`` is called with the name of a module that a
+    test imports and of which the agent has another.
     """
 
     def __init__(
         self,
+        places: Places,
         library: Iterable[str],
         installed: Iterable[str],
         tests: Iterable[str],
         shadowed: Callable[[str], None],
     ) -> None:
-        self._library, self._installed = list(library), list(installed)
-        self._tests = frozenset(tests)
-        self._shadowed = shadowed
-        roots = [os.path.join(place, "") for place in self._library]
-        self._library_roots = tuple(roots)
-        self._roots = (*roots, *(os.path.join(place, "") for place in self._installed))
-        self._callers = (*roots, *(os.path.join(place, "_pytest", "") for place in self._installed))
-        inside = [os.path.join(place, "_pytest", part, "") for place in self._installed for part in SHOWING]
-        self._showing = tuple(inside)
+        self._places, self._tests, self._shadowed = places, frozenset(tests), shadowed
+        self._path = [*library, *installed]
+        self._library = tuple(os.path.join(place, "") for place in library)
+        self._installed = tuple(os.path.join(place, "") for place in installed)
+        self._roots = (*self._library, *self._installed)
+        pytests = [place + name for place in self._installed for name in PYTESTS]
+        self._ours = tuple(each + end for each in pytests for end in (os.sep, ".py"))
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if path is not None or "." in name or name in PROJECTS_OWN:
             return None
-        asking = _importing_file()
-        if asking.startswith(self._showing):
-            spec = _found(self, name, self._library + self._installed, target)
-            if spec is None or not str(spec.origin).startswith((*self._roots, "built-in", "frozen")):
-                raise ModuleNotFoundError(f"No module named {name!r} outside the project", name=name)
-            return spec
-        is_test = asking in self._tests
-        if not is_test and not asking.startswith(self._callers):
+        place = _place_of(_found(self, name, None, target))
+        if not place or place.startswith(self._roots):
             return None
-        spec = _found(self, name, self._library, target)
-        if spec is None or not str(spec.origin).startswith(self._library_roots):
+        asking, literal = _importer()
+        ours, given = self.is_ours(asking), asking in self._tests
+        if not ours and not given and self._places.is_brought(asking):
             return None
-        if is_test:
-            usual = _found(self, name, None, target)
-            if usual is not None and usual.origin != spec.origin:
-                self._shadowed(name)
-        return spec
+        spec, added = _found(self, name, self._path, target), self._places.is_added(place)
+        found = _place_of(spec)
+        if found.startswith(self._roots):
+            if ours or added or (given and self._is_librarys(found)):
+                if not ours:
+                    self._shadowed(name)
+                return spec
+        elif literal and (ours or (added and asking.startswith(self._installed))):
+            raise ModuleNotFoundError(f"No module named {name!r} outside the project", name=name)
+        return None
+
+    def is_ours(self, place: str) -> bool:
+        """Return whether a file is of Python's library or of pytest."""
+        return place.startswith(self._ours) or self._is_librarys(place)
+
+    def _is_librarys(self, place: str) -> bool:
+        return place.startswith(self._library) and not place.startswith(self._installed)
 
 
 def _found(besides: object, name: str, path: Any, target: Any) -> Any:
@@ -128,6 +158,13 @@ def _found(besides: object, name: str, path: Any, target: Any) -> Any:
     return None
 
 
+def _place_of(spec: Any) -> str:
+    """Return the file of a module, or a directory if it is a package without code; empty if there is neither."""
+    if spec is None or not spec.has_location:
+        return str(next(iter(spec.submodule_search_locations or ()), "")) if spec is not None else ""
+    return str(spec.origin)
+
+
 def _locations(spec: Any) -> list[Any]:
     return [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else [])]
 
@@ -137,11 +174,13 @@ class Installation:
 
     def __init__(self, told: dict[str, Any]) -> None:
         """Run `site`; ``told`` are the arguments of `Places`."""
-        self.places = Places(told["fresh"], told["roots"], told["kept"])
+        self.places = Places(**told)
         self._waiting: list[tuple[str, str]] = []
         self._library = [place for place in sys.path if place]
         self._guard = ProjectGuard(self.places)
         self._admitted = False
+        #: The finder that `admit` sets before all others.
+        self.first: Any = None
         sys.meta_path.insert(0, self._guard)
         self._in_line = False
         site_module: Any = site
@@ -172,8 +211,11 @@ class Installation:
         program = (sys.executable, os.path.realpath(sys.executable), os.path.dirname(os.path.dirname(sys.executable)))
         self.clean = told["fresh"] or not (any(map(is_writable, program)) or any(map(_is_open, sys.path)))
 
-    def admit(self, tests: Iterable[str], shadowed: Callable[[str], None] = lambda _: None) -> None:
-        """Let in what waits, behind what is there; idempotent. ``tests`` and ``shadowed`` are `TrustedFirst`'s."""
+    def admit(self, tests: Iterable[str], shadowed: Callable[[str], None] = lambda _: None, ours: str = "") -> None:
+        """Let in what waits, behind what is there; idempotent. ``tests`` and ``shadowed`` are `TrustedFirst`'s.
+
+        ``ours`` is a directory whose modules count as the library's.
+        """
         if self._admitted:
             return
         self._admitted = True
@@ -183,8 +225,9 @@ class Installation:
                 sys.path.append(text)
             else:
                 self._run(text)
-        first: Any = TrustedFirst(self._library, self._installed, tests, shadowed)
-        sys.meta_path.insert(0, first)
+        library = [*self._library, *filter(None, [ours])]
+        self.first = TrustedFirst(self.places, library, self._installed, tests, shadowed)
+        sys.meta_path.insert(0, self.first)
 
     def shadowed(self, tests: Iterable[str], paths: Iterable[str]) -> list[str]:
         """Return the modules of the library that a given test imports and that ``paths`` have, too."""
@@ -221,7 +264,7 @@ class Installation:
         """Take in the lines of a ``.pth`` file, as `site.addpackage` does, but for those that lead to the project."""
         path = os.path.join(directory, name)
         try:
-            with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+            with open(_opened(path), encoding="utf-8-sig", errors="surrogateescape") as file:
                 lines = file.read().splitlines()
         except OSError:
             return known
@@ -300,12 +343,28 @@ def _is_below(place: str, roots: Iterable[str]) -> bool:
     return any(place == root or place.startswith(root.rstrip("/") + "/") for root in roots)
 
 
-def _importing_file() -> str:
-    """Return the file whose code imports something, empty if there is none."""
+def _opened(path: str) -> int:
+    """Return a descriptor of a file; raises OSError for what would have its reader wait."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{path} is no file")
+    return fd
+
+
+def _true_name(path: str) -> str:
+    """Return where a file or link lies, without links on the way."""
+    return os.path.join(os.path.realpath(os.path.dirname(path)), path.rpartition("/")[2])
+
+
+def _importer() -> tuple[str, bool]:
+    """Return the file whose code imports something, empty if there is none, and whether by a statement."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
-    return "" if frame is None else frame.f_code.co_filename
+    if frame is None:
+        return "", False
+    return frame.f_code.co_filename, frame.f_code.co_code[frame.f_lasti] == _IMPORT
 
 
 _installation: list[Installation] = []

@@ -901,9 +901,13 @@ class StreamClient(asyncio.BufferedProtocol):
             except OSError:
                 return False
 
-    async def sweep(self) -> int:
-        """Kill every process in the sandbox but the runner; return how many there were."""
-        return (await self._ask(wire.SWEEP, {}, RunnerAnswer())).swept
+    async def sweep(self, clear_bytes: int | None = None) -> int:
+        """Kill every process in the sandbox but the runner; return how many there were.
+
+        With ``clear_bytes`` what they left in memory goes as well (`runtimes.sandbox.runner.runner.clear_shared`).
+        """
+        asked = {} if clear_bytes is None else {"clear_bytes": clear_bytes}
+        return (await self._ask(wire.SWEEP, asked, RunnerAnswer())).swept
 
     def steer(self, number: int, request: Mapping[str, object]) -> None:
         """Do to a session what is asked; there is no answer."""

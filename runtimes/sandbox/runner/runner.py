@@ -714,7 +714,7 @@ class Upload:
         try:
             locked = self.locked and self.lock()
             if locked:
-                os.fchown(self.fd, 0, 0)
+                os.fchown(self.fd, 0, self.identity.gid)
                 self.place()
             else:
                 with self.identity:
@@ -753,6 +753,13 @@ class Upload:
         by_name = os.path.relpath(os.path.dirname(self.workplace.real(self.path)), self.workplace.real("."))
         if by_name != os.path.relpath(place, top):
             return False  # a link is on the way, which its user may lead elsewhere
+        above = top
+        while above != "/":
+            above = os.path.dirname(above)
+            info = os.stat(above)
+            shared = info.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if info.st_gid in identity.groups else 0))
+            if info.st_uid == identity.uid or (shared and not info.st_mode & stat.S_ISVTX):
+                return False  # its user may move the working directory away
         parts = [part for part in os.path.relpath(place, top).split("/") if part != "."]
         for depth in range(len(parts) + 1):
             path = os.path.join(top, *parts[:depth])
@@ -1347,6 +1354,7 @@ class ProcessTree:
         self.jobs = jobs
         self.pid = os.getpid()
         self.sweeps: dict[int, float] = {}  # asked for, and when to give up on what will not die
+        self.clears: int | None = None  # whether a sweep takes shared memory as well (`clear_shared`)
         self.swept: set[int] = set()  # what they have ended so far
         self.freezer = -1  # the gateway's, of the cgroup that holds all but us: what is in it cannot even be ended
         self.rest_s: float | None = None  # when all must be stopped again, None if they may run
@@ -1473,6 +1481,48 @@ class ProcessTree:
         return [number for number, give_up_s in self.sweeps.items() if not others or now >= give_up_s], len(others)
 
 
+def clear_shared(limit_bytes: int) -> None:
+    """Remove what processes that are gone have left in memory, for a runner that is the first of its namespaces.
+
+    Those are the files of /dev/shm and System V's objects; and the files of a /tmp of its own, if there are more than
+    ``limit_bytes``.
+    """
+    import shutil  # a grade alone needs these: every other sandbox does without
+
+    left: list[tuple[int, Callable[[Any], object], Any]] = []
+    try:
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        remove: dict[str, Callable[[int], object]] = {  # by IPC_RMID
+            "shm": lambda id: libc.shmctl(id, 0, None),
+            "msg": lambda id: libc.msgctl(id, 0, None),
+            "sem": lambda id: libc.semctl(id, 0, 0, None),
+        }
+        for kind, take in remove.items():
+            with open(f"/proc/sysvipc/{kind}") as file:
+                names, *rows = (line.split() for line in file)
+            left += [(int(row[names.index("uid")]), take, int(row[1])) for row in rows]
+    except (ImportError, OSError, AttributeError):
+        pass  # a kernel or a Python without them
+    full = os.statvfs("/tmp") if os.path.isdir("/tmp") else None
+    own = full is not None and os.stat("/tmp").st_dev != os.stat("/").st_dev
+    large = full is not None and own and (full.f_blocks - full.f_bfree) * full.f_frsize > limit_bytes
+    for place in ("/dev/shm", "/tmp") if large else ("/dev/shm",):
+        for entry in os.scandir(place) if os.path.isdir(place) else ():
+            tree = entry.is_dir(follow_symlinks=False)
+            removal: Callable[[str], object] = os.unlink if not tree else lambda path: shutil.rmtree(path, True)
+            left.append((entry.stat(follow_symlinks=False).st_uid, removal, entry.path))
+    for uid, remover, what in left:
+        try:
+            os.seteuid(uid)
+            remover(what)
+        except OSError:
+            pass  # it stays, and so does its memory
+        finally:
+            os.seteuid(os.getuid())
+
+
 class Claims:
     """What the next gateway can claim, and which commands it is told were started."""
 
@@ -1544,6 +1594,9 @@ class Jobs:
             self.tree.rest(now)
         if self.tree.sweeps:
             over, survivors = self.tree.sweep(now)
+            if over and self.tree.clears is not None and self.tree.pid == 1:
+                clear_shared(self.tree.clears)
+                self.tree.clears = None
             for number in over:
                 del self.tree.sweeps[number]
                 self.link.send(DONE, number, as_json({"survivors": survivors, "swept": len(self.tree.swept)}))
@@ -2213,6 +2266,7 @@ class Runner:
                 self.files.list_directory(number, request)
             elif kind == SWEEP:
                 self.jobs.tree.sweeps[number] = time.monotonic() + UNKILLABLE_S
+                self.jobs.tree.clears = request.get("clear_bytes", self.jobs.tree.clears)
             elif kind == STEER:
                 self.jobs.steer(number, request)
             elif kind == REST:

@@ -39,12 +39,16 @@ def applied(
             else:
                 entry.size = len(str(text))
                 tar.addfile(entry, io.BytesIO(str(text).encode()))
-    said = head if head is not None else {"deleted": deleted, "changed": len(files), "left_out": []}
-    line = said if isinstance(said, bytes) else json.dumps(said).encode()
+    told = head if head is not None else {"deleted": deleted, "changed": len(files), "left_out": []}
+    line = told if isinstance(told, bytes) else json.dumps(told).encode()
     given = json.dumps({**RULES, **rules}).encode() + b"\n" + line + b"\n" + packed.getvalue()
     argv = [sys.executable, "-I", "-S", "-c", SOURCE, "apply"]
     done = subprocess.run(argv, input=given, cwd=tree, capture_output=True, check=False, timeout=60)
-    return done.returncode, json.loads(done.stdout or b"{}"), done.stderr.decode()
+    said = json.loads(done.stdout or b"{}")
+    brought = said.pop("brought", {})
+    for name in brought:
+        assert os.path.lexists(tree / name), "what came over is there"
+    return done.returncode, said, done.stderr.decode()
 
 
 @pytest.fixture
@@ -62,7 +66,8 @@ def tree(tmp_path: Path) -> Path:
     [
         "conftest.py", "pkg/conftest.py", "pytest.ini", "pkg/../conftest.py", "./conftest.py", "sitecustomize.py",
         "x.pth", ".git/hooks/post-checkout", "pkg/__pycache__/code.cpython-311.pyc", "site-packages/evil.py",
-        "tests/test_a.py", "tests", "elsewhere/code.py",
+        "tests/test_a.py", "tests", "elsewhere/code.py", "tests/test_a/__init__.py", "tests/test_a.abi3.so",
+        "tests/conftest/__init__.py", "tests/conftest.so", "pkg/.coveragerc",
     ],
 )  # fmt: skip
 def test_what_may_not_come_over_does_not_whatever_is_said(tree: Path, name: str) -> None:
@@ -87,6 +92,11 @@ def test_a_package_without_code_comes_over_and_so_does_the_solutions(tree: Path)
     status, said, _ = applied(tree, files, left_out=["tests/test_a.py", "pkg/tests/test_b.py"])
     assert (status, said) == (0, {"left_out": [], "failed": []})
     assert (tree / "pkg/__init__.py").read_text() == "x = 1"
+
+
+def test_the_code_of_a_package_with_code_and_tests_comes_over(tree: Path) -> None:
+    status, said, _ = applied(tree, {"pkg/__init__.py": "x = 1"}, left_out=["pkg/test_a.py"])
+    assert (status, said) == (0, {"left_out": [], "failed": []})
 
 
 def test_what_may_comes_over(tree: Path) -> None:

@@ -52,14 +52,13 @@ async def test_options_of_the_function_are_looked_at_as_well(bench: SuiteBench) 
     assert failure.reason is Reason.INVALID_INPUT and "pytest.args" in failure.message
 
 
-async def test_an_option_that_pytest_does_not_know_stays_a_reward_of_0_as_the_tree_may_have_it_too(
-    bench: SuiteBench,
-) -> None:
+async def test_an_option_that_pytest_does_not_know_is_no_reward_if_the_caller_has_it(bench: SuiteBench) -> None:
     by_caller = await bench.run(GIVEN, args=["--no-such-option"])
+    assert (by_caller["reward"], by_caller["valid"], by_caller["exit_code"]) == (None, False, 4)
+    assert "no-such-option" in by_caller["reason"]
     by_agent = await bench.run({**GIVEN, "pytest.ini": "[pytest]\naddopts = --no-such-option\n"})
-    for value in (by_caller, by_agent):
-        assert (value["reward"], value["valid"], value["exit_code"]) == (0.0, True, 4)
-        assert "no-such-option" in value["note"]
+    assert (by_agent["reward"], by_agent["valid"], by_agent["exit_code"]) == (0.0, True, 4)
+    assert "no-such-option" in by_agent["note"]
 
 
 async def test_what_the_agent_leaves_of_a_right_request_is_a_reward_of_0(bench: SuiteBench) -> None:

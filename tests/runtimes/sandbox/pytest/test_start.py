@@ -70,7 +70,7 @@ class InstalledPython:
             "prefixes": [],
         }
         given |= {"done": [], "workers": workers, "dist": "load", "args": [*ARGS, *args], "test_timeout_s": 0}
-        given |= {"own_options": True, "tests": [TEST], "start": start, **told}
+        given |= {"own_options": True, "tests": [TEST], "start": start, "programs": "", **told}
         argv = [str(self.python), "-s", "-S", "-c", CLEAN, _RUNTIME_SOURCE]
         done = subprocess.run(
             argv, input=json.dumps(given).encode(), cwd=self.work, capture_output=True, check=False, timeout=300
@@ -161,6 +161,108 @@ def test_the_projects_module_does_not_stand_for_the_librarys(machine: InstalledP
     report = machine.run()
     assert [each["verdict"] for each in report if "test" in each] == ["failed"]
     assert {"nonce": NONCE, "altered": ["the module fractions"]} in report
+
+
+#: Takes whatever judges it down, and says so.
+PLANTED = "import sys\nopen('planted', 'w').close()\ndef __getattr__(name): return lambda *a, **k: None\n"
+
+
+@pytest.mark.parametrize(
+    ("test", "planted"),
+    [
+        ("import attr\n", "attr.py"),
+        ("import attr\n", "attr/__init__.py"),
+        ("from attr import define\n", "tests/attr.py"),
+        ("import chosen\n", "optional/__init__.py"),
+        (
+            "import sys\nfor name in ('copy', 'pickle'): sys.modules.pop(name, None)\nimport pickle\n",
+            "org/python/core.py",
+        ),
+        ("", "pygments/__init__.py"),
+        ("", "setproctitle.py"),
+        ("", "numpy/__init__.py"),
+        ("", "tests/test_calc/__init__.py"),
+        ("from tangram_grading import run_solution\n", "tangram_grading/__init__.py"),
+    ],
+)
+def test_what_the_agent_adds_is_found_by_no_test_and_nothing_installed(
+    machine: InstalledPython, test: str, planted: str
+) -> None:
+    wrong = test + "def test_add(): assert 2 - 2 == 4\n"
+    optional = "try:\n    import optional\nexcept ImportError:\n    optional = None\n"
+    machine.write({TEST: wrong, planted: PLANTED}, installed={"chosen.py": optional})
+    brought = {str(machine.work / planted): True}
+    start = {"fresh": True, "roots": [str(machine.work)], "kept": [], "brought": brought}
+    report = machine.run(start=start)
+    assert [each["verdict"] for each in report if "test" in each] == ["failed"], report
+    assert not (machine.work / "planted").exists()
+    assert [each["inside"] for each in report if "inside" in each] == []
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_a_module_that_the_image_has_beside_an_installed_one_is_the_projects(
+    machine: InstalledPython, new: bool
+) -> None:
+    test = "import chosen\ndef test_it(): assert chosen.WHOSE == 'project'\n"
+    machine.write({TEST: test, "chosen.py": "WHOSE = 'project'\n"}, installed={"chosen.py": "WHOSE = 'installed'\n"})
+    start = {"fresh": True, "roots": [str(machine.work)], "kept": [], "brought": {str(machine.work / "chosen.py"): new}}
+    verdicts, _ = machine.verdicts(start=start)
+    assert verdicts == {"test_it": "failed" if new else "passed"}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("test", "inside"),
+    [
+        ("def test_it(): pass\n", ""),
+        ("from pkg import calc\ndef test_it(): pass\n", "pkg/__init__.py"),
+        ("def test_it():\n    exec(compile(open('pkg/calc.py').read(), 'calc', 'exec'))\n", "calc"),
+        ("def test_it(): import runpy; runpy.run_path('pkg/calc.py')\n", "pkg/calc.py"),
+        ("def test_it(): exec(open('pkg/calc.py').read())\n", "a text that a test runs"),
+        ("import subprocess\ndef test_it(): subprocess.run(['true'])\n", "as their own user"),
+        ("import os\ndef test_it(): os.system('true')\n", "as their own user"),
+        ("from tangram_grading import run_solution\ndef test_it(): run_solution(['true'])\n", "as their own user"),
+    ],
+)
+def test_it_is_told_what_of_the_agents_runs_where_the_tests_do(
+    machine: InstalledPython, test: str, inside: str, workers: int
+) -> None:
+    place = "pkg/tests/test_it.py"
+    machine.write({place: test, "pkg/calc.py": "x = 1\n", "pkg/__init__.py": "x = 1\n", "pkg/tests/__init__.py": ""})
+    brought = {str(machine.work / name): True for name in ("pkg/__init__.py", "pkg/calc.py", "calc")}
+    start = {"fresh": True, "roots": [str(machine.work)], "kept": [], "brought": brought}
+    report = machine.run(start=start, tests=[place], paths=[place], workers=workers)
+    assert [each["verdict"] for each in report if "test" in each] == ["passed"], report
+    told = [each["inside"] for each in report if "inside" in each]
+    assert len(told) == bool(inside) and inside in "".join(told), told
+    assert any(each.get("watched") for each in report)
+
+
+def test_a_lone_test_of_a_package_imports_what_is_beside_it(machine: InstalledPython) -> None:
+    """The package's code is the agent's: it is not imported until the test asks for it."""
+    test = """
+        import sys
+        early = "pkg" in sys.modules
+        from .helper import four
+        from .. import calc
+        def test_it(): assert (early, four, calc.x, __name__) == (False, 4, 1, "pkg.tests.test_it")
+        def test_told():
+            try:
+                assert four == 5
+            except AssertionError as error:
+                assert "assert 4 == 5" in str(error)
+    """
+    files = {"pkg/calc.py": "x = 1\n", "pkg/__init__.py": "x = 1\n", "pkg/tests/helper.py": "four = 4\n"}
+    machine.write({**files, "pkg/tests/__init__.py": "", "pkg/tests/test_it.py": test})
+    start = {
+        "fresh": True,
+        "roots": [str(machine.work)],
+        "kept": [],
+        "brought": {str(machine.work / "pkg/__init__.py"): True},
+    }
+    verdicts, _ = machine.verdicts(start=start, tests=["pkg/tests/test_it.py"], paths=["pkg/tests/test_it.py"])
+    assert verdicts == {"test_it": "passed", "test_told": "passed"}
+    assert not list((machine.work / "pkg/tests").rglob("test_it*.pyc")), "who may not read a test may read that"
 
 
 def test_the_interpreter_stays_that_of_the_fresh_sandbox(tmp_path: Path) -> None:
