@@ -14,7 +14,7 @@ from runtimes.runtime import Execution
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.pytest.runtime import PytestRuntime
-from runtimes.sandbox.sandbox import Provider
+from runtimes.sandbox.sandbox import Provider, Sandbox
 
 EVERY = (*ATTACKS, *VERDICTS)
 ARGS = ("-p", "no:cacheprovider", *unplugged())
@@ -24,22 +24,31 @@ FRESH = replace(SAME, pytest=PytestSpec(args=ARGS, grade="fresh", tree_options="
 GOOD = "def add(a, b):\n    return a + b\n"
 
 
-class SilentLog:
-    """Takes what a suite prints."""
+class SaidLog:
+    """Keeps what a suite prints."""
 
-    def write(self, stream: str, data: str) -> None: ...
+    def __init__(self) -> None:
+        self.said = ""
+
+    def write(self, stream: str, data: str) -> None:
+        self.said += data
 
     def omit(self, size_bytes: int) -> None: ...
 
 
 async def graded(
-    environments: Environments, function: FunctionSpec, trajectory: str, input: Mapping[str, object], cores: int = 1
+    environments: Environments,
+    function: FunctionSpec,
+    trajectory: str,
+    input: Mapping[str, object],
+    cores: int = 1,
+    log: SaidLog | None = None,
 ) -> Mapping[str, object]:
     """Return the result of a reward; raises ActionFailed if it has none."""
     cpus = tuple(range(cores))
     action = Action(id=f"reward-{trajectory}", function=function.name, trajectory=trajectory, timeout_s=60.0)
     lease = Lease(action_id=action.id, node="local", grants={"cpu": Grant(pool="cpu:local", units=cores, cores=cpus)})
-    call = Call(function=function, input=input, log=SilentLog())
+    call = Call(function=function, input=input, log=log or SaidLog())
     value = (await PytestRuntime(environments).execute(Execution(action=action, lease=lease, call=call))).value
     assert isinstance(value, dict)
     return value
@@ -53,6 +62,7 @@ async def play(
     *,
     trajectory: str = "",
     solved: bool = False,
+    log: SaidLog | None = None,
 ) -> Mapping[str, object]:
     """Let the agent do its worst, then upload the tests and grade; return the result."""
     trajectory = trajectory or attack.name
@@ -66,10 +76,27 @@ async def play(
         await sandbox.write_file(path, text.encode())
     for act in () if solved else attack.acts:
         await sandbox.run(Command(shell=act, timeout_s=10.0))
-    if attack.forked:
-        kept = await environments.snapshot(trajectory)
-        trajectory += "-fork"
-        sandbox = await environments.ensure(trajectory, replace(sandbox.spec, snapshot=kept.id))
+    if not attack.forked:
+        return await _told_and_graded(attack, environments, sandbox, function, trajectory, solved, log)
+    kept = await environments.snapshot(trajectory)
+    try:
+        sandbox = await environments.ensure(f"{trajectory}-fork", replace(sandbox.spec, snapshot=kept.id))
+        return await _told_and_graded(attack, environments, sandbox, function, f"{trajectory}-fork", solved, log)
+    finally:
+        await environments.end(f"{trajectory}-fork")
+        await environments.provider.snapshots.remove(kept.id)
+
+
+async def _told_and_graded(
+    attack: RewardAttack,
+    environments: Environments,
+    sandbox: Sandbox,
+    function: FunctionSpec,
+    trajectory: str,
+    solved: bool,
+    log: SaidLog | None,
+) -> Mapping[str, object]:
+    """Upload the tests as a trainer does, let the agent do its last, and grade."""
     tests = attack.tests or {TEST: PROJECT[TEST]}
     given: dict[str, object] = {"env": dict(attack.env), **({} if attack.tests else {"fail_to_pass": [LISTED]})}
     if attack.given or (function.pytest is not None and function.pytest.grade == "fresh"):
@@ -81,7 +108,7 @@ async def play(
             await sandbox.run(Command(shell=attack.settle, timeout_s=10.0))
     for act in () if solved else attack.last:
         await sandbox.run(Command(shell=act, timeout_s=30.0))
-    return await graded(environments, function, trajectory, given, attack.cores)
+    return await graded(environments, function, trajectory, given, attack.cores, log)
 
 
 def is_earned(attack: RewardAttack, reward: object) -> bool:
