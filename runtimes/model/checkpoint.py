@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -217,6 +219,9 @@ TORCH_DTYPES: Mapping[str, str] = {
     "BOOL": "bool",
 }
 
+#: Bytes of a configuration or an index: the largest that is known has a third.
+SMALL_MAX_BYTES = 32 * 2**20
+
 _COMPONENT = "model.checkpoint"
 _AGAIN = "download the checkpoint again"
 _CORRUPT = "the file is truncated or corrupt: download it again"
@@ -349,7 +354,7 @@ def read_pooling(path: Path) -> Pooling:
     if not (path / "modules.json").is_file():
         return Pooling()
     try:
-        modules = json.loads((path / "modules.json").read_bytes())
+        modules = json.loads(read_small(path / "modules.json"))
         steps = [(str(each["type"]).rpartition(".")[2], path / str(each["path"])) for each in modules]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _invalid(path / "modules.json", f"cannot be read ({error!r})", _AGAIN) from error
@@ -515,9 +520,20 @@ def _tensor(file: Path, name: str, entry: object, start: int, size: int) -> Tens
     return Tensor(file=file, offset=start + first, size_bytes=last - first, dtype=dtype, shape=shape)
 
 
+def read_small(file: Path) -> bytes:
+    """Return a file that describes others; raises OSError, and ValueError for what is larger or no plain file."""
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise ValueError("it is no plain file")
+        data = opened.read(SMALL_MAX_BYTES + 1)
+    if len(data) > SMALL_MAX_BYTES:
+        raise ValueError(f"it has more than {SMALL_MAX_BYTES} bytes")
+    return data
+
+
 def _read_json(file: Path, remedy: str) -> Mapping[str, object]:
     try:
-        value = json.loads(file.read_bytes(), object_hook=_plain_number)
+        value = json.loads(read_small(file), object_hook=_plain_number)
     except FileNotFoundError as error:
         raise _invalid(file, "is missing", remedy) from error
     except (OSError, ValueError, RecursionError) as error:

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from manager.errors import CodedError, InvalidConfig, InvalidInput, Unsupported
-from runtimes.model.checkpoint import Head, Layout, fingerprint
+from runtimes.model.checkpoint import Head, Layout, fingerprint, read_small
 from runtimes.model.processes import (
     Done,
     EncodedText,
@@ -279,7 +279,7 @@ def stop_ids(path: Path, tokenizer_end: int | None = None) -> tuple[int, ...]:
     """The tokens that end a generation: generation_config.json, else config.json, else the tokenizer's."""
     for name in ("generation_config.json", "config.json"):
         try:
-            entry = json.loads((path / name).read_bytes()).get("eos_token_id")
+            entry = json.loads(read_small(path / name)).get("eos_token_id")
         except (OSError, ValueError):
             continue
         if entry is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -33,9 +34,13 @@ COLOURS: Mapping[str, str] = {
 #: Columns whose cells are states.
 STATES = frozenset({"STATE", "STATUS"})
 _FIGURE = re.compile(r"-|[\d.]+[a-zA-Z%]{0,2}(\d+[smh])?")
-#: Control characters but tab and line feed: a terminal would obey them.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_BEYOND_ASCII = re.compile(r"[\x7f-\x9f]")
+#: Control characters beyond ASCII: a terminal obeys them, or they hide or turn round what stands beside them.
+_CONTROL_BEYOND_ASCII = (
+    "\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
+)
+_BEYOND_ASCII = re.compile(f"[{_CONTROL_BEYOND_ASCII}]")
+#: Those of ASCII too, but for tab and line feed.
+_CONTROL = re.compile(f"[\x00-\x08\x0b-\x1f{_CONTROL_BEYOND_ASCII}]")
 _INVOCATION_ID = re.compile(r"0*([0-9a-f]+)-[0-9a-f]{12}")
 #: Seconds between two looks at transfers: for a bar that moves, and for words in a log.
 LOOK_S, WORD_S = 1.0, 10.0
@@ -54,9 +59,9 @@ def in_json(value: object) -> str:
     return _plain(msgspec.json.encode(value))
 
 
-def _plain(json: bytes) -> str:
+def _plain(value: bytes) -> str:
     """Return JSON with every control character escaped; JSON itself lets those beyond ASCII stand."""
-    return _BEYOND_ASCII.sub(lambda found: f"\\u{ord(found[0]):04x}", json.decode())
+    return _BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], value.decode())
 
 
 def say(text: str) -> None:
@@ -74,7 +79,7 @@ def print_log(line: LogLine, *, err: bool, raw: bool = False) -> None:
 
 def visible(text: str) -> str:
     """Return the text with its control characters written out: ``\\x1b`` instead of an escape."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else ascii(found[0])[1:-1], text)
 
 
 # --- sizes (`show_size`), durations, times and ids

@@ -153,6 +153,17 @@ def test_json_holds_no_control_character_and_is_the_same_value(capsys: pytest.Ca
         assert json.loads(text) == {"stdout": ODD}
 
 
+@pytest.mark.parametrize("sign", list("\u202e\u2066\u200f\u061c\u2028\u200b\ufeff\U000e0041\xad"))
+def test_no_sign_turns_round_or_hides_what_stands_beside_it(capsys: pytest.CaptureFixture[str], sign: str) -> None:
+    text = f"rm {sign}fdp.elif"
+    print_log(LogLine(offset=0, time=datetime(2026, 1, 1, tzinfo=UTC), stream="stdout", data=text), err=False)
+    say(text)
+    print_json({"name": text})
+    seen = capsys.readouterr()
+    assert sign not in seen.out + seen.err + in_json(text) + "".join(table(("NAME",), [(text,)]))
+    assert json.loads(in_json(text)) == text
+
+
 COLUMNS = (TableColumn("ID", 4), TableColumn("NAME", 4), TableColumn("AGE", 3, 1), TableColumn("WHY", 4, 2))
 ROW = ("12ab", "a-rather-long-name", "3.2s", "because of something")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,3 +116,17 @@ def test_a_replaced_file_changes_the_fingerprint(directory: Path) -> None:
     write_safetensors(directory / "new")
     (directory / "new").rename(directory / "model.safetensors")
     assert fingerprint(directory) != before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_description_that_is_larger_than_any_or_no_file_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("runtimes.model.checkpoint.SMALL_MAX_BYTES", 100)
+    (directory / name).write_text('{"weight_map": {}, "model_type": "llama"' + " " * 100 + "}")
+    with pytest.raises(InvalidConfig, match="more than 100 bytes"):
+        open_checkpoint(directory)
+    (directory / "config.json").unlink()
+    os.mkfifo(directory / "config.json")
+    with pytest.raises(InvalidConfig, match="no plain file"):
+        open_checkpoint(directory)
