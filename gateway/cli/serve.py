@@ -99,7 +99,7 @@ class Finding(NamedTuple):
     #: ``ok``, ``note`` (less than there could be) or ``missing``.
     state: str
     #: What is here; if it is missing, the reason and what mends it.
-    told: str
+    detail: str
 
 
 @contextmanager
@@ -319,7 +319,7 @@ def _check_models(config: GatewayConfig) -> None:
 def _warnings(config: GatewayConfig) -> list[str]:
 
     with silence():
-        return [f"{each.what}: {each.told}" for each in preflight(config) if each.state == "missing"]
+        return [f"{each.what}: {each.detail}" for each in preflight(config) if each.state == "missing"]
 
 
 @click.command("config-schema")

@@ -105,9 +105,9 @@ SHOWN_WRONG = 4
 COMBINED = frozenset({"oneOf", "anyOf", "allOf", "not", "if", "then", "else"})
 #: Where arguments stand in the path of what does not fit: a model's own mistake, which it is told (SEP-1303).
 ARGUMENTS = "$"
-Told = dict[str, Any]
+JsonObject = dict[str, Any]
 #: What the newer era asks of each result; the SDK takes it from those of the older.
-COMPLETE: Told = {"resultType": "complete"}
+COMPLETE: JsonObject = {"resultType": "complete"}
 
 
 class RpcRefused(InvalidInput):
@@ -228,7 +228,7 @@ class McpExchange:
 
     async def send_raw_request(
         self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None
-    ) -> Told:
+    ) -> JsonObject:
         raise NoBackChannelError(method)
 
     async def notify(self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None) -> None:
@@ -273,7 +273,7 @@ class Mcp(Facade):
 
     def body(self, fault: Fault, status: int) -> object:
         """Return a fault of a request that was not read as an error without an id."""
-        return _error_body(None, RPC_CODES[fault.kind], fault.message, _told(fault))
+        return _error_body(None, RPC_CODES[fault.kind], fault.message, _error_data(fault))
 
     async def end(self, request: Request) -> Response:
         """End a session, with its trajectory."""
@@ -329,7 +329,7 @@ class Mcp(Facade):
 
     # Tools
 
-    async def _discovered(self, context: Context, params: RequestParams) -> Told:
+    async def _discovered(self, context: Context, params: RequestParams) -> JsonObject:
         """Return what is served. Who can keep no sandbox in the newer era is led to the older, where a session does."""
         stateless = not any(kind_of(each).works_in_sandbox for each in self._functions())
         alone = stateless or TRAJECTORY in _exchange(context).request.headers
@@ -341,13 +341,13 @@ class Mcp(Facade):
         known = {each.name: each for each in self.api.functions.all()}
         return [known[name] for name in self._names if name in known]
 
-    async def _tools(self, context: Context, params: PaginatedRequestParams) -> Told:
+    async def _tools(self, context: Context, params: PaginatedRequestParams) -> JsonObject:
         """Return every tool, on one page."""
         if params.cursor is not None:
             raise RpcRefused(INVALID_PARAMS, "params.cursor: there is only one page, and it has no cursor")
         return COMPLETE | {"tools": [_tool(each) for each in self._functions()]}
 
-    async def _call(self, context: Context, request: CallToolRequestParams) -> Told:
+    async def _call(self, context: Context, request: CallToolRequestParams) -> JsonObject:
         """Call a tool, in the session's trajectory unless a header names another."""
         exchange = _exchange(context)
         function = next((each for each in self._functions() if each.name == request.name), None)
@@ -365,7 +365,7 @@ class Mcp(Facade):
             if not str(error.detail.get("path", "")).startswith(ARGUMENTS):
                 raise
             self.api.metrics.refused(self.name, error.code)
-            return _call_told([f"{function.name}: {error.code}: {error.message}"], failed=True)
+            return _call_content([f"{function.name}: {error.code}: {error.message}"], failed=True)
         fault = fault_of_end(record)
         if fault is not None and fault.kind is FaultKind.BUSY:
             raise CallFailed(fault)  # an error, which no model is to see
@@ -417,7 +417,7 @@ class Mcp(Facade):
         fault = fault_of(error)
         if not isinstance(error, RpcRefused):
             return self._error(request, message, fault, RPC_CODES[fault.kind])
-        return self._error(request, message, fault, error.rpc, error.status, _told(fault) | dict(error.data))
+        return self._error(request, message, fault, error.rpc, error.status, _error_data(fault) | dict(error.data))
 
     def _error(
         self,
@@ -430,7 +430,7 @@ class Mcp(Facade):
     ) -> Response:
         """Return an error, with the HTTP status that clients of the request's era read."""
         known = message.id if isinstance(message, JSONRPCRequest) else None
-        body = _error_body(known, code, fault.message, data or _told(fault))
+        body = _error_body(known, code, fault.message, data or _error_data(fault))
         by_era = ERROR_CODE_HTTP_STATUS.get(code, 200) if _is_single(request) else 200
         headers = {} if fault.invocation_id is None else {"X-Invocation-Id": fault.invocation_id}
         if fault.retry_after_s is not None:
@@ -490,17 +490,17 @@ def _tool(function: FunctionSpec) -> dict[str, object]:
     return {"name": function.name, "description": about, "inputSchema": shown | {"type": "object"}}
 
 
-def _call_result(function: FunctionSpec, record: Record, fault: Fault | None) -> Told:
+def _call_result(function: FunctionSpec, record: Record, fault: Fault | None) -> JsonObject:
     """Return the end of an invocation as a tool's result: for the model in text, and as it is."""
     value = result_of(record)
     texts = [] if fault is None else [fault.message]
     if value is not None or fault is None:
         texts.append(_text(function, value))
     structured = {"structuredContent": value} if isinstance(value, dict) else {}
-    return _call_told(texts, failed=fault is not None) | structured | {"_meta": {"tangram/invocation": record.id}}
+    return _call_content(texts, failed=fault is not None) | structured | {"_meta": {"tangram/invocation": record.id}}
 
 
-def _call_told(texts: Sequence[str], *, failed: bool) -> Told:
+def _call_content(texts: Sequence[str], *, failed: bool) -> JsonObject:
     return COMPLETE | {"content": [{"type": "text", "text": text} for text in texts], "isError": failed}
 
 
@@ -518,7 +518,7 @@ def _text(function: FunctionSpec, value: object) -> str:
     return "\n".join(text.removesuffix("\n") for text in shown if text)
 
 
-def _told(fault: Fault) -> dict[str, object]:
+def _error_data(fault: Fault) -> dict[str, object]:
     """Return what a program may want to know of a fault."""
     fields = {"code": fault.code, "path": fault.path or None, "invocation_id": fault.invocation_id}
     more = {"retry_after_s": fault.retry_after_s}

@@ -161,9 +161,9 @@ class JudgedSequence:
         """Return vLLM's ``prompt_logprobs``: of each token itself first, then the likeliest that it is not."""
         rows: list[dict[str, object] | None] = [None]
         for token, logprob, rank, top in zip(self.ids[1:], self.logprobs, self.ranks, self.top, strict=True):
-            row: dict[str, object] = {str(token): _told(logprob, rank)}
+            row: dict[str, object] = {str(token): _token_entry(logprob, rank)}
             for place, (other, value) in enumerate(top, 1):
-                row.setdefault(str(int(other)), _told(value, place))
+                row.setdefault(str(int(other)), _token_entry(value, place))
             rows.append(row)
         return rows
 
@@ -191,7 +191,7 @@ class JudgedSequence:
         return fields
 
 
-def _told(logprob: float, rank: int) -> dict[str, object]:
+def _token_entry(logprob: float, rank: int) -> dict[str, object]:
     return {"logprob": logprob, "rank": rank, "decoded_token": None}
 
 

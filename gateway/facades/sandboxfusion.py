@@ -175,7 +175,7 @@ class SandboxFusion(Facade):
         program = self._program(read_shape(await self.read_object(request), RunCodeRequest))
         if not program.language.compile and not program.request.fetch_files:
             record = await self._step(request, program, program.boot(program.language.run, stdin=_stdin(program)))
-            return self._told(program, None, record, {})
+            return self._verdict(program, None, record, {})
         trajectory = f"sandboxfusion-{secrets.token_hex(12)}"
         try:
             return await self._steps(request, program, trajectory)
@@ -188,7 +188,7 @@ class SandboxFusion(Facade):
             bounds = replace(program, request=_without_memory_bound(program.request))
             compiled = await self._step(request, program, bounds.boot(language.compile), trajectory, compiling=True)
             if fault_of_end(compiled) is not None or not _ended(compiled, program.word).good:
-                return self._told(program, compiled, None, {})
+                return self._verdict(program, compiled, None, {})
         run = program.boot(language.run, laid_out=compiled is not None, stdin=_stdin(program))
         ran = await self._step(request, program, run, trajectory)
         files: dict[str, object] = {}
@@ -199,7 +199,7 @@ class SandboxFusion(Facade):
             if result is None:
                 return self._no_verdict(fetched, "the files could not be fetched: they are larger than output_limit")
             files = result
-        return self._told(program, compiled, ran, files)
+        return self._verdict(program, compiled, ran, files)
 
     async def _step(
         self,
@@ -215,7 +215,7 @@ class SandboxFusion(Facade):
         call = replace(call, trajectory=trajectory, key=None)
         return (await self.calls.run(request, [call], program.until_s))[0].record
 
-    def _told(
+    def _verdict(
         self, program: Program, compiled: Record | None, ran: Record | None, files: Mapping[str, object]
     ) -> Response:
         """Return the verdict; what is none is an error that the client tries again."""

@@ -136,13 +136,13 @@ class ReadinessCheck(CheckBase):
     def __init__(self, unready: Callable[[], str | None]) -> None:
         self._unready = unready
         self._watchers: set[asyncio.Event] = set()
-        self._told = True
+        self._serving = True
         self._timer: asyncio.TimerHandle | None = None
 
     def look(self) -> None:
         """Tell those who watch if it has changed."""
-        if (serving := self.__status__()) != self._told:
-            self._told = serving
+        if (serving := self.__status__()) != self._serving:
+            self._serving = serving
             for watcher in self._watchers:
                 watcher.set()
 
@@ -156,7 +156,7 @@ class ReadinessCheck(CheckBase):
         watcher = asyncio.Event()
         self._watchers.add(watcher)
         if self._timer is None:
-            self._told = self.__status__()
+            self._serving = self.__status__()
             self._look_again()
         return watcher
 

@@ -334,7 +334,7 @@ def filters(text: str) -> dict[str, list[str]]:
     return result
 
 
-async def _say(exchange: DockerExchange, progress: object) -> None:
+async def _send_progress(exchange: DockerExchange, progress: object) -> None:
     await exchange.send(orjson.dumps(progress) + b"\r\n")
 
 
@@ -549,7 +549,7 @@ print(json.dumps({"name": name, "size": size, "mode": mode, "mtime": mtime, "lin
 ABSENT, STAT_S, STAT_BYTES = 65, 30.0, 16384
 
 
-def _asked(exchange: DockerExchange) -> str:
+def _path_of(exchange: DockerExchange) -> str:
     path = exchange.query.get("path", "")
     if not path:
         raise InvalidInput("bad parameter: path cannot be empty", component=COMPONENT, detail={"path": "path"})
@@ -613,7 +613,7 @@ def _entry(block: bytes) -> tarfile.TarInfo:
     return entry
 
 
-def _told(error: CodedError, called: str, path: str) -> CodedError:
+def _path_error(error: CodedError, called: str, path: str) -> CodedError:
     """Return what is wrong with a path in the engine's words, as far as it has some; the container as it was called."""
     if isinstance(error, NotFound):
         message = f"Could not find the file {path} in container {called[:128]}"
@@ -908,17 +908,17 @@ class DockerEngineApi:
 
     async def stat(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer what a path is."""
-        path = _asked(exchange)
+        path = _path_of(exchange)
         sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
         try:
             result = await _lstat(sandbox, _placed(path))
         except CodedError as error:
-            raise _told(error, match["id"], path) from None
+            raise _path_error(error, match["id"], path) from None
         await exchange.answer(200, None, {STAT: stat_header(replaced(result, name=_shown(path)))})
 
     async def archive(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer with what a path is as a tar; its names begin with the path's own, or with ``.`` for ``path/.``."""
-        path = _asked(exchange)
+        path = _path_of(exchange)
         sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
         place, limit_bytes, name = _placed(path), self._api.server.file_limit_bytes, _shown(path)
         packed = open_archive(sandbox, place, limit_bytes=limit_bytes, base=name != ".", follow=False)
@@ -933,11 +933,11 @@ class DockerEngineApi:
                     async for chunk in chunks:
                         await exchange.send(chunk)
         except CodedError as error:
-            raise _told(error, match["id"], path) from None
+            raise _path_error(error, match["id"], path) from None
 
     async def unpack(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Unpack a tar into a directory that is there; its entries belong to the sandbox's user."""
-        path = _asked(exchange)
+        path = _path_of(exchange)
         sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
         place, limit_bytes = _placed(path), self._api.server.file_limit_bytes
         await self._require_directory(sandbox, match["id"], path)
@@ -946,7 +946,7 @@ class DockerEngineApi:
                 chunks = exchange.chunks(limit_bytes)
                 await put_archive(sandbox, place, chunks, limit_bytes=limit_bytes)
         except CodedError as error:
-            raise _told(error, match["id"], path) from None
+            raise _path_error(error, match["id"], path) from None
         await exchange.answer(200)
 
     async def _require_directory(self, sandbox: Sandbox, called: str, path: str) -> None:
@@ -956,7 +956,7 @@ class DockerEngineApi:
         except CodedError as error:
             if error.detail is not None and error.detail.get(FILE_ERROR) == "not_a_directory":
                 raise InvalidInput("extraction point is not a directory", component=COMPONENT) from None
-            raise _told(error, called, path) from None
+            raise _path_error(error, called, path) from None
 
     # --- images
 
@@ -1010,14 +1010,14 @@ class DockerEngineApi:
         here = {name for each in states for name in image_names(each.image)}
         async with exchange.streamed("application/json"):
             if not here.isdisjoint(image_names(named)):
-                await _say(exchange, {"status": f"Status: Image is up to date for {named}"})
+                await _send_progress(exchange, {"status": f"Status: Image is up to date for {named}"})
             else:
                 await self._pull(exchange, keeper, named, tag or "latest")
 
     async def _pull(self, exchange: DockerExchange, keeper: ImageKeeper, name: str, tag: str) -> None:
         keeper.begin(name)
         state: ImageState | None = None
-        await _say(exchange, {"status": f"Pulling from {name}", "id": tag})
+        await _send_progress(exchange, {"status": f"Pulling from {name}", "id": tag})
         for _ in range(PROGRESS_MAX):
             await keeper.settled([name], PROGRESS_S)
             state = next((each for each in await keeper.states() if each.image in image_names(name)), None)
@@ -1025,13 +1025,13 @@ class DockerEngineApi:
                 break
             if state.total_bytes:
                 detail = {"current": state.done_bytes, "total": state.total_bytes}
-                await _say(exchange, {"status": "Downloading", "progressDetail": detail, "id": tag})
+                await _send_progress(exchange, {"status": "Downloading", "progressDetail": detail, "id": tag})
             await asyncio.sleep(0)
         if state is not None and state.state == "present":
-            await _say(exchange, {"status": f"Status: Downloaded newer image for {name}"})
+            await _send_progress(exchange, {"status": f"Status: Downloaded newer image for {name}"})
             return
         why = "it was not pulled in time" if state is None or state.state == "pulling" else state.problem
-        await _say(exchange, {"errorDetail": {"message": why}, "error": why})
+        await _send_progress(exchange, {"errorDetail": {"message": why}, "error": why})
 
     # --- what they are made of
 

@@ -150,7 +150,7 @@ class AttendedCommand:
         self.exit_code: int | None = None
         self.out_of_memory = False
         #: What is told beside its output: why it was ended.
-        self.told = ""
+        self.end_message = ""
         #: Why there is no exit status; None if there is one.
         self.error: CodedError | None = None
         self.invocation_id = ""
@@ -265,9 +265,9 @@ class AttendedCommand:
         self.out_of_memory = record.reason is Reason.OUT_OF_MEMORY
         if record.reason in (Reason.TIMEOUT, Reason.OUT_OF_MEMORY) or self._cancelled:
             self.exit_code = KILLED
-            self.told = "" if self._cancelled else f"tangram: {record.message}\n"
+            self.end_message = "" if self._cancelled else f"tangram: {record.message}\n"
         elif record.reason is Reason.INVALID_INPUT:  # what the engine says of a user or directory that is not there
-            self.exit_code, self.told = NOT_BEGUN, f"tangram: {record.message}\n"
+            self.exit_code, self.end_message = NOT_BEGUN, f"tangram: {record.message}\n"
         elif record.reason is not None:
             self.error = _error_of(record)
         elif isinstance(number, int):
@@ -331,8 +331,8 @@ class MainCommand(AttendedCommand):
                     self._output.add(piece.stream, piece.data)
                 self._wake()
             await self.ended.wait()
-            if self.told:
-                self._output.add("stderr", self.told.encode())
+            if self.end_message:
+                self._output.add("stderr", self.end_message.encode())
         finally:
             self.drained.set()
             self._wake()
@@ -656,7 +656,7 @@ async def _hear(command: ContainerExec, upgraded: asyncio.Event, pipes: list[Doc
                 await pipes[0].write(data)
     await command.ended.wait()
     await upgraded.wait()
-    message = command.told or ("" if command.error is None else f"tangram: {command.error.message}\n")
+    message = command.end_message or ("" if command.error is None else f"tangram: {command.error.message}\n")
     if message:
         await pipes[0].write(message.encode() if spec.tty else frame("stderr", message.encode()))
 
@@ -1185,7 +1185,7 @@ class ContainerManager:
             self.mark_lost(container, main.error)
             return
         container.record.out_of_memory = main.out_of_memory
-        self._ended(container, LOST_EXIT if main.exit_code is None else main.exit_code, main.told.strip())
+        self._ended(container, LOST_EXIT if main.exit_code is None else main.exit_code, main.end_message.strip())
 
     def _arm(self, container: Container) -> None:
         """End it when its ``sleep`` would."""

@@ -321,7 +321,7 @@ class DockerListener:
         except TimeoutError:
             return False
         except h11.RemoteProtocolError as error:
-            return await _told(peer, InvalidInput(f"this is no HTTP/1.1: {error}", component=COMPONENT))
+            return await _refuse_unread(peer, InvalidInput(f"this is no HTTP/1.1: {error}", component=COMPONENT))
         if not isinstance(request, h11.Request):
             return False
         try:
@@ -335,7 +335,7 @@ class DockerListener:
         except h11.ProtocolError as error:
             raise ClientDisconnect() from error
         except InvalidInput as error:
-            return await _told(peer, error)
+            return await _refuse_unread(peer, error)
         try:
             return await peer.next_cycle() and refusal is None and not self._closing.is_set()
         except h11.ProtocolError:
@@ -437,7 +437,7 @@ async def _refuse(exchange: DockerExchange, error: CodedError) -> None:
     await exchange.answer(REFUSED[fault_of(error).kind], {"message": error.message}, headers)
 
 
-async def _told(peer: DockerConnection, error: CodedError) -> bool:
+async def _refuse_unread(peer: DockerConnection, error: CodedError) -> bool:
     """Answer what is no request, and let the connection go."""
     if peer.http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
         body = serialization.dumps({"message": error.message})

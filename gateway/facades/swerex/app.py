@@ -575,7 +575,7 @@ class Swerex(Facade):
                 request, place, script_input(UNPACK, {"body": name, "mark": f"--{boundary}"}), None
             )
             self._check(record)
-            result = self._told(record)
+            result = self._end_of(record)
         except Exception:  # refused, withdrawn, ended, or its client went away: nothing has taken it apart
             await self._remove(request, place, (name, f"{name}.part"))
             raise
@@ -679,9 +679,9 @@ class Swerex(Facade):
         if record.reason is Reason.TIMEOUT:
             raise self._timed_out(record, None, "timeout after {} seconds while running command")
         self._check(record)
-        return record, text_of(result_object(record), "stdout"), self._told(record)
+        return record, text_of(result_object(record), "stdout"), self._end_of(record)
 
-    def _told(self, record: Record) -> dict[str, object]:
+    def _end_of(self, record: Record) -> dict[str, object]:
         """Return how a script ended, in its own words."""
         stderr = str(result_object(record).get("stderr", ""))
         try:
@@ -758,7 +758,7 @@ class Swerex(Facade):
         stderr = text_of(result, "stderr")
         absent = '"python3": executable file not found' in stderr or stderr.startswith("python3: ")
         if result.get("exit_code") in (126, 127) and absent:
-            self._told(record)
+            self._end_of(record)
 
     def _timed_out(self, record: Record, asked_s: float | None, text: str) -> RaisedAtClient:
         function_s = self.api.functions.get(record.function).timeout_s

@@ -483,16 +483,16 @@ def _begin(place: str, name: str, request: dict[str, Any], pipe: int) -> None:
         output = terminal.start(request["startup_source"], request["startup_timeout"])
     except (BashEnded, TimeoutError, OSError) as error:
         terminal.end()
-        _say(pipe, shown(terminal.output.take()), {"end": "not_started", "why": type(error).__name__})
+        _report(pipe, shown(terminal.output.take()), {"end": "not_started", "why": type(error).__name__})
         return
     os.chdir(place)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(name)
     listener.listen(16)
-    _say(pipe, output, {"end": "done"})
+    _report(pipe, output, {"end": "done"})
     serve(terminal, listener)
 
 
-def _say(pipe: int, output: str, fields: dict[str, Any]) -> None:
+def _report(pipe: int, output: str, fields: dict[str, Any]) -> None:
     with open(pipe, "wb") as sink:
         sink.write(json.dumps({"output": output[-65536:], "end_fields": fields}).encode())

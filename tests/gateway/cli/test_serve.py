@@ -98,8 +98,8 @@ def test_doctor_tells_what_is_missing_and_what_mends_it(tangram: Tangram, tmp_pa
     found = findings(out)
     assert status == 1
     assert found["server.port"]["state"] == found["disk"]["state"] == "missing"
-    assert found["server.port"]["told"].endswith("Address already in use; set server.port, or end who has it")
-    assert "set server.state_dir or server.free_min" in found["disk"]["told"]
+    assert found["server.port"]["detail"].endswith("Address already in use; set server.port, or end who has it")
+    assert "set server.state_dir or server.free_min" in found["disk"]["detail"]
     (tmp_path / "tangram.yaml").write_text("version: 2")
     status, out, _ = tangram("doctor", "--json", str(tmp_path))
     assert (status, [*findings(out)]) == (1, ["configuration"])
@@ -119,9 +119,9 @@ def test_doctor_tells_a_door_that_cannot_listen(tangram: Tangram, tmp_path: Path
             status, out, _ = tangram("doctor", "--json", written(tmp_path, server=server, functions=functions))
             found = findings(out)
             assert status == 1
-            assert "set server.facades.swerex.port" in found["server.facades.swerex.port"]["told"]
+            assert "set server.facades.swerex.port" in found["server.facades.swerex.port"]["detail"]
             assert found["server.facades.docker.socket"]["state"] == "missing"
-            assert "sandbox.image to the name that clients say" in found["server.facades.docker"]["told"]
+            assert "sandbox.image to the name that clients say" in found["server.facades.docker"]["detail"]
             assert place.exists() == (place == places["taken"]), "it only looks"
 
 
@@ -130,8 +130,8 @@ def test_doctor_tells_of_a_function_once_in_units_and_with_the_remedy(tangram: T
     status, out, _ = tangram("doctor", "--json", written(tmp_path, functions={"wide": wide}))
     (told,) = [each for each in json.loads(out)["findings"] if each["what"] == "function wide"]
     assert (status, told["state"]) == (1, "missing")
-    assert "60000 of cpu and 3Gi of memory" in told["told"]
-    assert told["told"].endswith("; lower its cost or sandbox.memory, or give the node more")
+    assert "60000 of cpu and 3Gi of memory" in told["detail"]
+    assert told["detail"].endswith("; lower its cost or sandbox.memory, or give the node more")
 
 
 def test_doctor_looks_for_pytest_where_the_host_has_it_or_not(tangram: Tangram, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_doctor_looks_for_pytest_where_the_host_has_it_or_not(tangram: Tangram, 
             ended, out, _ = tangram("doctor", "--json", directory)
             told = findings(out)["function reward"]
             assert (ended, told["state"]) == (status, state), told
-            assert told["told"].startswith(expected)
+            assert told["detail"].startswith(expected)
 
 
 def test_doctor_finds_no_disk_where_nothing_can_be_written(tangram: Tangram, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_doctor_finds_no_disk_where_nothing_can_be_written(tangram: Tangram, tmp
     server = {"port": 0, "grpc_port": 0, "state_dir": str(tmp_path / "file")}
     status, out, _ = tangram("doctor", "--json", written(tmp_path, server=server))
     assert (status, findings(out)["disk"]["state"]) == (1, "missing")
-    assert "set server.state_dir" in findings(out)["disk"]["told"]
+    assert "set server.state_dir" in findings(out)["disk"]["detail"]
 
 
 def test_serve_without_a_configuration_says_the_command_that_makes_the_image_where_it_is_missing(
