@@ -304,30 +304,6 @@ SESSION_PROBLEMS = (404, 409)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
-    """Whether the gateway takes work, and what should be looked at."""
-
-    engine: Engine
-    admission: Admission
-    state_dir: StateDirectory
-    store: Store
-    limits: MachineLimits
-    machines: Cluster
-
-    def unready(self) -> str | None:
-        """Return why no work is taken now; None when it is."""
-        if self.engine.fault is not None:
-            return self.engine.fault
-        if self.admission.draining:
-            return "draining"
-        return self.state_dir.lost or self.state_dir.damage or self.store.failure or self.limits.shortage()
-
-    def warnings(self) -> list[str]:
-        """Return what does not keep work out and should be looked at."""
-        return [*self.engine.policy_faults.values(), *self.machines.warnings()]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
     """What every server of the gateway speaks to: its parts, and the operations that no protocol has to itself."""
 
@@ -336,7 +312,8 @@ class Api:
     guard: Guard
     #: The browser that came with the key of the page's address.
     session: PageSession
-    condition: Condition
+    state_dir: StateDirectory
+    limits: MachineLimits
     held: HeldInputs
     admission: Admission
     invocations: Invocations
@@ -359,6 +336,14 @@ class Api:
     watch: Watch
     #: The time of day in seconds.
     wall: Callable[[], float]
+
+    def unready(self) -> str | None:
+        """Return why no work is taken now; None when it is."""
+        if self.engine.fault is not None:
+            return self.engine.fault
+        if self.admission.draining:
+            return "draining"
+        return self.state_dir.lost or self.state_dir.damage or self.store.failure or self.limits.shortage()
 
     @property
     def environments(self) -> Environments:
@@ -1035,9 +1020,9 @@ class Api:
         known = self.functions
         states = {spec.name: known.readiness(spec.name).status for spec in known.all()}
         return Health(
-            status=self.condition.unready() or READY,
-            warnings=(*self.condition.warnings(), *self.provider.info.weakenings),
-            record=self.condition.state_dir.checked or UNSET,
+            status=self.unready() or READY,
+            warnings=(*self.engine.policy_faults.values(), *self.machines.warnings(), *self.provider.info.weakenings),
+            record=self.state_dir.checked or UNSET,
             preparing=tuple([name for name, status in states.items() if status == "preparing"]),
             unavailable=tuple([name for name, status in states.items() if status == "unavailable"]),
         )

@@ -17,7 +17,7 @@ import orjson
 import structlog
 
 from gateway import limits
-from gateway.api import Api, Condition
+from gateway.api import Api
 from gateway.auth import BearerTokens, Guard, PageSession, announced, check_listeners, open_tokens
 from gateway.cluster.cluster import Cluster, open_cluster
 from gateway.config.load import GatewayConfig
@@ -233,14 +233,6 @@ class App:
         )
         self._quotas = QuotaRecord(self.store, lambda: self.registry.config.resources, self.wall)
         self.engine = self._make_engine()
-        self.condition = Condition(
-            engine=self.engine,
-            admission=self.admission,
-            state_dir=self._state_dir,
-            store=self.store,
-            limits=self._limits,
-            machines=self.machines,
-        )
         self.callbacks = CallbackSender(server.callbacks, self.store, wall=self.wall)
         self.watch = self._make_watch()
         self.leases = Leases(self._clock.now, self._idle_s, self.engine.end_trajectory, self._trajectories.keep_holds)
@@ -293,7 +285,7 @@ class App:
             stats=self.stats,
             functions=self.registry.health,
             steps=self.steps.recent,
-            troubles=lambda: Troubles(self.condition.unready(), self.machines.lost(LOST_SHOWN_S)),
+            troubles=lambda: Troubles(self.api.unready(), self.machines.lost(LOST_SHOWN_S)),
             wanted=self.registry.kinds,
             wall=self.wall,
         )
@@ -303,7 +295,8 @@ class App:
             server=self.config.server,
             guard=Guard(self.tokens),
             session=PageSession(self._clock.now),
-            condition=self.condition,
+            state_dir=self._state_dir,
+            limits=self._limits,
             held=self.held,
             admission=self.admission,
             invocations=self.invocations,
@@ -451,7 +444,7 @@ class App:
         watch(
             "tangram_store_failing",
             "1 while the disk refuses records",
-            lambda: float(self.condition.unready() is not None),
+            lambda: float(self.api.unready() is not None),
         )
         dropped = "Log records dropped because the disk was too slow"
         watch("tangram_log_records_dropped", dropped, lambda: self.store.log_records_dropped, counter=True)

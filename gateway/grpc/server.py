@@ -69,7 +69,7 @@ class GrpcServer:
         self._api = api
         self._tls: RenewedContext | None = None
         service = GatewayService(api)
-        self._readiness = ReadinessCheck(api.condition.unready)
+        self._readiness = ReadinessCheck(api.unready)
         served: list[IServable] = [service, Health({service: [self._readiness]})]
         self._server = BoundedServer(ServerReflection.extend(served), connections)
         listen(self._server, RecvRequest, self._let_in)
