@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +16,8 @@ import structlog
 
 from gateway import limits
 from gateway.api import Api
-from gateway.auth import BearerTokens, Guard, PageSession, announced, check_listeners, open_tokens
-from gateway.cluster.cluster import Cluster, open_cluster
+from gateway.auth import Guard, PageSession, announced, check_listeners, open_tokens
+from gateway.cluster.cluster import open_cluster
 from gateway.config.load import GatewayConfig
 from gateway.dashboard.stream import LOST_SHOWN_S, Troubles, Watch
 from gateway.dispatcher import GatewayDispatcher
@@ -85,114 +83,75 @@ async def gateway(
     """
     check_listeners(config.server)
     async with AsyncExitStack() as closers:
-        app = App(config, await _open(config, closers, paths, env, make, wall or WallClock()))
+        app = App(config, wall or WallClock())
+        await app.prepare(closers, paths, env, make)
+        app.assemble()
         await app.open(closers)
         yield app
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opened:
-    """What has to be waited for before a gateway can be put together."""
-
-    sockets: tuple[socket.socket, socket.socket]
-    tokens: BearerTokens | None
-    listener: HttpListener
-    facades: FacadeListeners
-    state_dir: StateDirectory
-    wall: Callable[[], float]
-    clock: Clock
-    store: Store
-    machines: Cluster
-    history: History
-    runtimes: Runtimes
-    trajectories: TrajectoryRecovery
-    limits: MachineLimits
-    #: How many trajectories were taken up, by verdict.
-    adopted: Mapping[str, int]
-    models: ModelServices
-    registry: Registry
-
-
-async def _open(
-    config: GatewayConfig,
-    closers: AsyncExitStack,
-    paths: Sequence[Path],
-    env: Mapping[str, str] | None,
-    make: MakeRuntimes | None,
-    wall: Callable[[], float],
-) -> _Opened:
-    """Bind the sockets, open the record, make the runtimes and prepare the functions."""
-    server, clock = config.server, MonotonicClock()
-    by_name = config.sandbox.provider.kind == "plain"  # its commands are another user's, and work below
-    state_dir = closers.enter_context(StateDirectory(server.state_dir, entered=by_name))
-    machine_limits = MachineLimits.measured(server)
-    tokens = None if server.auth == "none" else open_tokens(server.state_dir, server.token)
-    silent_s = GIVE_UP_STALLS * server.stall_s
-    http = closers.enter_context(listen(server.host, server.port, silent_s))
-    grpc = closers.enter_context(listen(server.host, server.grpc_port, silent_s))
-    if tokens is not None:
-        closers.enter_context(announced(server.state_dir, server.host, http.getsockname()[1]))
-    listener = HttpListener(http, machine_limits.connections_max, server)
-    closers.push_async_callback(listener.close)
-    facades = FacadeListeners(server, machine_limits.connections_max, silent_s, closers)
-    spec = StoreSpec(path=state_dir.database, durability=Durability(server.durability))
-    store = Store(spec, wall=wall, lost=lambda: state_dir.lost)
-    await store.open()
-    closers.push_async_callback(store.close)
-    here, copies = limits.describe(config), handler_copies(server)
-    machines = await open_cluster(config, here, paths, store, clock, wall, copies)
-    closers.push_async_callback(machines.close)
-    saved = await store.document(HISTORY)
-    runtimes = make_runtimes(config, clock, copies) if make is None else make(config, clock)
-    closers.push_async_callback(runtimes.close)
-    trajectories = TrajectoryRecovery(store, runtimes.environments)
-    adopted = await trajectories.adopt(machines.awaited)
-    models = ModelServices(runtimes, config.node.name)
-    prepare = machines.preparing(models.prepare)
-    await (applied := AppliedConfigs(store)).load()
-    kept = KeptFunctions(applied, HandlerUploads(server.state_dir / UPLOADS))
-    registry = Registry(config, prepare=prepare, nodes=lambda: (machines.here,), paths=paths, env=env, kept=kept)
-    registry.check()
-    await registry.take_up()
-    closers.push_async_callback(registry.preparation.close)
-    return _Opened(
-        sockets=(http, grpc),
-        tokens=tokens,
-        listener=listener,
-        facades=facades,
-        state_dir=state_dir,
-        wall=wall,
-        clock=clock,
-        store=store,
-        machines=machines,
-        history=History.from_json(orjson.loads(saved)) if saved else History(),
-        runtimes=runtimes,
-        trajectories=trajectories,
-        limits=machine_limits,
-        adopted=adopted,
-        models=models,
-        registry=registry,
-    )
 
 
 class App:
     """One gateway: `serve` until it is told to stop; `stop` may be called from anywhere on its loop."""
 
-    def __init__(self, config: GatewayConfig, opened: _Opened) -> None:
-        server = config.server
-        self.config = config
-        self.wall, self._clock = opened.wall, opened.clock
-        self._http_socket, self._grpc_socket = opened.sockets
-        self.tokens = opened.tokens
-        self._listener, self._state_dir, self.facades = opened.listener, opened.state_dir, opened.facades
-        self.store, self.history, self.registry = opened.store, opened.history, opened.registry
-        self.machines, self.node = opened.machines, opened.machines.here
-        self.runtimes, self._models = opened.runtimes, opened.models
-        self.runtimes.report_progress(self.registry.preparation.note)
-        self._trajectories, self._adopted = opened.trajectories, opened.adopted
+    def __init__(self, config: GatewayConfig, wall: Callable[[], float]) -> None:
+        self.config, self.wall, self._clock = config, wall, MonotonicClock()
         self._log = structlog.get_logger("gateway")
         self._stopping = asyncio.Event()
-        self._limits = opened.limits
+
+    async def prepare(
+        self,
+        closers: AsyncExitStack,
+        paths: Sequence[Path],
+        env: Mapping[str, str] | None,
+        make: MakeRuntimes | None,
+    ) -> None:
+        """Bind the sockets, open the record, make the runtimes and prepare the functions."""
+        config, server = self.config, self.config.server
+        by_name = config.sandbox.provider.kind == "plain"  # its commands are another user's, and work below
+        state_dir = closers.enter_context(StateDirectory(server.state_dir, entered=by_name))
+        self._state_dir, self._limits = state_dir, MachineLimits.measured(server)
+        self.tokens = None if server.auth == "none" else open_tokens(server.state_dir, server.token)
+        silent_s = GIVE_UP_STALLS * server.stall_s
+        self._http_socket = closers.enter_context(listen(server.host, server.port, silent_s))
+        self._grpc_socket = closers.enter_context(listen(server.host, server.grpc_port, silent_s))
+        if self.tokens is not None:
+            closers.enter_context(announced(server.state_dir, server.host, self.http_port))
+        self._listener = HttpListener(self._http_socket, self._limits.connections_max, server)
+        closers.push_async_callback(self._listener.close)
+        self.facades = FacadeListeners(server, self._limits.connections_max, silent_s, closers)
+        spec = StoreSpec(path=state_dir.database, durability=Durability(server.durability))
+        self.store = Store(spec, wall=self.wall, lost=lambda: state_dir.lost)
+        await self.store.open()
+        closers.push_async_callback(self.store.close)
+        here, copies = limits.describe(config), handler_copies(server)
+        self.machines = await open_cluster(config, here, paths, self.store, self._clock, self.wall, copies)
+        self.node = self.machines.here
+        closers.push_async_callback(self.machines.close)
+        saved = await self.store.document(HISTORY)
+        self.history = History.from_json(orjson.loads(saved)) if saved else History()
+        self.runtimes = make_runtimes(config, self._clock, copies) if make is None else make(config, self._clock)
+        closers.push_async_callback(self.runtimes.close)
+        self._trajectories = TrajectoryRecovery(self.store, self.runtimes.environments)
+        #: How many trajectories were taken up, by verdict.
+        self._adopted = await self._trajectories.adopt(self.machines.awaited)
+        self._models = ModelServices(self.runtimes, config.node.name)
+        await (applied := AppliedConfigs(self.store)).load()
+        self.registry = Registry(
+            config,
+            prepare=self.machines.preparing(self._models.prepare),
+            nodes=lambda: (self.machines.here,),
+            paths=paths,
+            env=env,
+            kept=KeptFunctions(applied, HandlerUploads(server.state_dir / UPLOADS)),
+        )
+        self.registry.check()
+        await self.registry.take_up()
+        closers.push_async_callback(self.registry.preparation.close)
+
+    def assemble(self) -> None:
+        """Make the parts that wait for nothing, and tell them of each other."""
+        config, server = self.config, self.config.server
+        self.runtimes.report_progress(self.registry.preparation.note)
         #: Open connections by server.
         grpc = Connections(limit=self._limits.connections_max)
         self.connections = {"http": self._listener.connections, "grpc": grpc, **self.facades.connections}
