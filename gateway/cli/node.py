@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from gateway.config.schema import DevicesConfig
 from gateway.invocations import logs
 from gateway.runtime_factory import make_runtimes
 from manager.clock import MonotonicClock
-from manager.errors import CodedError, InvalidConfig, InvalidInput
+from manager.errors import CodedError, InvalidConfig
 from runtimes.model.engine import nvml
 from runtimes.node.daemon import (
     KEY,
@@ -304,13 +304,10 @@ def _configuration(
 ) -> GatewayConfig:
     """Return what the runtimes of a node are made from; raises InvalidConfig."""
     result = load(paths, os.environ, look=False) if paths else GatewayConfig()
-    pairs = [pair.partition("=") for pair in labels.split(",") if pair]
-    if any(not key or not mark for key, mark, _ in pairs):
-        raise InvalidConfig(f"--labels: {labels!r} is not KEY=VALUE,...", component="node")
     provider = result.sandbox.provider
     if sandboxes != "auto":
         provider = replace(provider, kind="container" if sandboxes == "docker" else "process")
-    node = replace(result.node, name=name, labels={**result.node.labels, **{key: value for key, _, value in pairs}})
+    node = replace(result.node, name=name, labels={**result.node.labels, **_labels("--labels", labels.split(","))})
     if cores:
         node = replace(node, cpu=replace(node.cpu, cores=cores))
     return replace(
@@ -405,7 +402,7 @@ def check(
     tangram cluster check --address head:6379
     """
     reservation = Reservation(cpus=cpus, gpus=gpus)
-    members = RayMembers(_labels(labels), head=head, reservation=reservation)
+    members = RayMembers(_labels("--label", labels), head=head, reservation=reservation)
     seen = look(python, address, within_s)
     rows = list(machines(seen, members, reservation))
     notes = list(_notes(seen, rows))
@@ -472,9 +469,10 @@ def _row(each: Mapping[str, Any]) -> tuple[object, ...]:
     return each["id"][:12], each["address"], f"{total['CPU']:g}", f"{total['GPU']:g}", left, each["taken"]
 
 
-def _labels(texts: tuple[str, ...]) -> dict[str, str]:
-    pairs = [each.partition("=") for each in texts]
+def _labels(option: str, texts: Iterable[str]) -> dict[str, str]:
+    """Return the labels of texts KEY=VALUE; empty texts are none. Raises InvalidConfig."""
+    pairs = [each.partition("=") for each in texts if each]
     for key, sign, value in pairs:
         if not key or not sign or not value:
-            raise InvalidInput(f"--label {key}{sign}{value} is not KEY=VALUE", component="cluster")
+            raise InvalidConfig(f"{option}: {key}{sign}{value} is not KEY=VALUE", component="node")
     return {key: value for key, _, value in pairs}

@@ -16,7 +16,7 @@ from gateway.cli.node import RayUnseen, check, given_ticket, homeless, look, off
 from gateway.config.schema import DevicesConfig
 from gateway.registry import function_info
 from manager.action import UnitSet
-from manager.errors import InvalidConfig, InvalidInput
+from manager.errors import InvalidConfig
 from manager.function import FunctionSpec, RequestSpec
 from runtimes.model.engine import nvml
 from tangram.types import NodeCondition, NodeStatus
@@ -185,7 +185,7 @@ def test_people_get_a_table(python: Path) -> None:
 @pytest.mark.parametrize("label", ["pool", "=a", "pool="])
 def test_a_label_that_is_none_is_refused(python: Path, label: str) -> None:
     done = CliRunner().invoke(check, ["--python", str(python), "--label", label])
-    assert isinstance(done.exception, InvalidInput)
+    assert isinstance(done.exception, InvalidConfig)
 
 
 def test_a_cluster_that_cannot_be_seen_is_told_in_rays_words(python: Path) -> None:
