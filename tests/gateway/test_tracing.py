@@ -29,6 +29,7 @@ from runtimes.runtime import Execution
 from runtimes.testing import ScriptedRuntime, ScriptStep
 from tangram.types import Attempt
 from tests.gateway.conftest import GatewayBench, serving, step_of, until
+from tests.listening import listening
 
 RESOURCE = Resource({"service.name": "rl", "service.version": "1"})
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -180,38 +181,30 @@ class Collector:
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line)
-                body = await reader.readexactly(int(headers["content-length"]))
-                self.requests += 1
-                if self.mute:
-                    await reader.read()
-                    return
-                status = self.refusals.pop(0) if self.refusals else 200
-                if status == 200:
-                    self.headers.append(headers)
-                    told = ExportTraceServiceRequest.FromString(body)
-                    self.spans += told.resource_spans[0].scope_spans[0].spans
-                answer = self.answer if status == 200 else b""
-                head = f"HTTP/1.1 {status} X\r\nRetry-After: 0\r\nContent-Length: {len(answer)}\r\n\r\n"
-                writer.write(head.encode() + answer)
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line)
+            body = await reader.readexactly(int(headers["content-length"]))
+            self.requests += 1
+            if self.mute:
+                await reader.read()
+                return
+            status = self.refusals.pop(0) if self.refusals else 200
+            if status == 200:
+                self.headers.append(headers)
+                told = ExportTraceServiceRequest.FromString(body)
+                self.spans += told.resource_spans[0].scope_spans[0].spans
+            answer = self.answer if status == 200 else b""
+            head = f"HTTP/1.1 {status} X\r\nRetry-After: 0\r\nContent-Length: {len(answer)}\r\n\r\n"
+            writer.write(head.encode() + answer)
+            await writer.drain()
 
 
 @asynccontextmanager
-async def listening(collector: Collector) -> AsyncIterator[Collector]:
-    server = await asyncio.start_server(collector.serve, "127.0.0.1", 0)
-    collector.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/traces"
-    try:
+async def collecting(collector: Collector) -> AsyncIterator[Collector]:
+    async with listening(collector.serve) as port:
+        collector.url = f"http://127.0.0.1:{port}/v1/traces"
         yield collector
-    finally:
-        server.close()
 
 
 @asynccontextmanager
@@ -227,7 +220,7 @@ async def exporting(
 
 
 async def test_spans_reach_the_collector_with_its_headers() -> None:
-    async with listening(Collector()) as collector, exporting(collector.url, headers={"x-key": "k"}) as exporter:
+    async with collecting(Collector()) as collector, exporting(collector.url, headers={"x-key": "k"}) as exporter:
         exporter.ended(ended())
         await until(lambda: exporter.sent == 4)
         assert [span.name for span in collector.spans] == ["invoke shell", "queue", "overhead", "execution"]
@@ -235,7 +228,7 @@ async def test_spans_reach_the_collector_with_its_headers() -> None:
 
 
 async def test_after_all_tries_a_batch_is_dropped_and_the_next_goes_on() -> None:
-    async with listening(Collector(*[503] * 6)) as collector, exporting(collector.url) as exporter:
+    async with collecting(Collector(*[503] * 6)) as collector, exporting(collector.url) as exporter:
         exporter.ended(ended())
         await until(lambda: exporter.dropped == 4)
         exporter.ended(ended())
@@ -245,7 +238,7 @@ async def test_after_all_tries_a_batch_is_dropped_and_the_next_goes_on() -> None
 
 async def test_what_does_not_fit_the_queue_is_dropped_whole_and_counted() -> None:
     async with (
-        listening(Collector()) as collector,
+        collecting(Collector()) as collector,
         exporting(collector.url, queue_max=10, interval_s=3600.0) as exporter,
     ):
         for _ in range(3):
@@ -258,7 +251,7 @@ async def test_what_does_not_fit_the_queue_is_dropped_whole_and_counted() -> Non
     ("answer", "refused"), [(rejecting(3), 3), (rejecting(9), 4), (rejecting(-5), 0), (b"not protobuf", 0)]
 )
 async def test_spans_that_the_collector_says_it_refused_count_as_dropped(answer: bytes, refused: int) -> None:
-    async with listening(Collector(answer=answer)) as collector, exporting(collector.url) as exporter:
+    async with collecting(Collector(answer=answer)) as collector, exporting(collector.url) as exporter:
         exporter.ended(ended())
         await until(lambda: exporter.sent + exporter.dropped == 4)
         assert exporter.dropped == refused
@@ -267,7 +260,7 @@ async def test_spans_that_the_collector_says_it_refused_count_as_dropped(answer:
 async def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:
     collector = Collector()
     collector.mute = True
-    async with listening(collector):
+    async with collecting(collector):
         async with exporting(collector.url, timeout_s=0.05) as exporter:
             exporter.ended(ended())
             await until(lambda: collector.requests >= 1)
@@ -285,7 +278,7 @@ async def test_what_runs_is_told_the_span_of_its_execution() -> None:
 
 
 async def test_a_call_through_the_gateway_is_a_trace_with_its_runtime_as_its_child(tmp_path: Path) -> None:
-    async with listening(Collector()) as collector:
+    async with collecting(Collector()) as collector:
         traces = {"endpoint": collector.url}
         told: list[str | None] = []
 

@@ -27,6 +27,7 @@ from runtimes import api
 from runtimes.api import ApiRuntime, OriginConnections, RequestTemplate, retry_after_s
 from runtimes.secrets import Secrets, redact
 from scripts.quota_server import Quota, QuotaServer
+from tests.listening import listening
 from tests.runtimes.recorder import assert_as_declared, execution_of
 
 SECRET = "open sesame"
@@ -455,19 +456,15 @@ class CountingServer:
                 self.asked.append(head.split(b" ", 2)[1].decode())
                 await self.may_answer.wait()
                 writer.write(ANSWER)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
         finally:
             self.open -= 1
-            writer.close()
 
 
 @asynccontextmanager
 async def counting() -> AsyncIterator[CountingServer]:
     made = CountingServer()
-    listening = await asyncio.start_server(made.serve, "127.0.0.1", 0)
-    made.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    async with listening:
+    async with listening(made.serve) as port:
+        made.url = f"http://127.0.0.1:{port}"
         yield made
 
 

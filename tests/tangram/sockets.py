@@ -13,6 +13,7 @@ import httpx
 
 from tangram.testing import ScriptedGateway
 from tests.gateway.conftest import DEADLINE_S
+from tests.listening import listening
 
 
 class ScriptedServer:
@@ -42,11 +43,10 @@ class ScriptedServer:
                     writer.write(connection.send(event) or b"")
                 await writer.drain()
                 connection.start_next_cycle()
-        except (ConnectionError, h11.RemoteProtocolError, httpx.TransportError):
+        except (h11.RemoteProtocolError, httpx.TransportError):
             pass  # an answer that breaks the connection, or a client that did
         finally:
             self.open -= 1
-            writer.close()
 
 
 def _content_type(answer: httpx.Response) -> list[tuple[bytes, bytes]]:
@@ -80,20 +80,9 @@ async def _received(connection: h11.Connection, reader: asyncio.StreamReader) ->
 async def serving_script(gateway: ScriptedGateway) -> AsyncIterator[ScriptedServer]:
     """Serve it from entering to leaving, on this event loop."""
     server = ScriptedServer(gateway)
-    async with asyncio.TaskGroup() as group:
-        handling: set[asyncio.Task[None]] = set()
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            handling.add(group.create_task(server.handle(reader, writer)))
-
-        listening = await asyncio.start_server(accept, "127.0.0.1", 0, backlog=1024)
-        server.address = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        try:
-            yield server
-        finally:
-            listening.close()
-            for task in handling:
-                task.cancel()
+    async with listening(server.handle, backlog=1024) as port:
+        server.address = f"http://127.0.0.1:{port}"
+        yield server
 
 
 @contextmanager

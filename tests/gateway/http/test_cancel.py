@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from manager.events import NodeLost
 from manager.function import FunctionSpec, ModelAction, ModelSpec, RetrySpec
 from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
+from tests.listening import listening
 
 HOUR_S = 3600.0
 FUNCTIONS = {
@@ -172,19 +173,18 @@ class StubEngine:
                 await self.awake.wait()
         body = b'{"data": [{"index": 0, "probs": [0.5]}]}'
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        writer.close()
 
 
 @pytest.mark.parametrize("goes", [False, True])
 async def test_a_model_that_is_being_restored_is_waited_for_no_longer(tmp_path: Path, goes: bool) -> None:
     engine = StubEngine()
-    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    model = ModelSpec(
-        path=Path("judge"), action=ModelAction.SCORE, engine_url=url, sleep_path="/sleep", wake_path="/wake_up"
-    )
-    base = FunctionSpec(name="judge", runtime="model", cost={"gpu": UnitSet.of((1,))}, key="gpu", model=model)
-    async with serving(GatewayBench(tmp_path, functions={"judge": replace(base, timeout_s=DEADLINE_S)})) as gateway:
+    model = ModelSpec(path=Path("judge"), action=ModelAction.SCORE, sleep_path="/sleep", wake_path="/wake_up")
+    base = FunctionSpec(name="judge", runtime="model", cost={"gpu": UnitSet.of((1,))}, key="gpu")
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(listening(engine.serve))
+        served = replace(model, engine_url=f"http://127.0.0.1:{port}")
+        judge = replace(base, model=served, timeout_s=DEADLINE_S)
+        gateway = await stack.enter_async_context(serving(GatewayBench(tmp_path, functions={"judge": judge})))
         situation = Situation(function="judge", input={"texts": ["a"]}, state=State.RUNNING)
         calling = call(gateway, situation, "sync")
         await asyncio.wait_for(engine.waking.wait(), DEADLINE_S)
@@ -201,8 +201,6 @@ async def test_a_model_that_is_being_restored_is_waited_for_no_longer(tmp_path: 
         engine.awake.set()
         again = await gateway.invoke({"texts": ["a"]}, function="judge")
         assert (again.status_code, again.json()["result"]) == (200, {"scores": [0.5]})
-    server.close()
-    await server.wait_closed()
 
 
 async def test_one_whose_node_is_lost_before_it_ended_is_lost_no_dead_letter_and_runs_no_more(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from gateway.invocations.callbacks import CallbackSender
 from gateway.store.store import Store, StoreSpec
 from manager.errors import InvalidInput
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
+from tests.listening import listening
 
 
 class Receiver:
@@ -41,17 +42,13 @@ class Receiver:
         status = "503 Busy" if refused else "200 OK"
         writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
         await writer.drain()
-        writer.close()
 
 
 @pytest.fixture
 async def receiver() -> AsyncIterator[Receiver]:
     made = Receiver(refusals=2)
-    server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
-    made.port = server.sockets[0].getsockname()[1]
-    yield made
-    server.close()
-    await server.wait_closed()
+    async with listening(made.serve) as made.port:
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -162,14 +159,11 @@ async def test_a_redirect_is_not_followed(tmp_path: Path, receiver: Receiver) ->
         await reader.readuntil(b"\r\n\r\n")
         target = f"http://127.0.0.1:{receiver.port}/inside"
         writer.write(f"HTTP/1.1 307 Elsewhere\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n".encode())
-        writer.close()
 
-    server = await asyncio.start_server(elsewhere, "127.0.0.1", 0)
-    async with serving(GatewayBench(tmp_path, server={"callbacks": LOCAL})) as gateway:
-        await given_up(gateway, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+    bench = GatewayBench(tmp_path, server={"callbacks": LOCAL})
+    async with listening(elsewhere) as port, serving(bench) as gateway:
+        await given_up(gateway, f"http://127.0.0.1:{port}/")
     assert (asked, receiver.bodies) == (2, [])
-    server.close()
-    await server.wait_closed()
 
 
 @pytest.mark.slow
@@ -190,14 +184,13 @@ async def test_a_receiver_that_trickles_is_given_up_and_one_that_talks_for_ever_
         except OSError:
             gone.set()
 
-    server = await asyncio.start_server(speak, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with serving(GatewayBench(tmp_path, server={"callbacks": LOCAL | {"timeout": "300ms"}})) as gateway:
+    bench = GatewayBench(tmp_path, server={"callbacks": LOCAL | {"timeout": "300ms"}})
+    async with listening(speak) as port, serving(bench) as gateway:
+        url = f"http://127.0.0.1:{port}"
         await gateway.invoke({}, mode="async", headers={"X-Callback-Url": f"{url}/endless"})
         await until(lambda: gateway.app.callbacks.delivered == 1)
         await asyncio.wait_for(gone.wait(), DEADLINE_S)
         await given_up(gateway, f"{url}/slow")
-    server.close()
 
 
 async def test_a_name_that_leads_out_of_the_allowed_blocks_is_not_called(tmp_path: Path) -> None:
@@ -237,18 +230,16 @@ async def test_a_receiver_that_is_dead_holds_up_no_other(
         nonlocal tried
         tried += 1
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(dead, "127.0.0.1", 0)
-    async with serving(GatewayBench(tmp_path, server={"callbacks": LOCAL | {"timeout": "30s"}})) as gateway:
-        for port, count in ((server.sockets[0].getsockname()[1], 50), (receiver.port, 5)):
+    bench = GatewayBench(tmp_path, server={"callbacks": LOCAL | {"timeout": "30s"}})
+    async with listening(dead) as silent, serving(bench) as gateway:
+        for port, count in ((silent, 50), (receiver.port, 5)):
             url = {"X-Callback-Url": f"http://127.0.0.1:{port}/"}
             for n in range(count):
                 await gateway.invoke({"n": n}, mode="async", headers=url)
         await until(lambda: gateway.app.callbacks.delivered == 5)
         assert [orjson.loads(body)["result"]["n"] for body in receiver.bodies] == [0, 1, 2, 3, 4], "in order"
         assert tried == 2
-    server.close()
 
 
 async def test_a_restart_goes_on_where_the_tries_were(

@@ -38,6 +38,7 @@ from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.sandbox import Sandbox
 from runtimes.testing import ScriptedRuntime
 from tests.gateway.conftest import DEADLINE_S, FUNCTIONS, GatewayBench, RunningGateway, serving, until
+from tests.listening import listening
 
 HEADERS = {"X-Trajectory-Id": "t"}
 LOST = ("failed", "environment_lost")
@@ -482,11 +483,9 @@ async def arrivals_of(directory: Path, limit: int, calls: int, fails: Callable[[
             await reader.readuntil(b"\r\n\r\n")
             status = b"503 Busy" if fails(len(arrivals)) else b"200 OK"
             writer.write(b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}" % status)
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    (directory / "tangram.yaml").write_text(f"""
+    async with listening(answer) as port:
+        (directory / "tangram.yaml").write_text(f"""
 server: {{port: 0, grpc_port: 0, state_dir: state}}
 sandbox: {{provider: process}}
 resources: {{search: {{kind: quota, limit: {limit}, period: 300ms}}}}
@@ -497,17 +496,16 @@ functions:
     retry: {{on: [503], max_attempts: 3, backoff: 1ms}}
     request: {{method: GET, url: "http://127.0.0.1:{port}/"}}
 """)
-    async with opened_gateway(load([directory], {})) as app:
-        serving = asyncio.create_task(app.serve())
-        address = f"http://127.0.0.1:{app.http_port}/v1/functions/search/invocations"
-        assert app.tokens is not None
-        headers = {"Authorization": f"Bearer {app.tokens.invoke}"}
-        async with httpx.AsyncClient(timeout=60.0, headers=headers) as client:
-            answers = await asyncio.gather(*(client.post(address, json={}) for _ in range(calls)))
-        app.stop()
-        await serving
+        async with opened_gateway(load([directory], {})) as app:
+            serving = asyncio.create_task(app.serve())
+            address = f"http://127.0.0.1:{app.http_port}/v1/functions/search/invocations"
+            assert app.tokens is not None
+            headers = {"Authorization": f"Bearer {app.tokens.invoke}"}
+            async with httpx.AsyncClient(timeout=60.0, headers=headers) as client:
+                answers = await asyncio.gather(*(client.post(address, json={}) for _ in range(calls)))
+            app.stop()
+            await serving
     assert [each.status_code for each in answers] == [200] * calls
-    server.close()
     return arrivals
 
 
@@ -638,17 +636,13 @@ async def test_a_callback_is_tried_again_after_time_that_passes(
         machine.set_s += jump_s  # between two tries
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n" % (b"503 Busy" if tried < 3 else b"200 OK"))
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    callbacks = {"allow": ["127.0.0.1/32"]}
-    async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks}), machine.clock()) as jumping_gateway:
+    bench = GatewayBench(tmp_path, server={"callbacks": {"allow": ["127.0.0.1/32"]}})
+    async with listening(serve) as port, serving(bench, machine.clock()) as jumping_gateway:
+        url = f"http://127.0.0.1:{port}/"
         await jumping_gateway.invoke({}, mode="async", headers={"X-Callback-Url": url})
         await until(lambda: jumping_gateway.app.callbacks.delivered == 1)
     assert tried == 3
-    server.close()
-    await server.wait_closed()
 
 
 @pytest.mark.slow
