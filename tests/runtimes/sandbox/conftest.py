@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from manager.function import SandboxSpec
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.box import Box, running_box
@@ -24,6 +25,8 @@ def unique(name: str) -> str:
 RUNNER_ALONE = pytest.mark.parametrize("provider", ["process"], indirect=True)
 #: The same for tests of a module's one sandbox.
 SHARED_RUNNER_ALONE = pytest.mark.parametrize("shared_provider", ["process"], indirect=True)
+#: For single tests that use a module's one sandbox.
+ON_SHARED_LOOP = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker)])
@@ -59,6 +62,13 @@ async def shared_sandbox(shared_provider: Provider) -> AsyncIterator[Sandbox]:
     made = await shared_provider.create(small(), name=unique("test"), labels={}, mounts={})
     yield made
     await made.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def tidy_sandbox(shared_sandbox: Sandbox) -> Sandbox:
+    """The module's one sandbox, with nothing in its working directory."""
+    await shared_sandbox.run(Command(shell="chmod -R u+rwx . && find . -mindepth 1 -delete"))
+    return shared_sandbox
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -138,7 +138,14 @@ async def images_are(directory: Path, count: int) -> None:
     await until(lambda: len(backing_files(directory)) == count)
 
 
-@pytest.mark.parametrize("text", [DEEP, DELETED, MANY], ids=["beyond any path", "deleted but open", "empty files"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(DEEP, id="beyond any path"),
+        pytest.param(DELETED, id="deleted but open", marks=pytest.mark.slow),
+        pytest.param(MANY, id="empty files"),
+    ],
+)
 async def test_no_way_past_the_bound(provider: Provider, small: SandboxSpec, text: str) -> None:
     sandbox = await provider.create(small, name=unique("disk"), labels={}, mounts={})
     try:

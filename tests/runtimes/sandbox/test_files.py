@@ -16,7 +16,7 @@ from runtimes.sandbox.command import PIECE_BYTES, Command, CommandResult, FileCo
 from runtimes.sandbox.docker.engine import repeatable
 from runtimes.sandbox.files import gathered, open_archive, put_archive
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.runtimes.sandbox.conftest import RUNNER_ALONE, unique
+from tests.runtimes.sandbox.conftest import ON_SHARED_LOOP, RUNNER_ALONE, SHARED_RUNNER_ALONE, unique
 
 LIMIT_BYTES = 2**20
 MIB = 2**20
@@ -89,20 +89,22 @@ async def test_of_what_a_sandbox_says_only_the_beginning_is_kept() -> None:
 
 
 class TestArchives:
-    async def test_a_tree_comes_back_as_it_went_in(self, sandbox: Sandbox) -> None:
+    @ON_SHARED_LOOP
+    async def test_a_tree_comes_back_as_it_went_in(self, tidy_sandbox: Sandbox) -> None:
         tree = tar_of(("a", None), ("a/deep", None), ("a/deep/f", b"one\n"), ("a/l", "deep/f"), ("a/h", "=a/deep/f"))
-        assert await put(sandbox, "tree", tree) == len(tree)
-        assert await say(sandbox, "cd tree/a; cat deep/f l h; stat -c %a deep/f; ls -id h | cut -d' ' -f1 | wc -l") == (
-            "one\none\none\n640\n1\n"
-        )
-        found = await got(sandbox, "tree")
+        assert await put(tidy_sandbox, "tree", tree) == len(tree)
+        assert await say(
+            tidy_sandbox, "cd tree/a; cat deep/f l h; stat -c %a deep/f; ls -id h | cut -d' ' -f1 | wc -l"
+        ) == ("one\none\none\n640\n1\n")
+        found = await got(tidy_sandbox, "tree")
         assert found["./a/deep/f"] == "one\n" or found["./a/h"] == "one\n"
         assert found["./a/l"] == "deep/f"
-        assert set(await got(sandbox, "tree/a/deep", base=True)) == {"deep", "deep/f"}
-        assert await got(sandbox, "tree/a/l") == {"f": "one\n"}, "a link is followed, a file is alone"
-        assert await got(sandbox, "tree/a/l", follow=False) == {"l": "deep/f"}
+        assert set(await got(tidy_sandbox, "tree/a/deep", base=True)) == {"deep", "deep/f"}
+        assert await got(tidy_sandbox, "tree/a/l") == {"f": "one\n"}, "a link is followed, a file is alone"
+        assert await got(tidy_sandbox, "tree/a/l", follow=False) == {"l": "deep/f"}
 
-    async def test_no_entry_leaves_the_directory(self, sandbox: Sandbox) -> None:
+    @ON_SHARED_LOOP
+    async def test_no_entry_leaves_the_directory(self, tidy_sandbox: Sandbox) -> None:
         for entries in [
             (("../out", b"x"),),
             (("/out", b"x"),),
@@ -111,58 +113,66 @@ class TestArchives:
             (("l", ".."), ("l/out", b"x")),
             (("h", "=../../etc/passwd"),),
         ]:
-            assert await file_error(put(sandbox, "tree", tar_of(*entries))) == "outside"
-            assert await say(sandbox, "ls out /tmp/out tree/../out 2>/dev/null") == ""
+            assert await file_error(put(tidy_sandbox, "tree", tar_of(*entries))) == "outside"
+            assert await say(tidy_sandbox, "ls out /tmp/out tree/../out 2>/dev/null") == ""
 
-    @RUNNER_ALONE
-    async def test_of_a_broken_archive_no_new_file_is_there_in_part(self, sandbox: Sandbox) -> None:
+    @ON_SHARED_LOOP
+    @SHARED_RUNNER_ALONE
+    async def test_of_a_broken_archive_no_new_file_is_there_in_part(self, tidy_sandbox: Sandbox) -> None:
         whole = tar_of(("kept", b"before\n"), ("cut", b"x" * 200_000))
         with pytest.raises(InvalidInput):
-            await put(sandbox, "tree", whole[:100_000])
-        assert await say(sandbox, "cd tree; ls -A; cat kept") == "kept\nbefore\n"
+            await put(tidy_sandbox, "tree", whole[:100_000])
+        assert await say(tidy_sandbox, "cd tree; ls -A; cat kept") == "kept\nbefore\n"
 
-    @RUNNER_ALONE
-    async def test_bounds_and_what_is_no_tar(self, sandbox: Sandbox) -> None:
+    @ON_SHARED_LOOP
+    @SHARED_RUNNER_ALONE
+    async def test_bounds_and_what_is_no_tar(self, tidy_sandbox: Sandbox) -> None:
         with pytest.raises(TooLarge):
-            await put(sandbox, "tree", tar_of(("f", bytes(LIMIT_BYTES + 1))))
+            await put(tidy_sandbox, "tree", tar_of(("f", bytes(LIMIT_BYTES + 1))))
         with pytest.raises(InvalidInput, match="no tar"):
-            await put(sandbox, "tree", b"not a tar" * 1000)
+            await put(tidy_sandbox, "tree", b"not a tar" * 1000)
         with pytest.raises(NotFound):
-            await got(sandbox, "nothing")
-        await say(sandbox, f"mkdir big; head -c {LIMIT_BYTES + 1} /dev/zero > big/f")
+            await got(tidy_sandbox, "nothing")
+        await say(tidy_sandbox, f"mkdir big; head -c {LIMIT_BYTES + 1} /dev/zero > big/f")
         with pytest.raises(TooLarge):
-            await got(sandbox, "big")
+            await got(tidy_sandbox, "big")
 
-    async def test_it_has_the_rights_of_its_user(self, sandbox: Sandbox) -> None:
-        assert await file_error(put(sandbox, "/usr/planted", tar_of(("f", b"x")))) in ("permission_denied", "read_only")
-        await say(sandbox, "mkdir shut; echo x > shut/f; chmod 000 shut/f")
-        assert await file_error(got(sandbox, "shut")) == "permission_denied"
+    @ON_SHARED_LOOP
+    async def test_it_has_the_rights_of_its_user(self, tidy_sandbox: Sandbox) -> None:
+        assert await file_error(put(tidy_sandbox, "/usr/planted", tar_of(("f", b"x")))) in (
+            "permission_denied",
+            "read_only",
+        )
+        await say(tidy_sandbox, "mkdir shut; echo x > shut/f; chmod 000 shut/f")
+        assert await file_error(got(tidy_sandbox, "shut")) == "permission_denied"
         with pytest.raises(InvalidInput, match=r"sandbox\.users"):
-            await put(sandbox, "tree", tar_of(("f", b"x")), user="daemon")
+            await put(tidy_sandbox, "tree", tar_of(("f", b"x")), user="daemon")
 
 
 class TestFilesOfUsers:
-    async def test_errors_are_told_for_programs(self, sandbox: Sandbox) -> None:
-        await say(sandbox, "mkdir d; echo x > f; echo x > shut; chmod 400 shut")
+    @ON_SHARED_LOOP
+    async def test_errors_are_told_for_programs(self, tidy_sandbox: Sandbox) -> None:
+        await say(tidy_sandbox, "mkdir d; echo x > f; echo x > shut; chmod 400 shut")
         limit = {"limit_bytes": 100}
-        assert await file_error(sandbox.read_file("nothing", **limit)) == "not_found"
-        assert await file_error(sandbox.read_file("d", **limit)) == "is_a_directory"
-        assert await file_error(sandbox.list_files("f")) == "not_a_directory"
-        assert await file_error(sandbox.read_file("f/x", **limit)) == "not_a_directory"
-        assert await file_error(sandbox.write_file("d", b"x")) == "is_a_directory"
-        assert await file_error(sandbox.write_file("shut", b"x")) == "permission_denied"
-        assert await say(sandbox, "cat shut") == "x\n"
+        assert await file_error(tidy_sandbox.read_file("nothing", **limit)) == "not_found"
+        assert await file_error(tidy_sandbox.read_file("d", **limit)) == "is_a_directory"
+        assert await file_error(tidy_sandbox.list_files("f")) == "not_a_directory"
+        assert await file_error(tidy_sandbox.read_file("f/x", **limit)) == "not_a_directory"
+        assert await file_error(tidy_sandbox.write_file("d", b"x")) == "is_a_directory"
+        assert await file_error(tidy_sandbox.write_file("shut", b"x")) == "permission_denied"
+        assert await say(tidy_sandbox, "cat shut") == "x\n"
 
-    async def test_what_is_there_keeps_its_mode_its_owner_and_its_other_names(self, sandbox: Sandbox) -> None:
-        await say(sandbox, "echo long enough > f; chmod 750 f; ln f other")
-        await sandbox.write_file("f", b"new\n")
-        assert await say(sandbox, "cat other; stat -c '%a %h' f") == "new\n750 2\n"
-        await sandbox.write_file("f", b"newer\n", mode=0o600)
-        await sandbox.write_file("fresh", b"x")
-        assert await say(sandbox, "stat -c %a f fresh") == "600\n644\n"
-        await say(sandbox, "cp /bin/sleep nap; ./nap 1000 & sleep 0")
-        await sandbox.write_file("nap", b"a program that runs is replaced")
-        await sandbox.sweep()
+    @ON_SHARED_LOOP
+    async def test_what_is_there_keeps_its_mode_its_owner_and_its_other_names(self, tidy_sandbox: Sandbox) -> None:
+        await say(tidy_sandbox, "echo long enough > f; chmod 750 f; ln f other")
+        await tidy_sandbox.write_file("f", b"new\n")
+        assert await say(tidy_sandbox, "cat other; stat -c '%a %h' f") == "new\n750 2\n"
+        await tidy_sandbox.write_file("f", b"newer\n", mode=0o600)
+        await tidy_sandbox.write_file("fresh", b"x")
+        assert await say(tidy_sandbox, "stat -c %a f fresh") == "600\n644\n"
+        await say(tidy_sandbox, "cp /bin/sleep nap; ./nap 1000 & sleep 0")
+        await tidy_sandbox.write_file("nap", b"a program that runs is replaced")
+        await tidy_sandbox.sweep()
 
     async def test_a_file_of_a_user_that_is_allowed(self, provider: Provider, spec: SandboxSpec) -> None:
         given = replace(spec, users=("root", "auto"))
@@ -241,54 +251,60 @@ async def test_a_file_larger_than_the_sandbox_memory_comes_out_piece_by_piece(
     await sandbox.close()
 
 
-@RUNNER_ALONE
-async def test_a_download_that_nobody_ends_holds_nothing(sandbox: Sandbox) -> None:
-    await sh(sandbox, f"head -c {8 * MIB} /dev/zero > file")
+@ON_SHARED_LOOP
+@SHARED_RUNNER_ALONE
+async def test_a_download_that_nobody_ends_holds_nothing(tidy_sandbox: Sandbox) -> None:
+    await sh(tidy_sandbox, f"head -c {8 * MIB} /dev/zero > file")
     for _ in range(70):  # more than may be on their way at once
-        async with sandbox.open_file("file", limit_bytes=8 * MIB) as file:
+        async with tidy_sandbox.open_file("file", limit_bytes=8 * MIB) as file:
             await anext(file.chunks())
-    assert len(await sandbox.read_file("file", limit_bytes=8 * MIB)) == 8 * MIB
+    assert len(await tidy_sandbox.read_file("file", limit_bytes=8 * MIB)) == 8 * MIB
 
 
-@RUNNER_ALONE
-async def test_a_file_that_becomes_shorter_while_it_is_read_is_no_shorter_file(sandbox: Sandbox) -> None:
-    await sh(sandbox, f"head -c {8 * MIB} /dev/zero > file")
-    async with sandbox.open_file("file", limit_bytes=8 * MIB) as file:
+@ON_SHARED_LOOP
+@SHARED_RUNNER_ALONE
+async def test_a_file_that_becomes_shorter_while_it_is_read_is_no_shorter_file(tidy_sandbox: Sandbox) -> None:
+    await sh(tidy_sandbox, f"head -c {8 * MIB} /dev/zero > file")
+    async with tidy_sandbox.open_file("file", limit_bytes=8 * MIB) as file:
         chunks = file.chunks()
         await anext(chunks)
-        await sh(sandbox, ": > file")
+        await sh(tidy_sandbox, ": > file")
         with pytest.raises(InvalidInput, match="became shorter"):
             async for _ in chunks:
                 pass
 
 
-@RUNNER_ALONE
-async def test_each_piece_is_written_before_the_next_is_asked_for(sandbox: Sandbox) -> None:
-    await sandbox.run(Command(shell="mkdir in"))
+@ON_SHARED_LOOP
+@SHARED_RUNNER_ALONE
+async def test_each_piece_is_written_before_the_next_is_asked_for(tidy_sandbox: Sandbox) -> None:
+    await tidy_sandbox.run(Command(shell="mkdir in"))
     sizes: list[int] = []
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(3):
             yield b"x" * PIECE_BYTES
-            parts = [file for file in await sandbox.list_files("in") if ".tangram-" in file.path]
+            parts = [file for file in await tidy_sandbox.list_files("in") if ".tangram-" in file.path]
             sizes.extend(part.size_bytes for part in parts)
 
-    assert await sandbox.write_file("in/file", pieces()) == 3 * PIECE_BYTES
+    assert await tidy_sandbox.write_file("in/file", pieces()) == 3 * PIECE_BYTES
     assert sizes == [PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES]
-    assert [(file.path, file.size_bytes) for file in await sandbox.list_files("in")] == [("in/file", 3 * PIECE_BYTES)]
+    assert [(file.path, file.size_bytes) for file in await tidy_sandbox.list_files("in")] == [
+        ("in/file", 3 * PIECE_BYTES)
+    ]
 
 
-@RUNNER_ALONE
-async def test_of_one_that_breaks_off_nothing_stays(sandbox: Sandbox) -> None:
-    await sandbox.run(Command(shell="mkdir in"))
+@ON_SHARED_LOOP
+@SHARED_RUNNER_ALONE
+async def test_of_one_that_breaks_off_nothing_stays(tidy_sandbox: Sandbox) -> None:
+    await tidy_sandbox.run(Command(shell="mkdir in"))
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"x" * PIECE_BYTES
         raise ConnectionError("the client has gone")
 
     with pytest.raises(ConnectionError):
-        await sandbox.write_file("in/file", pieces())
-    assert await sandbox.list_files("in") == []
+        await tidy_sandbox.write_file("in/file", pieces())
+    assert await tidy_sandbox.list_files("in") == []
 
 
 async def test_one_that_is_larger_than_the_disk_is_refused_as_it_comes(provider: Provider, spec: SandboxSpec) -> None:

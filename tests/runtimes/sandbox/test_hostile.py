@@ -46,8 +46,10 @@ class TestExhaustion:
         "bomb",
         [
             ":(){ :|:& };:; sleep 100",
-            "python3 -c 'import os\nwhile True:\n  try: os.fork()\n  except OSError: pass'",
-            "while :; do setsid sleep 100 & done",
+            pytest.param("while :; do setsid sleep 100 & done", marks=pytest.mark.slow),
+            pytest.param(
+                "python3 -c 'import os\nwhile True:\n  try: os.fork()\n  except OSError: pass'", marks=pytest.mark.slow
+            ),
         ],
     )
     async def test_a_fork_bomb_ends_with_its_action(self, provider: Provider, sandbox: Sandbox, bomb: str) -> None:

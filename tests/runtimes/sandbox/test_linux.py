@@ -23,7 +23,7 @@ from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.linux import ENOSYS, EPERM, ERRNO, MACHINES, Cgroup, CpuWeight, Hierarchy, compiled, parse_cores
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import ON_SHARED_LOOP, unique
 
 V1 = """\
 31 30 0:27 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct
@@ -392,12 +392,13 @@ async def sh(sandbox: Sandbox, text: str, *, user: str = "") -> CommandResult:
     return await sandbox.run(Command(shell=text, kill_grace_s=0.2, user=user))
 
 
-async def test_commands_run_as_the_users_own_self(sandbox: Sandbox) -> None:
-    result = await sh(sandbox, "id -u; id -g; echo $HOME; touch mine && echo written")
+@ON_SHARED_LOOP
+async def test_commands_run_as_the_users_own_self(tidy_sandbox: Sandbox) -> None:
+    result = await sh(tidy_sandbox, "id -u; id -g; echo $HOME; touch mine && echo written")
     uid = result.stdout.split()[0]
     assert int(uid) >= 1000
     assert result.stdout == b"%s\n%s\n/workspace\nwritten\n" % (uid, uid)
-    name = await sh(sandbox, "id -un; mkdir in && cd in && touch file && stat -c %U:%G file")
+    name = await sh(tidy_sandbox, "id -un; mkdir in && cd in && touch file && stat -c %U:%G file")
     assert name.stdout in (b"agent\nagent:agent\n", b"sandbox\nsandbox:sandbox\n")
 
 
@@ -433,9 +434,10 @@ async def test_each_sandbox_has_a_user_and_so_the_kernels_quotas_of_its_own(
     await adopted[other.id].close()
 
 
-async def test_another_user_can_be_asked_for(sandbox: Sandbox) -> None:
-    assert (await sh(sandbox, "id -u", user="65534")).stdout == b"65534\n"
-    assert (await sh(sandbox, "id -u", user="root")).stdout == b"0\n"
+@ON_SHARED_LOOP
+async def test_another_user_can_be_asked_for(tidy_sandbox: Sandbox) -> None:
+    assert (await sh(tidy_sandbox, "id -u", user="65534")).stdout == b"65534\n"
+    assert (await sh(tidy_sandbox, "id -u", user="root")).stdout == b"0\n"
 
 
 async def test_no_user_but_those_listed_can_be_asked_for(provider: Provider, spec: SandboxSpec) -> None:
@@ -456,9 +458,10 @@ async def test_a_sandbox_of_roots_own_asks_for_it_by_name(provider: Provider, sp
         await provider.create(replace(spec, user="root", users=()), name=unique("root"), labels={}, mounts={})
 
 
-async def test_an_unknown_user_is_invalid_input(sandbox: Sandbox) -> None:
+@ON_SHARED_LOOP
+async def test_an_unknown_user_is_invalid_input(tidy_sandbox: Sandbox) -> None:
     with pytest.raises(InvalidInput, match="no user 'nobody-here'"):
-        await sh(sandbox, "true", user="nobody-here")
+        await sh(tidy_sandbox, "true", user="nobody-here")
 
 
 async def test_a_sandbox_whose_user_is_nowhere_is_not_made_and_says_whom_it_lacks(
@@ -470,8 +473,9 @@ async def test_a_sandbox_whose_user_is_nowhere_is_not_made_and_says_whom_it_lack
         await provider.create(replace(spec, user="nobody-here"), name=unique("nobody"), labels={}, mounts={})
 
 
-async def test_refused_calls_are_not_permitted_and_ordinary_ones_work(sandbox: Sandbox) -> None:
-    done = await sandbox.run(Command(argv=("python3", "-c", ATTEMPTS)))
+@ON_SHARED_LOOP
+async def test_refused_calls_are_not_permitted_and_ordinary_ones_work(tidy_sandbox: Sandbox) -> None:
+    done = await tidy_sandbox.run(Command(argv=("python3", "-c", ATTEMPTS)))
     assert done.exit_code == 0, done.stderr
     answers = json.loads(done.stdout)
     wanted = {**dict.fromkeys(answers, "ok"), **dict.fromkeys(REFUSED, "EPERM"), "call of tomorrow": "ENOSYS"}
@@ -479,13 +483,15 @@ async def test_refused_calls_are_not_permitted_and_ordinary_ones_work(sandbox: S
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the machine code is of x86")
-async def test_the_32_bit_entry_is_no_way_around(sandbox: Sandbox) -> None:
-    done = await sandbox.run(Command(argv=("python3", "-c", BY_32_BITS)))
+@ON_SHARED_LOOP
+async def test_the_32_bit_entry_is_no_way_around(tidy_sandbox: Sandbox) -> None:
+    done = await tidy_sandbox.run(Command(argv=("python3", "-c", BY_32_BITS)))
     assert done.exit_code != 0 or int(done.stdout) < 0, done.stdout
 
 
-async def test_tools_work(sandbox: Sandbox) -> None:
-    done = await sandbox.run(Command(shell=TOOLS))
+@ON_SHARED_LOOP
+async def test_tools_work(tidy_sandbox: Sandbox) -> None:
+    done = await tidy_sandbox.run(Command(shell=TOOLS))
     assert done.stdout.split() == [b"1", b"7", b"36"], done.stderr
 
 
