@@ -440,7 +440,7 @@ class Cluster:
             self.snapshots.users = trajectories.snapshots_in_use
             for name in self._awaited:
                 self._homes |= dict.fromkeys(trajectories.on_node(name), name)
-        return self
+        return here if self._admission is None else self
 
     def reattachment(self, environments: Environments) -> Reattachment:
         """Return what knows which commands of the gateway before are whose."""
@@ -553,10 +553,9 @@ class Cluster:
         return self._ticket(self._admission, self.here.name, self.near)
 
     def _ticket(self, admission: NodeAdmission, name: str, address: str) -> NodeTicket:
-        ticket, _ = admission.tickets.issue(name)
         return NodeTicket(
             name=name,
-            ticket=ticket,
+            ticket=admission.tickets.issue(name),
             expires_in_s=self._config.ticket_ttl_s,
             gateway=address,
             fingerprint=admission.certificate.fingerprint,

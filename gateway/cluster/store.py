@@ -218,10 +218,10 @@ class JoinTickets:
         #: When each used ticket expires, by what is random of it.
         self._used: dict[str, float] = {}
 
-    def issue(self, name: str) -> tuple[str, float]:
-        """Return a ticket for a name and the instant at which it expires; raises InvalidInput."""
+    def issue(self, name: str) -> str:
+        """Return a ticket for a name; raises InvalidInput."""
         expires_s = self._wall() + self._ttl_s
-        return self._written(check_name(name), int(expires_s * 1000), secrets.token_urlsafe(12)), expires_s
+        return self._written(check_name(name), int(expires_s * 1000), secrets.token_urlsafe(12))
 
     def take(self, ticket: str, name: str) -> None:
         """Admit a node by its ticket; raises Unauthorized for one that is not ours, not its own, used, or too old."""

@@ -1,4 +1,4 @@
-"""NodeMembership of nodes: joined, suspect, lost, drained."""
+"""The membership of nodes: joined, suspect, lost, drained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEGAL_NODE_MOVES: dict[NodeState, frozenset[NodeState]] = {
     NodeState.READY: frozenset({NodeState.UNFIT, NodeState.SUSPECT, NodeState.DRAINING, NodeState.LOST}),
     NodeState.UNFIT: frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING, NodeState.LOST}),
     NodeState.SUSPECT: frozenset({NodeState.JOINING, NodeState.LOST}),
-    NodeState.DRAINING: frozenset({NodeState.SUSPECT, NodeState.READY, NodeState.UNFIT, NodeState.LOST}),
+    NodeState.DRAINING: frozenset({NodeState.SUSPECT, NodeState.LOST}),
     NodeState.LOST: frozenset({NodeState.JOINING}),
 }
 
@@ -305,17 +305,6 @@ class NodeMembership:
             return []
         self._move(member, NodeState.DRAINING, why)
         return [_shut_to_drain(member)]
-
-    @_event
-    def undrain(self, node: str) -> list[Verdict]:
-        """A draining node may take work again (an operator thought better of it)."""
-        member = self._present(node)
-        if member is None:
-            return []
-        member.draining = False
-        if member.state is not NodeState.DRAINING:
-            return []
-        return self._settle(member) or [Serves(node)]
 
     @_event
     def empty(self, node: str) -> list[Verdict]:

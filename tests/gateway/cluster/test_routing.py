@@ -72,7 +72,8 @@ class Machines:
         )
         environments = MachineEnvironments(Machine())
         self.trajectories = TrajectoryRecovery(store, environments)
-        self.executor = self.cluster.executor(self.here, self.trajectories)
+        self.executor = self.cluster
+        self.cluster.executor(self.here, self.trajectories)
         self.cluster._machines["n1"] = ClusterNode(spec, self.there)  # type: ignore[arg-type]
 
     async def run(self, node: str, trajectory: str | None = None, function: FunctionSpec = SHELL) -> Outcome:

@@ -120,13 +120,12 @@ def test_a_draining_node_has_its_grace_and_no_more() -> None:
     assert isinstance(gone, CountedOut) and gone.victims
 
 
-def test_a_drain_outlives_the_link_and_is_taken_back_by_hand() -> None:
+def test_a_drain_outlives_the_link() -> None:
     membership = joined("n")
     membership.drain(1, "n", "maintenance")
     membership.lose_link(2, "n", "n-1", "cut")
     membership.greet(3, "n", "n-1")
     assert membership.reconcile(4, "n", "n-1") == [Serves("n"), Shut("n", "draining: maintenance", finishing=True)]
-    assert membership.undrain(5, "n") == [Serves("n")]
 
 
 def test_a_goodbye_that_killed_everything_is_a_loss_at_once_and_any_other_leaves_a_doubt() -> None:
@@ -238,9 +237,6 @@ def test_one_that_can_take_nothing_new_lets_what_lives_there_go_on_until_it_is_w
     shut = Shut("n", "unfit: no engine", finishing=True)
     assert membership.judge(1, "n", "n-1", "no engine", finishing=True) == [shut]
     assert state(membership) is NodeState.UNFIT
-    drains = Shut("n", "draining: asked, and unfit: no engine", finishing=True)
-    assert membership.drain(2, "n", "asked") == [drains]
-    assert membership.undrain(3, "n") == [shut]
     assert membership.judge(4, "n", "n-1", "full") == [Shut("n", "unfit: full")]
     assert membership.judge(5, "n", "n-1", "") == [Serves("n")]
     membership.lose_link(6, "n", "n-1", "cut")
@@ -262,20 +258,10 @@ def test_one_that_is_unfit_when_it_joins_never_opens_until_it_is_fit() -> None:
     assert membership.reconcile(5, "n", "i") == [Serves("n")]
 
 
-def test_an_unfit_node_drains_and_what_it_finds_meanwhile_counts_when_it_is_to_stay_after_all() -> None:
-    membership = joined("n")
-    membership.judge(1, "n", "n-1", "full")
-    assert kinds(membership.drain(2, "n", "asked")) == [Shut]
-    assert state(membership) is NodeState.DRAINING
-    assert membership.undrain(3, "n") == [Shut("n", "unfit: full")]
-    membership.drain(4, "n", "asked")
-    goes_on = Shut("n", "draining: asked", finishing=True)
-    assert membership.judge(5, "n", "n-1", "") == [goes_on], "it drains, and what lives there goes on"
-    assert membership.undrain(6, "n") == [Serves("n")]
-
-
 def test_a_draining_node_that_turns_unfit_is_shut_to_its_own_trajectories_until_it_is_fit() -> None:
-    membership = joined("n")
+    membership = joined("n", "m")
+    membership.judge(1, "m", "m-1", "no engine", finishing=True)
+    assert membership.drain(1, "m", "asked") == [Shut("m", "draining: asked, and unfit: no engine", finishing=True)]
     drains = Shut("n", "draining: asked", finishing=True)
     assert membership.drain(1, "n", "asked") == [drains]
     assert membership.judge(2, "n", "n-1", "full") == [Shut("n", "draining: asked, and unfit: full")]
@@ -345,7 +331,6 @@ class NodeHistory:
                 Event("lose_link", name, instance, {"why": "cut"}),
                 Event("expect", name),
                 Event("drain", name, None, {"why": "asked"}),
-                Event("undrain", name),
                 Event("empty", name),
                 Event("goodbye", name, instance, {"why": "bye", "killed": killed}),
                 Event("note_ray", name, None, {"why": "dead", "final": final}),
