@@ -89,7 +89,6 @@ from runtimes.node.protocol import (
     SandboxChanged,
     SessionControl,
     SessionCredit,
-    SessionEnded,
     SessionOpened,
     SessionWritten,
     SnapshotOrder,
@@ -560,7 +559,7 @@ class SessionServer:
     """The sessions of one node. Use from one event loop."""
 
     def __init__(self, table: SessionTable, on_sent: Callable[[str], None]) -> None:
-        """``on_sent`` is called with the claim of a session all of which was told."""
+        """``on_sent`` is called with the claim of a session all of which was sent."""
         self._table = table
         self._on_sent = on_sent
         self._sessions: dict[str, ServedSession] = {}
@@ -580,14 +579,14 @@ class SessionServer:
         self._sessions[claim] = ServedSession(claim, id, session)
 
     def ended(self, claim: str) -> None:
-        """The attempt has ended; the rest of its output is told whether somebody reads it or not."""
+        """The attempt has ended; the rest of its output is sent whether somebody reads it or not."""
         served = self._sessions.get(claim)
         if served is not None:
             self._table.close(served.id)
             served.changed.set()
 
     def owes(self, claim: str) -> bool:
-        """Return whether there is output that the gateway must hear before the end."""
+        """Return whether there is output that the gateway must have before the end."""
         served = self._sessions.get(claim)
         return served is not None and served.owed
 
@@ -603,17 +602,13 @@ class SessionServer:
     def take(self, link: NodeLink, message: AttachSession | SessionCredit) -> None:
         """Take what the gateway says of a session, unless that is forgotten."""
         served = self._sessions.get(message.claim)
-        match message:
-            case AttachSession():
-                if served is None:
-                    link.send(SessionEnded(message.claim))
-                else:
-                    self._attach(served, link, message)
-            case SessionCredit() if served is not None:
-                served.taken, served.attended = message.taken, message.attended
-                served.changed.set()
-            case _:
-                pass
+        if served is None:
+            return
+        if isinstance(message, AttachSession):
+            self._attach(served, link, message)
+        else:
+            served.taken, served.attended = message.taken, message.attended
+            served.changed.set()
 
     def detach(self, link: NodeLink) -> None:
         """The link is gone: sessions go on, and those that were read wait a moment for the next link."""
@@ -694,15 +689,15 @@ class SessionServer:
         served.sending = self._spawn(self._send_output(served, link, ending))
 
     def _stop(self, served: ServedSession) -> None:
-        """Tell no more of it on its link."""
+        """Send no more of it on its link."""
         if served.sending is not None:
             served.sending.cancel()
         served.link = served.sending = None
 
     async def _send_output(self, served: ServedSession, link: NodeLink, ending: Collection[asyncio.Task[Any]]) -> None:
-        """Say that it runs, then what it says while there is room, and at its end the rest and that this was all.
+        """Send that it runs, then its output while there is room, and the rest at its end.
 
-        Where its input stands is told once what is ``ending`` has ended.
+        Where its input stands is sent once what is ``ending`` has ended.
         """
         session = served.session
         await session.opened(None)
@@ -726,11 +721,10 @@ class SessionServer:
                 served.changed.clear()
                 await served.changed.wait()
         served.is_sent = True
-        link.send(SessionEnded(served.claim))
         self._on_sent(served.claim)
 
     async def _send_pages(self, served: ServedSession, link: NodeLink) -> None:
-        """Tell what it says until nobody reads it any more, or it has ended and all is told."""
+        """Send its output until nobody reads it any more, or it has ended and all is sent."""
         session = served.session
         async with aclosing(session.read(served.sent, LOOK_S)) as pages:
             async for page in pages:
@@ -763,7 +757,7 @@ class SessionServer:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a session is not told of", error=repr(error))
+            logger.error("the output of a session is not sent", error=repr(error))
 
 
 #: In a directory of the store: the files themselves, and their bytes.

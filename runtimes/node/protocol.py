@@ -201,12 +201,6 @@ class SessionWritten(Message):
     data: bytes
 
 
-class SessionEnded(Message):
-    """It has ended, and this was all of its output; from the node."""
-
-    claim: str
-
-
 class TerminalInput(msgspec.Struct, array_like=True):
     """The body of a request ``input``; that of ``withdraw`` is the number and offset of one that nobody waits for.
 
@@ -538,7 +532,6 @@ KINDS: Mapping[int, type[Message]] = dict(
             SessionCredit,
             SessionOpened,
             SessionWritten,
-            SessionEnded,
             SnapshotsKept,
             FitnessChanged,
         ),

@@ -57,7 +57,6 @@ from runtimes.node.protocol import (
     SandboxChanged,
     SessionControl,
     SessionCredit,
-    SessionEnded,
     SessionOpened,
     SessionWritten,
     SnapshotOrder,
@@ -759,8 +758,6 @@ class RemoteNode:
             case SessionOpened() | SessionWritten():
                 if (session := self._sessions.get(message.claim)) is not None:
                     session.take(message)
-            case SessionEnded():
-                pass  # its end follows
             case ModelsChanged():
                 self.models.take(message)
             case SnapshotsKept():

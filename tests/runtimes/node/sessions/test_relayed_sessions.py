@@ -407,10 +407,14 @@ async def test_one_that_nobody_attends_is_ended_by_the_gateways_own_bound(world:
     assert world.far.abandoned
 
 
-async def test_a_session_that_the_node_does_not_know_is_told_to_be_over(world: RelayedWorld) -> None:
-    world.served.forget("a.1/")
+async def test_a_session_that_the_node_does_not_know_takes_no_input_and_is_over_with_its_attempt(
+    world: RelayedWorld,
+) -> None:
     await world.link()
-    await until(lambda: len(world.frames) > 1)
+    world.far.open(world.command)
+    await until(lambda: world.near.reads and bool(world.frames) and world.near._grip is not None)
+    world.served.forget("a.1/")
+    assert await world.near.write(b"late") == 0
     world.node.end_session("a.1/")
     assert world.near.ended
     assert await world.near.write(b"late") == 0
