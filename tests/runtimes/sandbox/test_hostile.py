@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +114,34 @@ class TestExhaustion:
             with pytest.raises(ActionFailed, match="disk bound of 16777216 bytes"):
                 await sh(made, "true")
         await made.close()
+
+    async def test_a_sweep_takes_what_was_left_in_memory(self, provider: Provider, spec: SandboxSpec) -> None:
+        """A small ``/tmp`` stays, and so does one on the disk."""
+        spec = replace(spec, memory_bytes=128 * 2**20, users=("root",))
+        sandbox = await provider.create(spec, name=unique("left"), labels={}, mounts={})
+        leave = """
+            import ctypes, os
+            libc, user = ctypes.CDLL(None), str(os.getuid())
+            made = libc.shmget(0, 4096, 0o1600), libc.semget(0, 1, 0o1600), libc.msgget(0, 0o1600)
+            os.makedirs(f"/dev/shm/{user}/below")
+            for place in (f"/dev/shm/{user}/below/file", f"/dev/shm/.{user}", f"/tmp/{user}"):
+                open(place, "w").close()
+            assert min(made) >= 0
+        """
+        look = """
+            import os
+            kinds = [len(open(f"/proc/sysvipc/{kind}").readlines()) - 1 for kind in ("shm", "sem", "msg")]
+            print(kinds, os.listdir("/dev/shm"), len(os.listdir("/tmp")))
+        """
+        for user in ("", "root"):
+            assert (await python(sandbox, textwrap.dedent(leave), user=user)).exit_code == 0
+        await sandbox.sweep()
+        assert (await python(sandbox, textwrap.dedent(look))).stdout == b"[0, 0, 0] [] 2\n"
+        await sh(sandbox, "head -c 80000000 /dev/zero > /tmp/big")
+        await sandbox.sweep()
+        left = b"0" if isinstance(provider, ProcessProvider) else b"3"
+        assert (await python(sandbox, textwrap.dedent(look))).stdout == b"[0, 0, 0] [] " + left + b"\n"
+        await sandbox.close()
 
     async def test_hundreds_of_open_pipes_left_behind_do_not_stop_the_runner(self, sandbox: Sandbox) -> None:
         for _ in range(20):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.attacks.play import SAME, graded
+from bench.attacks.play import FRESH, SAME, graded
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
@@ -52,7 +52,11 @@ IMAGES = {
         "/usr/lib/python3/dist-packages/old.py": "import warnings\nwarnings.warn('old', DeprecationWarning)\n",
     },
     "sound": {"pytest.ini": "[pytest]\n", "tests/conftest.py": ""},
+    "bare": {},
 }
+#: What takes pytest out of an image, and what brings it back.
+HIDDEN = "mkdir /kept; mv $(python3 -c 'import pytest, _pytest; print(*pytest.__path__, *_pytest.__path__)') /kept"
+FOUND = "cp -r /kept/* $(dirname $(python3 -c 'import pluggy; print(*pluggy.__path__)'))"
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,7 @@ def images(docker: object) -> Iterator[dict[str, str]]:
             for path, text in {"calc.py": "", **files}.items():
                 quoted = text.replace("\\", "\\\\").replace("\n", "\\n").replace("'", "'\\''")
                 lines.append(f"RUN printf '{quoted}' > {Path('/project', path)}")
+            lines += [f"RUN {HIDDEN}"] if name == "bare" else []
             lines.append("RUN chmod -R a+rwX /project")
             done = subprocess.run(
                 ["docker", "build", "-q", "-t", names[name], "-"],
@@ -121,6 +126,25 @@ async def test_who_has_broken_a_suite_is_seen_where_nobody_has_been(
     assert (value["reward"], value["valid"]) == (reward, reward is not None), value
     assert bool(value["reason"]) == (reward is None)
     assert bool(value["note"]) == (reward == 0.0) or reward is None
+
+
+@pytest.mark.docker
+async def test_a_fork_whose_image_has_no_pytest_is_graded_in_its_snapshot_and_nothing_is_checked(
+    environments: Environments, images: dict[str, str]
+) -> None:
+    spec = SandboxSpec(image=images["bare"], workdir="/project", memory_bytes=256 * 2**20, users=("root",), user="root")
+    function = replace(FRESH, sandbox=spec)
+    sandbox = await environments.ensure("t", spec)
+    assert (await sandbox.run(Command(shell=FOUND))).exit_code == 0
+    kept = await environments.snapshot("t")
+    fork = await environments.ensure("fork", replace(spec, snapshot=kept.id))
+    await fork.write_file("calc.py", GOOD.encode())
+    value = await graded(environments, function, "fork", {"tests": TESTS})
+    assert (value["reward"], value["graded"], value["checked"]) == (1.0, "snapshot", []), value
+    assert "its image alone has no pytest" in str(value["note"])
+    for trajectory in ("t", "fork"):
+        await environments.end(trajectory)
+    await environments.provider.snapshots.remove(kept.id)
 
 
 @pytest.mark.parametrize(
