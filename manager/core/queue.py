@@ -448,13 +448,6 @@ class InOrder(Generic[Rank]):
         self._first = 0
         return True
 
-    def first(self, group: QueueGroup) -> Waiting:
-        """Return the first one; there is one."""
-        index = self._first
-        while self._items[index][2].group is not group:
-            index += 1
-        return self._items[index][2]
-
     def items(self, group: QueueGroup) -> Iterator[tuple[Rank, int, Waiting]]:
         """Yield each with what sorts it among others; the group must not change meanwhile."""
         for index in range(self._first, len(self._items)):
@@ -543,11 +536,6 @@ class QueueGroup:
                 self._seconds = sum(seconds for seconds, _, _ in self._by_length.items(self))
         for kind, rigid in self._rigid.items():
             rigid.clean(self, self.live - self.keyed[kind])
-
-    @property
-    def first(self) -> Waiting:
-        """Return the first in order of service; something must wait."""
-        return self._by_service.first(self)
 
     def rigid(self, kind: str) -> Iterator[tuple[Key, int, Waiting]]:
         """Yield those without a choice of ``kind``'s units as `items` does."""

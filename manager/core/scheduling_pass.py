@@ -42,16 +42,10 @@ class Changes:
         Each action counts once for each kind that it needs.
         """
         state = self._state
-        arrived = state.queue.take_arrived()
-        if not arrived and not self._groups:
-            return
-        for group, count in arrived.items():
+        for group, count in state.queue.take_arrived().items():
             for kind in group.demand:
                 state.executing.load(kind).arrivals.add(state.now_s, count)
             self._groups.add(group)
-        if not state.spec.strict:
-            # One without an open pool is looked at when a pool has changed: under load most submissions need no pass.
-            self._groups = {group for group in self._groups if group.live and (not group.demand or state.opens(group))}
 
     def take(self) -> tuple[set[str], set[QueueGroup]]:
         """Return the names of the pools, and the groups, that the next round must look at."""
@@ -105,35 +99,39 @@ class Changes:
         nodes = state.nodes.take_changed()
         before, self._memory_waits_from = self._memory_waits_from, state.memory_waits_from
         pools.update(name for node in nodes for name in state.resources.names_on(node))
-        if before not in (None, state.memory_waits_from):
+        everywhere = before not in (None, state.memory_waits_from)
+        if everywhere:
             self._look_everywhere(pools)
-        elif not nodes:
-            return
-        kinds = ["", *(kind for kind in state.resources.kinds if not state.resources.on_nodes(kind))]
-        groups = [group for kind in kinds for group in state.queue.groups_of(kind)]
-        self.look_again(group for group in groups if group.signature.memory_bytes)
+        if nodes or everywhere:
+            self.look_again(group for group in state.queue.groups_of("") if group.signature.memory_bytes)
 
 
 # Actions that wait alone for one pool and have no choice of units: there is nothing to decide about them.
 #
-# Most commands of a trajectory come to a node where nothing else waits. No order is to be found for such an action, no
-# count of units, and nobody whose reservation it could touch: a policy that is a `PromptPolicy` would start it. So it
-# is started without being weighed against others, and its pool has no turn.
+# Most commands of a trajectory come to a node where nothing else waits, and most calls of a single node are alone. No
+# order is to be found for such an action, no count of units, and nobody whose reservation it could touch: a policy that
+# is a `PromptPolicy` would start it. So it is started without being weighed against others, and its pool has no turn.
 
 
-def waits_alone(state: SchedulerState, pool: Pool, groups: Sequence[QueueGroup]) -> Waiting | None:
+def waits_alone(state: SchedulerState, pool: Pool, groups: Sequence[QueueGroup], *, only: bool) -> Waiting | None:
     """Return the action that may start in a pool at once; None if anything is to be decided there.
 
-    ``groups`` are all whose actions the pool could serve. What would have to be weighed: a second action, a second
-    pool, memory, a cap, a running action that could be resized.
+    ``groups`` are all whose actions the pool could serve; ``only``, whether nothing else can start, and nowhere else.
+    What would have to be weighed: a second action, a second pool, a cap, a running action that could be resized, and
+    memory that a trajectory waits for.
     """
     if len(groups) != 1 or groups[0].live != 1 or not pool.node or state.spec.strict:
         return None
     group = groups[0]
     task, demand, memory_bytes, node, batch_service, child, placement = group.signature
-    if len(demand) != 1 or memory_bytes or node != pool.node or batch_service:
+    if (
+        len(demand) != 1
+        or batch_service
+        or not (node or only)
+        or (memory_bytes and state.memory_waits_from is not None)
+    ):
         return None
-    waiting = group.first
+    waiting = next(iter(group))
     units = waiting.action.cost[pool.kind]
     if waiting.action.key is not None or units.elastic or units.minimum > pool.free:
         return None
@@ -141,7 +139,9 @@ def waits_alone(state: SchedulerState, pool: Pool, groups: Sequence[QueueGroup])
         return None
     if state.executing.can_resize(pool.name) or not isinstance(state.policy(pool), PromptPolicy):
         return None
-    return waiting if state.nodes.may_go_on(placement, node) else None
+    place = state.nodes[pool.node]
+    may_start = place.keeps(placement) if node else place.is_right_for(placement)
+    return waiting if may_start and memory_bytes <= place.free_bytes else None
 
 
 # Candidates: what could start now at its minimum, by reservation per resource (docs/SCHEDULING.md 1.1).
@@ -578,7 +578,9 @@ class PoolDispatch:
         except BrokenPromise as error:
             if name in self._state.faults:
                 raise  # the stand-in failed as well: a bug of the core's
-            self._state.faults[name] = self._fault(error)
+            policy, now_s = self._state.policy(self._pool).name, self._state.now_s
+            told = f"policy {policy} failed on {name} at {now_s:.6f}: {error}; fixed decides in its place"
+            self._state.faults[name] = told
             self._look_again(self._groups)
             return
         if decision.wake_s is not None:
@@ -879,12 +881,6 @@ class PoolDispatch:
                 return count
         return counts[0]
 
-    def _fault(self, error: BrokenPromise) -> str:
-        """Say what the policy did, and who decides now."""
-        state, pool = self._state, self._pool
-        policy = state.policy(pool).name
-        return f"policy {policy} failed on {pool.name} at {state.now_s:.6f}: {error}; fixed decides in its place"
-
 
 def _alike(starts: Iterable[tuple[Start, Candidate]]) -> Iterator[tuple[Start, list[Candidate]]]:
     """Yield the starts in order, those in a row together that are alike: of one group, at its minimum.
@@ -949,7 +945,7 @@ class SchedulingPass:
         pools = state.resources.in_order([name for name, here in groups_of.items() if here or can_resize(name)])
         alone: dict[str, Waiting] = {}
         for pool in pools:
-            waiting = waits_alone(state, pool, groups_of[pool.name])
+            waiting = waits_alone(state, pool, groups_of[pool.name], only=len(pools) == len(groups) == 1)
             if waiting is not None:
                 alone[pool.name] = waiting
         sure = {waiting.group for waiting in alone.values()}
@@ -987,9 +983,12 @@ class SchedulingPass:
 
         def choose(groups: Iterable[QueueGroup]) -> None:
             for group in groups:
-                if group not in chosen and (group.signature.child or not state.paused):
+                if group in chosen or (state.paused and not group.signature.child):
+                    continue
+                opens = state.opens(group)
+                if opens or not group.demand or state.spec.strict or state.capped:  # else nothing of it can start
                     chosen[group] = None
-                    beyond.extend(state.opens(group))
+                    beyond.extend(opens)
 
         def spread() -> None:
             while beyond:

@@ -125,24 +125,21 @@ class SchedulerState:
 
     def arrival_rate(self, pool: Pool) -> float:
         """Return the actions per second that come for a pool; for each of several of a kind their mean."""
-        arrivals = self.executing.load(pool.kind).arrivals
-        return arrivals.at(self.now_s) / len(self.resources.of_kind(pool.kind))
-
-    # What may start, or be resized, at all: a pass looks at no other pool, so it costs the same on ten nodes and on a
-    # thousand whose cores are in use.
-
-    def is_open(self, pool: Pool) -> bool:
-        """Return whether something may start in a pool, or run there with other units."""
-        has_free = not pool.node or pool.free >= self.queue.least(pool.kind)
-        return has_free or self.executing.can_resize(pool.name)
+        return self.executing.load(pool.kind).arrivals.at(self.now_s) / len(self.resources.of_kind(pool.kind))
 
     def open_pools(self, kind: str, node: str = "") -> list[Pool]:
-        """Return those pools that serve ``kind`` for actions bound to ``node``, or to none if it is empty."""
-        resources = self.resources
-        if node or not resources.on_nodes(kind):
-            return [pool for pool in resources.serving(kind, node) if self.is_open(pool)]
-        found = {pool.name: pool for pool in resources.with_free(kind, self.queue.least(kind))}
-        return resources.in_order(found | self.executing.resizable(kind))
+        """Return the pools for actions bound to ``node``, if it is named, in which something may start or be resized.
+
+        A pass looks at no others, so it costs the same on ten nodes and on a thousand whose cores are in use.
+        """
+        resources, resizable = self.resources, self.executing.resizable(kind)
+        if not resources.on_nodes(kind):
+            return list(resources.of_kind(kind))
+        least = self.queue.least(kind)
+        if node:
+            pools = resources.serving(kind, node)
+            return [pool for pool in pools if pool.free >= least or pool.name in resizable]
+        return resources.in_order({pool.name: pool for pool in resources.with_free(kind, least)} | resizable)
 
     def opens(self, group: QueueGroup) -> list[Pool]:
         """Return those of these pools that could serve a group's actions."""

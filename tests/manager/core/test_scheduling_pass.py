@@ -82,9 +82,25 @@ def counted() -> tuple[CountsTurns, CoreDriver]:
 def test_one_that_waits_alone_starts_without_a_turn_of_its_pool() -> None:
     policy, driver = counted()
     driver.step(0, submit("a", {"cpu": 2}, trajectory="t"))
-    driver.step(1, submit("b", {"cpu": 2}, trajectory="u"))
-    assert driver.running() == {"a", "b"} and policy.asked == 0
+    driver.step(1, submit("b", {"cpu": 1}, trajectory="u"))
+    driver.step(2, submit("c", {"cpu": 1}, memory_bytes=8))
+    assert driver.running() == {"a", "b", "c"} and policy.asked == 0
     driver.core.check()
+
+
+def test_one_of_no_trajectory_that_several_nodes_could_serve_has_turns() -> None:
+    policy = CountsTurns()
+    driver = CoreDriver(build_core(spec(node("n0", cores=2), node("n1", cores=4)), policies={"cpu": policy}))
+    driver.step(0, submit("a"))
+    assert driver.running() == {"a"} and policy.asked == 2
+
+
+def test_memory_that_is_missing_holds_for_one_that_waits_alone() -> None:
+    _, driver = counted()
+    memory_bytes = driver.core.state.nodes["n0"].free_bytes
+    driver.step(0, submit("a", memory_bytes=memory_bytes))
+    driver.step(1, submit("b", memory_bytes=1))
+    assert driver.running() == {"a"}
 
 
 def test_two_that_wait_for_one_pool_have_a_turn() -> None:
