@@ -21,7 +21,7 @@ APART := tests/attacks tests/bench tests/cluster tests/ecosystem tests/faults te
 RUN := scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED)
 
 .PHONY: demo cluster-demo quick check test test-all setup format lint types unit slow faults attacks browser sim \
-	bench bench-quick ecosystem ecosystem-all serve clean site wheels ray
+	gpu-check bench bench-quick ecosystem ecosystem-all serve clean site wheels ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -71,7 +71,7 @@ faults: setup
 
 # Rewards that somebody tries to forge, a few hundred ways.
 attacks: setup
-	$(RUN) -q --begin-within 360 tests/attacks
+	$(RUN) -q --begin-within 330 tests/attacks
 
 # The page in a real browser.
 browser:
@@ -81,7 +81,7 @@ browser:
 # Seeded worlds: make sim SEEDS=100000, or others by SIM_FIRST=5000
 sim: setup
 	SIM_SEEDS=$(SEEDS) SIM_FIRST=$${SIM_FIRST:-0} \
-		$(RUN) --hypothesis-profile=full --begin-within 300 tests/sim
+		$(RUN) --hypothesis-profile=full --begin-within 270 tests/sim
 
 # Every bench, one JSON object each on its last line (bench/report.py says its form).
 bench: setup
@@ -94,7 +94,7 @@ bench-quick: setup
 # Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors.
 # What has not begun in time is left out and named at the end.
 ecosystem: setup
-	scripts/run-tests -q -rs --begin-within 540 -m "not far" tests/ecosystem
+	scripts/run-tests -q -rs --begin-within 480 -m "not far" tests/ecosystem
 
 # Also those that take minutes to install or to run.
 ecosystem-all: setup
@@ -107,6 +107,10 @@ site: setup
 # Both wheels, tried outside the repository on each interpreter of 3.11 to 3.13 that there is.
 wheels: setup
 	@$(PYTHON) .ci/wheels.py
+
+# What a machine with a GPU would run, rehearsed on the CPU beside no more packages than that machine has.
+gpu-check: setup
+	@$(PYTHON) .ci/gpu-check
 
 # A real Ray cluster, in an environment of its own (.cache/ray); three minutes.
 ray:

@@ -26,6 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+from bench.model.architectures import QUICK, RIGHT, classes, compare_all
 from bench.model.checkpoints import SHAPES
 from bench.model.exactness import differences
 from bench.model.ipc import store_copies
@@ -157,6 +158,18 @@ def exactness(directory: Path, report: BenchReport) -> None:
     report.check("dop_max_abs_diff", found.dop, 1e-5, "lower")
 
 
+def architectures(directory: Path, report: BenchReport, quick: bool) -> None:
+    """Every architecture of transformers and every head: right, or refused before anything is computed."""
+    found = compare_all(directory, QUICK if quick else [(head, kind) for head in Head for kind in classes(head)])
+    report.figure("families_right", found.right)
+    report.figure("families_refused", found.refused)
+    report.check("wrong_silently", len(found.wrong), 0, "lower")
+    report.check("architecture_max_abs_diff", found.difference, RIGHT, "lower")
+    report.check("batch_over_alone_max_abs_diff", found.batch_difference, RIGHT, "lower")
+    for each in found.wrong:
+        report.note(each)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     size = options.size or ("8b" if options.device == "cuda" else "tiny" if options.quick else "small")
@@ -175,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts: dict[str, Callable[[], object]] = {part.__name__: partial(part, rig) for part in timed}
         parts["store"] = lambda: store(rig, rounds)
         parts["exactness"] = lambda: exactness(directory, report)
+        parts["architectures"] = lambda: architectures(directory, report, options.quick)
         return play(report, options, parts)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

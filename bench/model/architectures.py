@@ -145,6 +145,19 @@ IDS = [[7, 3, 99, 12], [5, 5, 201, 34, 77, 140, 8, 9, 250], [8, 33, 12, 7]]
 NEW_TOKENS = 3
 #: Of the largest number that is told of them: further apart is another number.
 RIGHT = 1e-4
+#: One of each way to be loaded and computed: plain, joined experts, linear attention, both ways, no padding.
+QUICK = (
+    (Head.LM, "llama"),
+    (Head.LM, "qwen3_moe"),
+    (Head.LM, "gemma2"),
+    (Head.LM, "qwen3_next"),
+    (Head.LM, "bert"),
+    (Head.SCORE, "gpt2"),
+    (Head.SCORE, "bart"),
+    (Head.BASE, "bert"),
+    (Head.BASE, "fnet"),
+    (Head.BASE, "qwen3"),
+)
 _ACTIONS = {Head.LM: ModelAction.LOGPROBS, Head.SCORE: ModelAction.SCORE, Head.BASE: ModelAction.EMBED}
 
 
@@ -222,6 +235,39 @@ def compare(directory: Path, kind: str, head: Head) -> Comparison:
         return Comparison(difference=difference, batch_difference=_apart(together, alone))
     finally:
         device.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Of many comparisons: how many were right, what was served and wrong, and the largest differences."""
+
+    right: int
+    refused: int
+    wrong: tuple[str, ...]
+    difference: float
+    batch_difference: float
+
+
+def compare_all(directory: Path, cases: Sequence[tuple[Head, str]]) -> Summary:
+    """Compare each of these; one that fails where it was not refused is wrong."""
+    found, wrong = [], []
+    for head, kind in cases:
+        try:
+            one = compare(directory, kind, head)
+        except Exception as error:  # noqa: BLE001  # a failure that nobody foretold
+            wrong.append(f"{head} {kind}: {type(error).__name__}: {error}"[:200])
+            continue
+        found.append(one)
+        if max(one.difference, one.batch_difference) > RIGHT:
+            wrong.append(f"{head} {kind}: {one.difference:g} from transformers, {one.batch_difference:g} in a batch")
+    refused = sum(bool(one.refusal) for one in found)
+    return Summary(
+        right=len(found) - refused - sum("in a batch" in each for each in wrong),
+        refused=refused,
+        wrong=tuple(wrong),
+        difference=max((one.difference for one in found), default=0.0),
+        batch_difference=max((one.batch_difference for one in found), default=0.0),
+    )
 
 
 def _early_refusal(kind: str, name: str, head: Head) -> str:

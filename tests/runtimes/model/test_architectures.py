@@ -11,26 +11,13 @@ pytestmark = pytest.mark.model
 
 import transformers
 
-from bench.model.architectures import RIGHT, classes, compare, table
+from bench.model.architectures import QUICK, RIGHT, classes, compare, table
 from runtimes.model.checkpoint import Head
 from runtimes.model.weights import FAMILIES, PADDED
 
 ROOT = Path(__file__).parents[3]
 #: The version that the table of docs/MODELS.md is of.
 DOCUMENTED = "5.23.0"
-#: One of each way to be loaded and computed: plain, joined experts, linear attention, both ways, state spaces.
-QUICK = {
-    (Head.LM, "llama"),
-    (Head.LM, "qwen3_moe"),
-    (Head.LM, "gemma2"),
-    (Head.LM, "qwen3_next"),
-    (Head.LM, "bert"),
-    (Head.SCORE, "gpt2"),
-    (Head.SCORE, "bart"),
-    (Head.BASE, "bert"),
-    (Head.BASE, "fnet"),
-    (Head.BASE, "qwen3"),
-}
 CASES = [(head, kind) for head in Head for kind in classes(head)]
 
 
