@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
+import structlog
 
 from manager.action import Chunk
 from manager.config import ServiceSpec
@@ -31,7 +32,13 @@ from runtimes.model.engine import (
 from runtimes.model.request import ModelInput, ModelSettings, model_of
 
 _COMPONENT = "model.external"
+_LOG = structlog.get_logger("model")
 _CONNECT_S = 5.0
+#: Seconds for a sleep, a wake or a question about its state: weights travel for seconds, and a hang must end. Calls are
+#: bounded by their actions.
+_CONTROL_S = 120.0
+#: How a generation ends that is whole. A server that is put to sleep by somebody else answers 200 with ``abort``.
+_WHOLE = frozenset({"stop", "length"})
 
 #: Statuses by which the server blames the input.
 _BLAMES_INPUT = frozenset({400, 413, 422})
@@ -46,6 +53,8 @@ class _Server:
     told: ServiceSpec | None = None
     chunk: Chunk | None = None
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: Whether the last sleep failed: nobody knows then whether it took effect, so the memory counts as held.
+    doubtful: bool = False
     calls: int = 0
     quiet: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -59,7 +68,8 @@ class ExternalBackend:
         self._on_footprint = on_footprint
         self._wakes = Restores(settings.restore_bytes_per_s)
         self._servers: dict[str, _Server] = {}
-        self._client: httpx.AsyncClient | None = None
+        #: Of calls, and of control: a sleep must not wait for a connection behind the calls that it waits for.
+        self._clients: dict[bool, httpx.AsyncClient] = {}
 
     # -- the contract
 
@@ -71,7 +81,7 @@ class ExternalBackend:
         server = _Server(model)
         self._servers[model.service] = server
         try:
-            await self._call(model, "GET", "/v1/models")
+            await self._call(model, "GET", "/v1/models", control=True)
             await self._wake(server, Chunk(0, units.minimum))
             await self._sleep(server)
         except ActionFailed as error:
@@ -136,17 +146,16 @@ class ExternalBackend:
         if server is not None and server.chunk is not None:
             try:
                 await self._sleep(server)
-            except ActionFailed:
-                # A server that does not answer holds no memory that a sleep would free.
-                server.chunk = None
-                self._on_residency()
+            except ActionFailed as error:
+                server.doubtful = True
+                _LOG.warning("an engine could not be put to sleep: its memory counts as held", error=error.message)
 
     def residency(self) -> Mapping[str, tuple[Chunk, ...]]:
         return {name: (server.chunk,) for name, server in self._servers.items() if server.chunk is not None}
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
             await client.aclose()
 
     # -- sleep and wake
@@ -156,14 +165,24 @@ class ExternalBackend:
 
     async def _wake(self, server: _Server, chunk: Chunk) -> None:
         async with server.moving:
-            if server.chunk == chunk:
+            if server.chunk == chunk and not server.doubtful:
                 return
-            if server.chunk is None and server.model.wake_path:
+            if (server.chunk is None or server.doubtful) and server.model.wake_path:
                 began = time.monotonic()
-                await self._call(server.model, "POST", server.model.wake_path)
+                await self._call(server.model, "POST", server.model.wake_path, control=True)
+                await self._check_awake(server.model)
                 self._learn(server, time.monotonic() - began)
-            server.chunk = chunk
+            server.chunk, server.doubtful = chunk, False
         self._on_residency()
+
+    async def _check_awake(self, model: ModelSpec) -> None:
+        """Raise ActionFailed where vLLM says that it sleeps: it answers 200 to a wake that woke a part of it."""
+        try:
+            answer = (await self._call(model, "GET", "/is_sleeping", control=True)).json()
+        except (ActionFailed, ValueError):
+            return  # a server without that route; its calls tell
+        if isinstance(answer, dict) and answer.get("is_sleeping") is True:
+            raise ActionFailed(Reason.UPSTREAM, f"{model.engine_url} still sleeps after its wake", component=_COMPONENT)
 
     def _learn(self, server: _Server, seconds: float) -> None:
         """Keep what a wake took, for any number of devices; report the estimate if it has moved."""
@@ -185,8 +204,8 @@ class ExternalBackend:
             if server.calls:
                 await server.quiet.wait()
             if server.model.sleep_path:
-                await self._call(server.model, "POST", server.model.sleep_path)
-            server.chunk = None
+                await self._call(server.model, "POST", server.model.sleep_path, control=True)
+            server.chunk, server.doubtful = None, False
         self._on_residency()
 
     # -- the actions
@@ -205,7 +224,8 @@ class ExternalBackend:
             raise ActionFailed(Reason.UPSTREAM, f"the engine's answer lacks {error!r}", component=_COMPONENT) from error
 
     async def _score(self, model: ModelSpec, inputs: ModelInput) -> Mapping[str, object]:
-        answer = await self._post(model, "/classify", {"input": _inputs(inputs)})
+        # The head's own values, as the in-house engine tells them: the engine's default is their sigmoid or softmax.
+        answer = await self._post(model, "/classify", {"input": _inputs(inputs), "use_activation": False})
         rows = [list(map(float, row["probs"])) for row in _ordered(answer["data"])]
         return {"scores": [row[0] if len(row) == 1 else row for row in rows]}
 
@@ -243,20 +263,31 @@ class ExternalBackend:
             choices = _ordered(answer["choices"])
             texts = [choice["text"] for choice in choices]
         reasons = [choice["finish_reason"] for choice in choices]
+        if not _WHOLE.issuperset(reasons):
+            cut = next(reason for reason in reasons if reason not in _WHOLE)
+            raise ActionFailed(Reason.UPSTREAM, f"the engine ended a generation by {cut!r}", component=_COMPONENT)
         return {"texts": texts, "finish_reasons": reasons, "seed": sampling.seed}
 
     async def _post(self, model: ModelSpec, path: str, body: Mapping[str, object]) -> Any:
         return (await self._call(model, "POST", path, {"model": str(model.path), **body})).json()
 
     async def _call(
-        self, model: ModelSpec, method: str, path: str, body: Mapping[str, object] | None = None
+        self,
+        model: ModelSpec,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        control: bool = False,
     ) -> httpx.Response:
         """Make one call; raise ActionFailed(upstream), or (invalid_input) if the server blames the input."""
-        if self._client is None:
-            self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S))
+        client = self._clients.get(control)
+        if client is None:
+            limit = httpx.Timeout(_CONTROL_S if control else None, connect=_CONNECT_S)
+            client = self._clients[control] = httpx.AsyncClient(timeout=limit)
         url = model.engine_url.rstrip("/") + path
         try:
-            response = await self._client.request(method, url, json=body)
+            response = await client.request(method, url, json=body)
         except httpx.HTTPError as error:
             raise ActionFailed(
                 Reason.UPSTREAM, f"{method} {url}: {type(error).__name__} {error}", component=_COMPONENT

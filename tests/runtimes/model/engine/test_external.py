@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +29,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.calls: list[str] = []
         self.asleep = False
+        #: What it does wrong: "sleep" answers 500, "wake" answers 200 and sleeps on.
+        self.fault = ""
         self.lock = threading.Lock()
 
     @property
@@ -37,7 +40,10 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.answer(200, {"data": []})
+        server = self.server
+        assert isinstance(server, Server)
+        told = {"is_sleeping": server.asleep} if self.path == "/is_sleeping" else {"data": []}
+        self.answer(200, told)
 
     def do_POST(self) -> None:
         server = self.server
@@ -47,8 +53,10 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.calls.append(self.path)
             if self.path in ("/sleep?level=1", "/wake_up"):
-                server.asleep = self.path != "/wake_up"
-                return self.answer(200, {})
+                if server.fault == "sleep" and self.path != "/wake_up":
+                    return self.answer(500, {"error": "no"})
+                server.asleep = self.path != "/wake_up" or server.fault == "wake"
+                return self.answer(200, {"status": "sleeping" if server.asleep else "awake"})
             if server.asleep:
                 return self.answer(503, {"error": "asleep"})
         if body["model"] != "served-name":
@@ -68,7 +76,10 @@ class Handler(BaseHTTPRequestHandler):
 
 def reply(path: str, body: dict[str, Any]) -> tuple[int, object]:
     if path == "/classify":
-        rows = [{"index": i, "probs": [len(text) / 100]} for i, text in enumerate(body["input"])]
+        values = [len(text) / 100 for text in body["input"]]
+        if body.get("use_activation", True):
+            values = [1 / (1 + math.exp(-value)) for value in values]  # what an engine tells unless it is asked not to
+        rows = [{"index": i, "probs": [value]} for i, value in enumerate(values)]
         return 200, {"data": rows[::-1]}  # out of order, as a server may
     if path == "/v1/embeddings":
         return 200, {"data": [{"index": i, "embedding": [0.6, 0.8]} for i, _ in enumerate(body["input"])]}
@@ -81,7 +92,8 @@ def reply(path: str, body: dict[str, Any]) -> tuple[int, object]:
         return 200, {"choices": choices}
     if body["prompt"] == ["too long"]:
         return 400, {"error": "maximum context length"}
-    texts = [{"index": i, "text": f"{prompt}!", "finish_reason": "length"} for i, prompt in enumerate(body["prompt"])]
+    reason = "abort" if body["prompt"] == ["cut"] else "length"
+    texts = [{"index": i, "text": f"{prompt}!", "finish_reason": reason} for i, prompt in enumerate(body["prompt"])]
     return 200, {"choices": texts}
 
 
@@ -148,6 +160,37 @@ async def test_it_is_woken_when_it_is_needed_and_put_to_sleep_when_it_is_evicted
     assert runtime.residency() == {}
     assert second.model is not None
     assert second.model.service != first.model.service
+    await runtime.close()
+
+
+async def test_a_generation_that_was_cut_is_no_answer(server: Server, settings: ModelSettings) -> None:
+    runtime = ModelRuntime(settings)
+    with pytest.raises(ActionFailed, match="ended a generation by 'abort'") as caught:
+        await runtime.execute(execution(served(server, ModelAction.GENERATE), {"texts": ["cut"]}))
+    assert caught.value.reason is Reason.UPSTREAM
+    await runtime.close()
+
+
+async def test_a_sleep_that_failed_frees_nothing_and_the_next_action_wakes_it_again(
+    server: Server, settings: ModelSettings
+) -> None:
+    runtime = ModelRuntime(settings)
+    asked = served(server, ModelAction.SCORE)
+    assert asked.model is not None
+    await runtime.execute(execution(asked, {"texts": ["a"]}))
+    server.fault = "sleep"
+    await runtime._external.evict(asked.model.service, Chunk(0, 1))
+    assert asked.model.service in runtime.residency(), "it may hold its memory still"
+    server.asleep = True  # the sleep took effect after all
+    assert (await runtime.execute(execution(asked, {"texts": ["a"]}))).value == {"scores": [0.01]}
+    await runtime.close()
+
+
+async def test_a_wake_that_woke_nothing_is_a_failure(server: Server, settings: ModelSettings) -> None:
+    runtime = ModelRuntime(settings)
+    server.asleep, server.fault = True, "wake"
+    with pytest.raises(ActionFailed, match="still sleeps"):
+        await runtime.execute(execution(served(server, ModelAction.SCORE), {"texts": ["a"]}))
     await runtime.close()
 
 
