@@ -280,6 +280,7 @@ class ModelAction(StrEnum):
     """What a model does with an input."""
 
     SCORE = "score"
+    STEP_SCORES = "step_scores"
     LOGPROBS = "logprobs"
     GENERATE = "generate"
     EMBED = "embed"
@@ -292,7 +293,7 @@ class ModelSpec:
     path: Annotated[
         Path, Setting("directory with config.json and *.safetensors; the model's name on an engine", min_length=1)
     ]
-    action: Annotated[ModelAction, Setting("score, logprobs, generate or embed")]
+    action: Annotated[ModelAction, Setting("score, step_scores, logprobs, generate or embed")]
     dtype: Annotated[Literal["", "float32", "float16", "bfloat16"], Setting("the checkpoint's own by default")] = ""
     ignore_weights: Annotated[
         tuple[Annotated[str, Setting(min_length=1)], ...],
@@ -302,7 +303,7 @@ class ModelSpec:
     overlong: Annotated[Literal["error", "truncate"], Setting("what happens to a longer text")] = "error"
     truncate: Annotated[
         Literal["", "left", "right"],
-        Setting("the side on which it is cut: left by default for score and generate, right for logprobs and embed"),
+        Setting("the side on which it is cut: left by default for score and generate, right for the others"),
     ] = ""
     batch_tokens: Annotated[int, Setting("tokens of one packed batch", ge=1)] = 16384
     max_new_tokens: Annotated[int, Setting("most generated tokens", ge=1)] = 512

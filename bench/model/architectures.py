@@ -153,12 +153,18 @@ QUICK = (
     (Head.LM, "qwen3_next"),
     (Head.LM, "bert"),
     (Head.SCORE, "gpt2"),
+    (Head.STEPS, "qwen2"),
     (Head.SCORE, "bart"),
     (Head.BASE, "bert"),
     (Head.BASE, "fnet"),
     (Head.BASE, "qwen3"),
 )
-_ACTIONS = {Head.LM: ModelAction.LOGPROBS, Head.SCORE: ModelAction.SCORE, Head.BASE: ModelAction.EMBED}
+_ACTIONS = {
+    Head.LM: ModelAction.LOGPROBS,
+    Head.SCORE: ModelAction.SCORE,
+    Head.STEPS: ModelAction.STEP_SCORES,
+    Head.BASE: ModelAction.EMBED,
+}
 
 
 def classes(head: Head) -> dict[str, str]:
@@ -168,8 +174,10 @@ def classes(head: Head) -> dict[str, str]:
         modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     )
-    table: Any = {Head.LM: text[0], Head.SCORE: text[1], Head.BASE: modeling_auto.MODEL_MAPPING_NAMES}[head]
+    every = modeling_auto.MODEL_MAPPING_NAMES
+    table: Any = {Head.LM: text[0], Head.SCORE: text[1], Head.STEPS: text[4], Head.BASE: every}[head]
     known = {kind for each in text for kind in each} & set(transformers.CONFIG_MAPPING.keys())
     return {kind: name if isinstance(name, str) else name[0] for kind, name in table.items() if kind in known}
 
@@ -225,7 +233,7 @@ def compare(directory: Path, kind: str, head: Head) -> Comparison:
         except (InvalidConfig, Unsupported) as error:
             return Comparison(refusal=error.message)
         plain = getattr(transformers, name).from_pretrained(path).eval()
-        items = [WorkItem(ids=tuple(ids), action=_ACTIONS[head]) for ids in IDS]
+        items = [item_of(head, ids) for ids in IDS]
         alone = [_numbers(device.run(place, [item], 1000)) for item in items]
         together = [_numbers([each]) for each in device.run(place, items, 1000)]
         expected = [_plain(plain, head, ids) for ids in IDS]
@@ -270,6 +278,11 @@ def compare_all(directory: Path, cases: Sequence[tuple[Head, str]]) -> Summary:
     )
 
 
+def item_of(head: Head, ids: Sequence[int]) -> WorkItem:
+    """Return what is asked of a sequence."""
+    return WorkItem(ids=tuple(ids), action=_ACTIONS[head], positions=tuple(range(len(ids))))
+
+
 def _early_refusal(kind: str, name: str, head: Head) -> str:
     """Return why a class is refused before a checkpoint of it is looked at; some of them cannot even be made small."""
     made = getattr(transformers, name, None)
@@ -283,8 +296,8 @@ def _early_refusal(kind: str, name: str, head: Head) -> str:
 def _plain(model: Any, head: Head, ids: list[int]) -> list[float]:
     with torch.no_grad():
         said = model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long))
-    if head is Head.SCORE:
-        return [float(value) for value in said.logits[0]]
+    if head in (Head.SCORE, Head.STEPS):
+        return [float(value) for value in said.logits[0].flatten()]
     if head is Head.BASE:
         return [float(value) for value in functional.normalize(said.last_hidden_state[0].float().mean(0), dim=-1)]
     table = said.logits[0].float().log_softmax(-1)
@@ -295,7 +308,7 @@ def _numbers(results: Sequence[object]) -> list[float]:
     (result,) = results
     if isinstance(result, TokenLogprobs):
         return result.logprobs
-    return [float(each) for each in result] if isinstance(result, list) else [float(str(result))]
+    return [float(each) for each in torch.tensor(result).flatten()]
 
 
 def _apart(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
@@ -323,7 +336,7 @@ def _generated_apart(device: OneDevice, place: Any, plain: Any) -> float:
 
 def table() -> str:
     """Return the families that are served and refused by action, as docs/MODELS.md has them."""
-    names = {Head.LM: "logprobs, generate", Head.SCORE: "score", Head.BASE: "embed"}
+    names = {Head.LM: "logprobs, generate", Head.SCORE: "score", Head.STEPS: "step_scores", Head.BASE: "embed"}
     lines = [f"transformers {transformers.__version__}"]
     for head, actions in names.items():
         refusals = {kind: _early_refusal(kind, name, head) for kind, name in sorted(classes(head).items())}

@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 import transformers
 
-from bench.model.architectures import IDS, classes, write
+from bench.model.architectures import IDS, classes, item_of, write
 from bench.model.checkpoints import SHAPES, write_checkpoint
 from bench.model.one_device import OneDevice
 from manager.function import ModelAction
@@ -90,8 +90,7 @@ def _difference(directory: Path, device: str, kind: str, head: Head, dtype: str)
     one = OneDevice(make_backend(_torch_name(device), 4096, 1))
     try:
         place = one.place(path, head, dtype)
-        action = {Head.LM: ModelAction.LOGPROBS, Head.SCORE: ModelAction.SCORE, Head.BASE: ModelAction.EMBED}[head]
-        results: list[Any] = one.run(place, [WorkItem(ids=tuple(ids), action=action) for ids in IDS], 1000)
+        results: list[Any] = one.run(place, [item_of(head, ids) for ids in IDS], 1000)
         apart = 0.0
         for ids, result in zip(IDS, results, strict=True):
             with torch.no_grad():
@@ -99,12 +98,12 @@ def _difference(directory: Path, device: str, kind: str, head: Head, dtype: str)
                 said = model(input_ids=given, attention_mask=torch.ones_like(given))
             if head is Head.BASE:
                 expected = torch.nn.functional.normalize(said.last_hidden_state[0].float().mean(0), dim=-1)
-            elif head is Head.SCORE:
-                expected = said.logits[0].float()
+            elif head in (Head.SCORE, Head.STEPS):
+                expected = said.logits[0].float().flatten()
             else:
                 table = said.logits[0].float().log_softmax(-1)
                 expected = table[:-1].gather(1, given[0, 1:, None])[:, 0]
-            ours = torch.tensor(result if isinstance(result, list) else [result])
+            ours = torch.tensor(result).flatten()
             apart = max(apart, float((ours - expected.cpu()).abs().max()))
         if head is Head.LM:
             sampling = Sampling(max_new_tokens=4)

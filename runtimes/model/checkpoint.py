@@ -41,11 +41,13 @@ class Head(StrEnum):
 
     LM = "lm"  #: next-token distribution: logprobs, generate
     SCORE = "score"  #: sequence classification
+    STEPS = "step_scores"  #: token classification
     BASE = "base"  #: hidden states: embed
 
 
 HEADS: Mapping[ModelAction, Head] = {
     ModelAction.SCORE: Head.SCORE,
+    ModelAction.STEP_SCORES: Head.STEPS,
     ModelAction.LOGPROBS: Head.LM,
     ModelAction.GENERATE: Head.LM,
     ModelAction.EMBED: Head.BASE,
@@ -317,10 +319,7 @@ _ENDINGS: Mapping[str, tuple[Head | None, str]] = {
     "ForCausalLM": (Head.LM, "a language model: use action logprobs or generate"),
     "LMHeadModel": (Head.LM, "a language model: use action logprobs or generate"),
     "ForSequenceClassification": (Head.SCORE, "a reward model or classifier: use action score"),
-    "ForTokenClassification": (
-        None,
-        "a model with a score for each token (process rewards): serve it by an external engine (model.engine_url)",
-    ),
+    "ForTokenClassification": (Head.STEPS, "a model with a score for each token: use action step_scores"),
     "ForMaskedLM": (None, "a masked language model: use action embed"),
     "ForPreTraining": (None, "a pre-trained model: use action embed"),
     "ForQuestionAnswering": (None, "a model that finds answers in a text, which no action asks for"),

@@ -338,7 +338,8 @@ def compute(
     ``ended`` is called with the position and the result of each sequence that is generated, as it ends.
 
     score: a float, or a list of floats where the head has several labels. logprobs: log p(token | the ones before)
-    for every token but the first, or a `TokenLogprobs`. embed: a unit vector. generate: a `Generated`.
+    for every token but the first, or a `TokenLogprobs`. embed: a vector. generate: a `Generated`. step_scores: a float,
+    or a list of them, for each position.
     """
     results: dict[int, object] = {}
 
@@ -414,6 +415,8 @@ def _send(
 def _act(bound: BoundModel, batch: PackedBatch) -> Sequence[object]:
     if batch.action is ModelAction.SCORE:
         return _score(bound, batch)
+    if batch.action is ModelAction.STEP_SCORES:
+        return _step_scores(bound, batch)
     if batch.action is ModelAction.LOGPROBS:
         return _logprobs(bound, batch)
     return _embed(bound, batch)
@@ -436,6 +439,13 @@ def _score(bound: BoundModel, batch: PackedBatch) -> list[object]:
         logits = _forward(model, batch).logits
     values = logits.float().cpu()
     return [row.item() if row.numel() == 1 else row.tolist() for row in values]
+
+
+def _step_scores(bound: BoundModel, batch: PackedBatch) -> list[object]:
+    """The values of a head over each token, at the positions that are asked for."""
+    values = _forward(bound.model, batch).logits.float().cpu()
+    found = [values[index, list(member.positions)] for index, member in enumerate(batch.members)]
+    return [rows[:, 0].tolist() if rows.shape[1] == 1 else rows.tolist() for rows in found]
 
 
 def _forward(model: Any, batch: PackedBatch) -> Any:

@@ -78,6 +78,11 @@ class ExternalBackend:
         model, units = model_of(function), function.cost.get("gpu")
         if units is None:
             raise InvalidConfig(f"functions.{function.name}.cost: a model function needs gpu", component=_COMPONENT)
+        if model.action is ModelAction.STEP_SCORES:
+            raise InvalidConfig(
+                f"functions.{function.name}.model.action: step_scores is served without an engine only",
+                component=_COMPONENT,
+            )
         server = _Server(model)
         self._servers[model.service] = server
         try:

@@ -34,6 +34,8 @@ class WorkItem:
     sampling: Sampling | None = None
     #: Likeliest tokens to tell of each position (`logprobs`); None tells the actual token's number alone.
     top: int | None = None
+    #: Positions whose values are told (`step_scores`).
+    positions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ _OPTIONS: Mapping[ModelAction, tuple[str, ...]] = {
     ModelAction.GENERATE: ("max_new_tokens", "temperature", "top_p", "seed"),
     ModelAction.LOGPROBS: ("top_logprobs",),
     ModelAction.EMBED: ("prompt_name",),
+    ModelAction.STEP_SCORES: ("step_token_id", "positions"),
 }
 #: Likeliest tokens that are told of each position.
 TOP_LOGPROBS_MAX = 128
@@ -47,6 +48,9 @@ class ModelInput:
     top_logprobs: int | None = None
     #: The checkpoint's prompt that is put before each text (`embed`); None takes its default one, if it has any.
     prompt_name: str | None = None
+    #: Where a step ends (`step_scores`): the token that separates them, or positions by sequence; None: at every token.
+    step_token_id: int | None = None
+    positions: tuple[tuple[int, ...], ...] | None = None
 
     def __len__(self) -> int:
         return len(self.texts) + len(self.token_ids) + len(self.conversations)
@@ -87,6 +91,8 @@ def _options(inputs: Mapping[str, object], model: ModelSpec) -> ModelInput:
     """Return an input without its sequences."""
     if model.action is ModelAction.GENERATE:
         return ModelInput(sampling=_sampling(inputs, model))
+    if model.action is ModelAction.STEP_SCORES:
+        return _steps(inputs)
     if "prompt_name" in inputs:
         name = inputs["prompt_name"]
         if not isinstance(name, str) or "texts" not in inputs:
@@ -98,6 +104,25 @@ def _options(inputs: Mapping[str, object], model: ModelSpec) -> ModelInput:
     if count != int(count):
         raise _invalid("$.top_logprobs", "must be a whole number")
     return ModelInput(top_logprobs=int(count))
+
+
+def _steps(inputs: Mapping[str, object]) -> ModelInput:
+    """Return where the steps end."""
+    token, rows = inputs.get("step_token_id"), inputs.get("positions")
+    if token is not None:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0 or rows is not None:
+            raise _invalid("$.step_token_id", "must be a token id, and goes without positions")
+        return ModelInput(step_token_id=token)
+    if rows is None:
+        return ModelInput()
+    sequences = inputs.get("token_ids")
+    if not isinstance(rows, list) or not isinstance(sequences, list) or len(rows) != len(sequences):
+        raise _invalid("$.positions", "goes with token_ids: a list for each sequence")
+    for index, (row, ids) in enumerate(zip(rows, sequences, strict=True)):
+        known = len(ids) if isinstance(ids, list) else 0
+        if not isinstance(row, list) or not all(type(each) is int and 0 <= each < known for each in row):
+            raise _invalid(f"$.positions[{index}]", f"must be positions in a sequence of {known} tokens")
+    return ModelInput(positions=tuple(tuple(row) for row in rows))
 
 
 def _sampling(inputs: Mapping[str, object], model: ModelSpec) -> Sampling:

@@ -279,6 +279,17 @@ class EmbedInputFields(ModelInputFields, total=False):
     ]
 
 
+class StepScoresInputFields(ModelInputFields, total=False):
+    """Sequences to judge step by step: exactly one of ``texts``, ``token_ids`` and ``messages``."""
+
+    step_token_id: Annotated[
+        int, Meta(ge=0, description="The token that ends a step; every token is told without it and positions")
+    ]
+    positions: Annotated[
+        list[list[TokenId]], Meta(description="Where steps end, a list for each sequence of token_ids, instead")
+    ]
+
+
 class LogprobsInputFields(ModelInputFields, total=False):
     """Sequences to judge token by token: exactly one of ``texts``, ``token_ids`` and ``messages``."""
 
@@ -303,6 +314,16 @@ class ScoreResult(ModelResult):
     scores: Annotated[
         list[float | list[float]], Meta(description="A number for each sequence; a list if the head has several labels")
     ]
+
+
+class StepScoresResult(ModelResult):
+    """The value of the head at the end of each step."""
+
+    step_scores: Annotated[
+        list[list[float | list[float]]],
+        Meta(description="For each sequence a number for each step; a list if the head has several labels"),
+    ]
+    positions: Annotated[list[list[int]], Meta(description="The positions of these tokens in each sequence")]
 
 
 class LogprobsResult(ModelResult):
@@ -342,10 +363,12 @@ class GenerateResult(ModelResult):
 _ONE_OF = [{"required": [kind]} for kind in ModelInputFields.__annotations__]
 _SEQUENCES = schema_of(ModelInputFields, oneOf=_ONE_OF, additionalProperties=False)
 _EMBED = schema_of(EmbedInputFields, oneOf=_ONE_OF, additionalProperties=False)
+_STEPS = schema_of(StepScoresInputFields, oneOf=_ONE_OF, additionalProperties=False)
 _LOGPROBS = schema_of(LogprobsInputFields, oneOf=_ONE_OF, additionalProperties=False)
 _GENERATE = schema_of(GenerateInputFields, oneOf=_ONE_OF, additionalProperties=False)
 _SHOWN: Mapping[str, tuple[Schema, Schema]] = {
     ModelAction.SCORE: (_SEQUENCES, schema_of(ScoreResult)),
+    ModelAction.STEP_SCORES: (_STEPS, schema_of(StepScoresResult)),
     ModelAction.LOGPROBS: (_LOGPROBS, schema_of(LogprobsResult)),
     ModelAction.EMBED: (_EMBED, schema_of(EmbedResult)),
     ModelAction.GENERATE: (_GENERATE, schema_of(GenerateResult)),

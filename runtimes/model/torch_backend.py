@@ -511,7 +511,8 @@ class TorchBackend:
         if inputs.token_ids:
             _check_vocabulary(inputs, known.layout)
             begin = known.layout.config.get("bos_token_id")
-            encoded = check_ids(inputs.token_ids, limit, model.cut, begin if isinstance(begin, int) else None)
+            cut = "" if inputs.positions is not None else model.cut  # positions are of the whole sequence
+            encoded = check_ids(inputs.token_ids, limit, cut, begin if isinstance(begin, int) else None)
             stops = known.stop_ids if model.action is ModelAction.GENERATE else ()
             return EncodedText(ids=encoded.ids, truncated=encoded.truncated, stop_ids=stops)
         order = Encode(
@@ -671,6 +672,11 @@ def _items(request: ModelRequest) -> list[WorkItem]:
     encoded = request.admitted
     assert isinstance(encoded, EncodedText)
     action = model_of(request.function).action
+    if action is ModelAction.STEP_SCORES:
+        places = _positions(request.input, encoded)
+        return [
+            WorkItem(ids=ids, action=action, positions=where) for ids, where in zip(encoded.ids, places, strict=True)
+        ]
     if action is not ModelAction.GENERATE:
         return [WorkItem(ids=ids, action=action, top=request.input.top_logprobs) for ids in encoded.ids]
     wanted = replace(request.input.sampling, stop_ids=encoded.stop_ids)
@@ -678,6 +684,14 @@ def _items(request: ModelRequest) -> list[WorkItem]:
         WorkItem(ids=ids, action=action, sampling=replace(wanted, seed=wanted.seed + index))
         for index, ids in enumerate(encoded.ids)
     ]
+
+
+def _positions(inputs: ModelInput, encoded: EncodedText) -> list[tuple[int, ...]]:
+    """Return where the steps of each sequence end."""
+    if inputs.positions is not None:
+        return list(inputs.positions)
+    token = inputs.step_token_id
+    return [tuple(place for place, each in enumerate(ids) if token in (None, each)) for ids in encoded.ids]
 
 
 def _value(request: ModelRequest, results: Sequence[object], texts: Sequence[str]) -> Mapping[str, object]:
@@ -705,6 +719,9 @@ def _value(request: ModelRequest, results: Sequence[object], texts: Sequence[str
         )
     if action is ModelAction.SCORE:
         return {"scores": list(results), **common}
+    if action is ModelAction.STEP_SCORES:
+        places = _positions(request.input, encoded)
+        return {"step_scores": list(results), "positions": [list(where) for where in places], **common}
     if action is ModelAction.EMBED:
         return {"embeddings": list(results), **common}
     sums = [math.fsum(row) for row in results if isinstance(row, list)]
@@ -712,8 +729,9 @@ def _value(request: ModelRequest, results: Sequence[object], texts: Sequence[str
 
 
 def _finite(result: object) -> bool:
-    row = result if isinstance(result, list) else [result]
-    return all(isinstance(number, float) and math.isfinite(number) for number in row)
+    if isinstance(result, list):
+        return all(map(_finite, result))
+    return isinstance(result, float) and math.isfinite(result)
 
 
 def hit_rate(executions: float, swaps: float) -> float:

@@ -614,6 +614,7 @@ def _class_of(parsed: Any, head: Head, origin: Path) -> Any:
     tables = {
         Head.LM: (auto.MODEL_FOR_CAUSAL_LM_MAPPING,),
         Head.SCORE: (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,),
+        Head.STEPS: (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,),
         Head.BASE: (auto.MODEL_FOR_TEXT_ENCODING_MAPPING, auto.MODEL_MAPPING),
     }
     found: list[Any] = [table.get(type(parsed), ()) for table in tables[head]]
@@ -693,7 +694,7 @@ NOT_CAUSAL = frozenset({"cpmant", "prophetnet", "xlm", "xlnet"})
 #: Families of which bench/model/architectures.py makes no tiny random checkpoint that plain transformers computes, or
 #: which it does not load as they were saved: whether our numbers would be theirs is not known.
 NOT_COMPARED = _names(
-    "bailing_hybrid blt cohere_compass_text dots3_note emu3 emu3_text_model funnel gemma3n gemma3n_text "
+    "bailing_hybrid blt bros cohere_compass_text dots3_note emu3 emu3_text_model funnel gemma3n gemma3n_text "
     "gemma4_assistant gemma4_unified_assistant kimi_linear layoutlmv2 lilt llama4 mistral4 mllama mllama_text_model "
     "musicgen musicgen_melody neomme qwen4_exp qwen4_exp_text t5gemma t5gemma2 xlstm youtu zamba"
 )

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 #: Divides by 8 wherever a DoP cuts; fewer key-value heads than 8, so that some ranks share one.
 SHAPE = {
@@ -24,7 +29,11 @@ SHAPE = {
     "eos_token_id": 2,
 }
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-AUTO: dict[str, Any] = {"lm": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
+AUTO: dict[str, Any] = {
+    "lm": AutoModelForCausalLM,
+    "score": AutoModelForSequenceClassification,
+    "steps": AutoModelForTokenClassification,
+}
 
 #: Sequences of several lengths, none with an end token in it.
 IDS = [[7, 3, 99, 12], [5, 5, 201, 34, 77, 140, 8, 9, 250], [255], [17, 90, 91, 92, 93, 4]]

@@ -19,14 +19,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from bench.model.one_device import OneDevice
-from manager.errors import InvalidConfig, InvalidInput, Unsupported
+from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Unsupported
 from manager.function import ModelAction
 from runtimes.model.checkpoint import Head, checkpoint_problem, open_checkpoint, read_pooling
 from runtimes.model.processes import WorkItem
 from runtimes.model.request import parse_input
+from runtimes.model.runtime import ModelRuntime
 from runtimes.model.torch_backend import _with_prompt
 from runtimes.model.weights import Host, build_layout
-from tests.runtimes.model.asking import function
+from tests.runtimes.model.asking import execution, function
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, SHAPE, plain, write
 from tests.runtimes.model.conftest import Write
 
@@ -74,7 +75,7 @@ def run(device: OneDevice, path: Path, action: ModelAction, ids: list[list[int]]
 @pytest.mark.parametrize(
     ("declared", "action", "way"),
     [
-        ("Qwen2ForTokenClassification", ModelAction.SCORE, "process rewards"),
+        ("Qwen2ForTokenClassification", ModelAction.SCORE, "use action step_scores"),
         ("Qwen2ForCausalLM", ModelAction.SCORE, "use action logprobs or generate"),
         ("Qwen2ForSequenceClassification", ModelAction.GENERATE, "use action score"),
         ("BertForMaskedLM", ModelAction.LOGPROBS, "use action embed"),
@@ -100,6 +101,43 @@ def test_code_of_the_checkpoint_is_refused_with_the_way_forward(checkpoint: Writ
     path = change(copy(checkpoint("qwen2", "lm"), tmp_path), {}, architectures=["Qwen2ForProcessRewardModel"])
     with pytest.raises(Unsupported, match=r"has no Qwen2ForProcessRewardModel.*never run; use an external engine"):
         build_layout(open_checkpoint(path, Head.SCORE), Head.SCORE)
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+async def test_each_step_has_the_score_of_its_token(labels: int, tmp_path: Path, runtime: ModelRuntime) -> None:
+    path = saved(tmp_path, "Qwen2ForTokenClassification", "qwen2", num_labels=labels)
+    model = transformers.AutoModelForTokenClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        tables = [model(torch.tensor([row])).logits[0] for row in IDS]
+    asked = function(path, ModelAction.STEP_SCORES)
+
+    async def told(**given: object) -> Any:
+        return (await runtime.execute(execution(asked, {"token_ids": IDS, **given}))).value
+
+    def expected(places: list[list[int]]) -> list[Any]:
+        rows = [table[where] for table, where in zip(tables, places, strict=True)]
+        return [row[:, 0].tolist() if labels == 1 else row.tolist() for row in rows]
+
+    places = [[0, 3], [8], [], [5, 1]]
+    cases: list[tuple[dict[str, Any], list[list[int]]]] = [
+        ({"positions": places}, places),
+        ({"step_token_id": 5}, [[], [0, 1], [], []]),
+        ({}, [list(range(len(row))) for row in IDS]),
+    ]
+    for given, where in cases:
+        found = await told(**given)
+        assert found["positions"] == where
+        for ours, theirs in zip(found["step_scores"], expected(where), strict=True):
+            assert torch.tensor(ours).numel() == torch.tensor(theirs).numel()
+            assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), atol=1e-5)
+    refused: list[dict[str, Any]] = [
+        {"positions": [[4], [0], [0], [0]]},
+        {"positions": [[0]]},
+        {"step_token_id": 5, "positions": places},
+    ]
+    for wrong in refused:
+        with pytest.raises(ActionFailed, match="positions"):
+            await told(**wrong)
 
 
 # -- the weights that it has

@@ -74,7 +74,7 @@ def restarts(runtime: ModelRuntime) -> list[int]:
 async def test_each_action_returns_what_its_kind_declares(
     action: ModelAction, checkpoint: Write, runtime: ModelRuntime
 ) -> None:
-    head = "score" if action is ModelAction.SCORE else "lm"
+    head = {ModelAction.SCORE: "score", ModelAction.STEP_SCORES: "steps"}.get(action, "lm")
     asked = function(checkpoint("qwen3", head), action, max_new_tokens=2)
     assert_as_declared(asked, (await runtime.execute(execution(asked, GIVEN))).value)
 

@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, Server)
-        told = {"is_sleeping": server.asleep} if self.path == "/is_sleeping" else {"data": []}
+        told: dict[str, object] = {"is_sleeping": server.asleep} if self.path == "/is_sleeping" else {"data": []}
         self.answer(200, told)
 
     def do_POST(self) -> None:
