@@ -300,62 +300,68 @@ class TransferServer:
         self.detach()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def begin(self, link: NodeLink, ask: TransferRequest) -> None:
+    def begin(self, link: NodeLink, request: TransferRequest) -> None:
         """Begin a transfer, or refuse it; raises ChannelError for one that is under way."""
-        if ask.transfer in self._transfers:
-            raise ChannelError(f"transfer {ask.transfer} was asked for twice")
+        if request.transfer in self._transfers:
+            raise ChannelError(f"transfer {request.transfer} was asked for twice")
         if len(self._transfers) >= link.settings.transfers_max:
             message = f"the node has {len(self._transfers)} transfers of files under way (cluster.transfers_max)"
             refusal = facts_of(CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0))
-            link.send(TransferEnded(ask.transfer, refusal, 0, b""))
+            link.send(TransferEnded(request.transfer, refusal, 0, b""))
             return
-        transfer = self._transfers[ask.transfer] = _ServedTransfer(ask, link)
-        transfer.task = asyncio.create_task(self._serve(transfer), name=f"{ask.verb} {ask.trajectory}:{ask.path}")
+        transfer = self._transfers[request.transfer] = _ServedTransfer(request, link)
+        transfer.task = asyncio.create_task(
+            self._serve(transfer), name=f"{request.verb} {request.trajectory}:{request.path}"
+        )
         self._ending.add(transfer.task)
         transfer.task.add_done_callback(self._ending.discard)
 
     def _stop(self, transfer: _ServedTransfer) -> None:
-        self._transfers.pop(transfer.ask.transfer, None)
+        self._transfers.pop(transfer.request.transfer, None)
         if transfer.task is not None:
             transfer.task.cancel()
 
     async def _serve(self, transfer: _ServedTransfer) -> None:
-        ask, failure, size_bytes, entries = transfer.ask, None, 0, b""
+        request, failure, size_bytes, entries = transfer.request, None, 0, b""
         try:
             size_bytes, entries = await self._carried_out(transfer)
         except Exception as error:  # noqa: BLE001  # a bug here ends no daemon
-            failure = _failure_facts(error, "transfer", verb=ask.verb, trajectory=ask.trajectory, path=ask.path)
-        self._transfers.pop(ask.transfer, None)
-        transfer.link.send(TransferEnded(ask.transfer, failure, size_bytes, entries))
+            failure = _failure_facts(
+                error, "transfer", verb=request.verb, trajectory=request.trajectory, path=request.path
+            )
+        self._transfers.pop(request.transfer, None)
+        transfer.link.send(TransferEnded(request.transfer, failure, size_bytes, entries))
 
     async def _carried_out(self, transfer: _ServedTransfer) -> tuple[int, bytes]:
         """Do what is asked; return the bytes that were written, and the entries of a directory."""
-        ask = transfer.ask
-        if ask.verb is TransferVerb.HANDLER:
-            return await self._take_handler(ask.path, transfer.chunks()), b""
-        files = self._files(ask.trajectory)
+        request = transfer.request
+        if request.verb is TransferVerb.HANDLER:
+            return await self._take_handler(request.path, transfer.chunks()), b""
+        files = self._files(request.trajectory)
         if files is None:
-            raise NotFound(f"trajectory {ask.trajectory!r} has no sandbox", component=COMPONENT)
-        match ask.verb:
+            raise NotFound(f"trajectory {request.trajectory!r} has no sandbox", component=COMPONENT)
+        match request.verb:
             case TransferVerb.LIST:
-                entries = msgspec.msgpack.encode(await files.list(ask.path, user=ask.user))
+                entries = msgspec.msgpack.encode(await files.list(request.path, user=request.user))
                 if len(entries) > transfer.link.settings.frame_max_bytes - HANDSHAKE_BYTES:
-                    message = f"the entries of {ask.path!r} are more than a frame of the channel holds"
+                    message = f"the entries of {request.path!r} are more than a frame of the channel holds"
                     raise TooLarge(message, component=COMPONENT)
                 return 0, entries
             case TransferVerb.WRITE:
-                return await files.write(ask.path, transfer.chunks(), mode=ask.mode, user=ask.user), b""
+                return await files.write(request.path, transfer.chunks(), mode=request.mode, user=request.user), b""
             case TransferVerb.UNPACK:
                 chunks = transfer.chunks()
-                return await files.unpack(ask.path, chunks, limit_bytes=ask.limit_bytes, user=ask.user), b""
+                return await files.unpack(request.path, chunks, limit_bytes=request.limit_bytes, user=request.user), b""
             case TransferVerb.READ:
-                async with files.open(ask.path, limit_bytes=ask.limit_bytes, user=ask.user) as file:
-                    transfer.link.send(TransferOpened(ask.transfer, file.size_bytes))
+                async with files.open(request.path, limit_bytes=request.limit_bytes, user=request.user) as file:
+                    transfer.link.send(TransferOpened(request.transfer, file.size_bytes))
                     await transfer.send(file.chunks())
             case _:
-                archive = files.pack(ask.path, limit_bytes=ask.limit_bytes, user=ask.user, base=ask.base)
+                archive = files.pack(
+                    request.path, limit_bytes=request.limit_bytes, user=request.user, base=request.base
+                )
                 async with archive as chunks:
-                    transfer.link.send(TransferOpened(ask.transfer, None))
+                    transfer.link.send(TransferOpened(request.transfer, None))
                     await transfer.send(chunks)
         return 0, b""
 
@@ -520,7 +526,7 @@ LOOK_S = 30.0
 
 @dataclass(slots=True, eq=False)
 class ServedSession:
-    """One session of an attempt, and what of it the gateway has heard."""
+    """One session of an attempt, and what of it the gateway was sent."""
 
     claim: str
     id: str
@@ -533,7 +539,7 @@ class ServedSession:
     taken: int = 0
     sent: int = 0
     attended: bool = False
-    #: Whether all of it was told on this link.
+    #: Whether all of it was sent on this link.
     is_sent: bool = False
     #: The number of the last control that was done for the present side.
     controlled: int = 0
@@ -544,12 +550,12 @@ class ServedSession:
 
     @property
     def owed(self) -> bool:
-        """Whether the gateway listens, and has not heard all."""
+        """Whether the gateway is attached, and has not received all."""
         return self.link is not None and not self.is_sent
 
     @property
     def room_bytes(self) -> int:
-        """How much may be sent now; its end is told whether there is room or not."""
+        """How much may be sent now; its end is sent whether there is room or not."""
         if self.session.ended:
             return PIECE_BYTES
         return min(PIECE_BYTES, self.taken + self.window_bytes - self.sent) if self.attended else 0
@@ -620,7 +626,7 @@ class SessionServer:
                 self._stop(served)
 
     async def close(self) -> None:
-        """End what tells of them; the sessions themselves go on."""
+        """End what sends their output; the sessions themselves go on."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1193,8 +1193,8 @@ WINDOW_BYTES = 2**20
 class FileTransfer:
     """The bytes of one transfer on one link, in pieces: those that arrive, for one reader, and those that leave."""
 
-    def __init__(self, ask: TransferRequest, link: NodeLink) -> None:
-        self.ask, self.link = ask, link
+    def __init__(self, request: TransferRequest, link: NodeLink) -> None:
+        self.request, self.link = request, link
         self._waiting: deque[bytes] = deque()
         self._inflow, self._outflow = Window(WINDOW_BYTES), Window(AHEAD_BYTES)
         #: Bytes that were taken, which the other side was not told yet.
@@ -1236,7 +1236,7 @@ class FileTransfer:
                 self._taken_bytes += len(data)
                 due = self._taken_bytes >= AHEAD_BYTES // 4
                 if due:
-                    self.link.send(TransferCredit(self.ask.transfer, self._taken_bytes))
+                    self.link.send(TransferCredit(self.request.transfer, self._taken_bytes))
                     self._inflow.free(self._taken_bytes)
                     self._taken_bytes = 0
                 yield data
@@ -1256,10 +1256,10 @@ class FileTransfer:
                 await self._outflow.room()  # of any size, so that it gets full: some only tell of so much at once
                 piece = chunk[start : start + self._piece_bytes]
                 self._outflow.use(len(piece))
-                self.link.send(TransferPiece(self.ask.transfer, piece))
+                self.link.send(TransferPiece(self.request.transfer, piece))
                 await self.link.drained()
                 await asyncio.sleep(0)  # where there is room, nothing above has waited
-        self.link.send(TransferPiece(self.ask.transfer, b""))
+        self.link.send(TransferPiece(self.request.transfer, b""))
 
 
 # The files of a handler as one archive, and the digest of all of them, which is their name on a node.

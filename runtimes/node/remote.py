@@ -167,8 +167,8 @@ class RemoteCall:
 class _Transfer(FileTransfer):
     """One transfer that waits for its end."""
 
-    def __init__(self, ask: TransferRequest, link: NodeLink) -> None:
-        super().__init__(ask, link)
+    def __init__(self, request: TransferRequest, link: NodeLink) -> None:
+        super().__init__(request, link)
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[int | None] = loop.create_future()
         self.ended: asyncio.Future[TransferEnded] = loop.create_future()
@@ -225,13 +225,15 @@ class RemoteFiles:
         return self._workdir
 
     async def write(self, path: str, data: FileSource, *, mode: int | None = None, user: str = "") -> int:
-        return await self._node.upload(self._ask(TransferVerb.WRITE, path, user, mode=mode), FileContent(data).pieces())
+        return await self._node.upload(
+            self._request(TransferVerb.WRITE, path, user, mode=mode), FileContent(data).pieces()
+        )
 
     async def unpack(self, path: str, chunks: AsyncIterator[bytes], *, limit_bytes: int, user: str = "") -> int:
-        return await self._node.upload(self._ask(TransferVerb.UNPACK, path, user, limit_bytes=limit_bytes), chunks)
+        return await self._node.upload(self._request(TransferVerb.UNPACK, path, user, limit_bytes=limit_bytes), chunks)
 
     async def list(self, path: str, *, user: str = "") -> list[FileStat]:
-        async with self._node.transfer(self._ask(TransferVerb.LIST, path, user)) as transfer:
+        async with self._node.transfer(self._request(TransferVerb.LIST, path, user)) as transfer:
             ended = await transfer.ended
         try:
             return msgspec.msgpack.decode(ended.entries, type=list[FileStat])
@@ -240,19 +242,21 @@ class RemoteFiles:
 
     @asynccontextmanager
     async def open(self, path: str, *, limit_bytes: int, user: str = "") -> AsyncIterator[_RemoteStream]:
-        async with self._node.transfer(self._ask(TransferVerb.READ, path, user, limit_bytes=limit_bytes)) as transfer:
+        async with self._node.transfer(
+            self._request(TransferVerb.READ, path, user, limit_bytes=limit_bytes)
+        ) as transfer:
             yield _RemoteStream(await transfer.opened, transfer)
 
     @asynccontextmanager
     async def pack(
         self, path: str, *, limit_bytes: int, user: str = "", base: bool = False
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        ask = self._ask(TransferVerb.PACK, path, user, limit_bytes=limit_bytes, base=base)
-        async with self._node.transfer(ask) as transfer:
+        request = self._request(TransferVerb.PACK, path, user, limit_bytes=limit_bytes, base=base)
+        async with self._node.transfer(request) as transfer:
             await transfer.opened
             yield transfer.chunks()
 
-    def _ask(
+    def _request(
         self,
         verb: TransferVerb,
         path: str,
@@ -543,9 +547,11 @@ class RemoteHandlers:
         for tries in count(1):
             if (await self._node.request("has_handler", archive.digest)).done:
                 return
-            ask = TransferRequest(transfer=0, verb=TransferVerb.HANDLER, trajectory="", path=archive.digest, user="")
+            request = TransferRequest(
+                transfer=0, verb=TransferVerb.HANDLER, trajectory="", path=archive.digest, user=""
+            )
             try:
-                await self._node.upload(ask, _whole(archive.data))
+                await self._node.upload(request, _whole(archive.data))
                 return
             except CapacityExceeded as error:
                 if tries >= TRIES_MAX or error.retry_after_s is None:
@@ -871,7 +877,7 @@ class RemoteNode:
         return None if facts is None else RemoteFiles(self, trajectory, facts.workdir)
 
     @asynccontextmanager
-    async def transfer(self, ask: TransferRequest) -> AsyncIterator[_Transfer]:
+    async def transfer(self, request: TransferRequest) -> AsyncIterator[_Transfer]:
         """Yield a transfer that is requested, and is stopped at the block's end if it has not ended.
 
         Raises CapacityExceeded if there is no link, or no room on it.
@@ -883,22 +889,22 @@ class RemoteNode:
             message = f"{len(self._transfers)} transfers with node {self.name} are under way (cluster.transfers_max)"
             raise CapacityExceeded(message, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
         self._number += 1
-        ask.transfer = self._number
-        transfer = self._transfers[ask.transfer] = _Transfer(ask, link)
-        link.send(ask)
+        request.transfer = self._number
+        transfer = self._transfers[request.transfer] = _Transfer(request, link)
+        link.send(request)
         try:
             yield transfer
         finally:
-            del self._transfers[ask.transfer]
+            del self._transfers[request.transfer]
             if not transfer.ended.done():
-                link.send(TransferStopped(ask.transfer))
+                link.send(TransferStopped(request.transfer))
 
-    async def upload(self, ask: TransferRequest, chunks: AsyncIterator[bytes]) -> int:
+    async def upload(self, request: TransferRequest, chunks: AsyncIterator[bytes]) -> int:
         """Send the bytes until there are no more, or the node has ended it; the end that comes first counts.
 
         Return the bytes that were written. Raises what the node says, and what `transfer` raises.
         """
-        async with self.transfer(ask) as transfer:
+        async with self.transfer(request) as transfer:
             sending = asyncio.create_task(transfer.send(chunks))
             try:
                 either: tuple[asyncio.Future[Any], ...] = (sending, transfer.ended)
