@@ -702,7 +702,7 @@ class Api:
         Raises NotFound, TrajectoryHasEnded if it is to live, CapacityExceeded while its node is not reached.
         """
         if headers.expect == "living":
-            self.engine.check_trajectory(trajectory, living=True)
+            self.engine.check_trajectory(trajectory, "", living=True)
         files = self.files(trajectory)
         if files is None:
             message = f"trajectory {trajectory!r} has no sandbox: it starts with its first action, or when it is opened"

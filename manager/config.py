@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -119,6 +120,15 @@ class SchedulerSpec:
     queue_window: int = 2048
     #: Whether models in use are copied into free memory of idle devices; off for comparison only.
     replicate: bool = True
+
+
+#: Part of a bound of the whole gateway that one task may take.
+TASK_SHARE = 0.75
+
+
+def share_of(limit: int) -> int:
+    """Return what one task may take of a bound that all share."""
+    return math.ceil(limit * TASK_SHARE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

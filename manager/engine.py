@@ -95,7 +95,7 @@ class TrajectoryLifecycle:
         what the executor raises: Conflict if it lives otherwise.
         """
         await self.until_ended(trajectory)
-        self.check(trajectory)
+        self.check(trajectory, task)
         known = self._core.state.trajectories.get(trajectory)
         self._check_nodes(trajectory, function)
         make = partial(self._executor.open_trajectory, trajectory, task, function)
@@ -138,13 +138,13 @@ class TrajectoryLifecycle:
             f"no node could ever hold {memory_bytes} bytes for trajectory {trajectory}", component="engine"
         )
 
-    def check(self, trajectory: str, *, living: bool = False) -> None:
+    def check(self, trajectory: str, task: str, *, living: bool = False) -> None:
         """Raise CapacityExceeded if it may not begin now; with ``living`` TrajectoryHasEnded if it would begin."""
         known = self._core.state.trajectories.get(trajectory)
         if living and (known is None or known.ending):
             why = f": {self._why[trajectory]}" if trajectory in self._why else ""
             raise TrajectoryHasEnded(f"trajectory {trajectory!r} has ended{why}", component="engine")
-        crowded = self._core.crowded(trajectory) if known is None else None
+        crowded = self._core.crowded(trajectory, task) if known is None else None
         if crowded is not None:
             raise crowded
 
@@ -433,9 +433,9 @@ class Engine:
         """Make the environment that the function describes, as `TrajectoryLifecycle.open` says."""
         await self._lifecycle.open(trajectory, task, function)
 
-    def check_trajectory(self, trajectory: str, *, living: bool = False) -> None:
+    def check_trajectory(self, trajectory: str, task: str, *, living: bool = False) -> None:
         """Raise CapacityExceeded if it may not begin now; with ``living`` TrajectoryHasEnded if it would begin."""
-        self._lifecycle.check(trajectory, living=living)
+        self._lifecycle.check(trajectory, task, living=living)
 
     def adopt_trajectory(self, trajectory: str, task: str, *, memory_bytes: int, ttl_s: float, node: str = "") -> None:
         """Take in a trajectory whose environment lives already, for example after a restart, on ``node`` if named."""

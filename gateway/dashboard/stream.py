@@ -271,7 +271,7 @@ TICK_S, HEARTBEAT_S = 0.5, 5.0
 #: Ticks that are kept for who resumes (two minutes), their bytes, and ticks that a viewer may lag before it is told the
 #: whole state instead.
 TICKS_KEPT, RING_BYTES, LAG_MAX = 240, 8 * 2**20, 8
-VIEWERS_MAX = 64
+VIEWERS_MAX, VIEWERS_RESERVED = 64, 8
 #: Seconds of bars, and how many, that a new viewer is told.
 HISTORY_S, HISTORY_BARS = 120.0, 1500
 #: The same for one that asks for more: that is made for it alone.
@@ -357,10 +357,11 @@ class Watch:
         gaps = "Times that a viewer fell behind and was told the whole state again"
         metrics.watch("tangram_watch_gaps", gaps, lambda: self.gaps, counter=True)
 
-    def check(self) -> None:
-        """Raise CapacityExceeded if there are as many viewers as there may be."""
-        if self.viewers >= VIEWERS_MAX:
-            raise CapacityExceeded(f"{VIEWERS_MAX} viewers watch already", component="watch", retry_after_s=5.0)
+    def check(self, *, is_admin: bool) -> None:
+        """Raise CapacityExceeded if there are as many viewers as there may be; some are the admin's alone."""
+        limit = VIEWERS_MAX if is_admin else VIEWERS_MAX - VIEWERS_RESERVED
+        if self.viewers >= limit:
+            raise CapacityExceeded(f"{self.viewers} viewers watch already", component="watch", retry_after_s=5.0)
 
     async def follow(
         self, view: WatchView, since: str | None = None, history_s: float = HISTORY_S, is_admin: bool = True

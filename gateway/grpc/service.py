@@ -88,7 +88,7 @@ class GatewayService(GatewayBase):
             record = started.record
             await _tell_replay(stream, started, call)
             await stream.send_message(pb.InvokeEvent(accepted=self._shown(record)))
-            async for page in self._api.logs.follow(record.seq, 0):
+            async for page in self._api.logs.follow(record.seq, 0, record.task):
                 for message in log_messages(page):
                     await stream.send_message(pb.InvokeEvent(log=message))
         await stream.send_message(pb.InvokeEvent(ended=self._shown(record)))
@@ -133,7 +133,7 @@ class GatewayService(GatewayBase):
         request = await read_request(stream)
         record = (await self._invocations.get(request.id)).record
         position: int = request.offset
-        async for page in self._pages(record.seq, position, request.follow):
+        async for page in self._pages(record, position, request.follow):
             for message in log_messages(page):
                 await stream.send_message(message)
             position = page[-1].position + 1 if page else position
@@ -170,12 +170,12 @@ class GatewayService(GatewayBase):
         finally:
             self._invocations.leave(started)
 
-    async def _pages(self, seq: int, position: int, follow: bool) -> AsyncIterator[list[LogRow]]:
+    async def _pages(self, record: Record, position: int, follow: bool) -> AsyncIterator[list[LogRow]]:
         if follow:
-            async for page in self._api.logs.follow(seq, position):
+            async for page in self._api.logs.follow(record.seq, position, record.task):
                 yield page
             return
-        while page := await self._api.logs.read(seq, position, PAGE_RECORDS):
+        while page := await self._api.logs.read(record.seq, position, PAGE_RECORDS):
             position = page[-1].position + 1
             yield page
 

@@ -178,7 +178,7 @@ class HttpOperations:
 
         return LogStream(
             self._api.logs,
-            self._api.logs.follow(record.seq, 0),
+            self._api.logs.follow(record.seq, 0, record.task),
             events=accepts_events(request.headers.get("accept")),
             position=0,
             about={"X-Invocation-Id": record.id, **replay_headers(replayed)},
@@ -216,7 +216,9 @@ class HttpOperations:
         position = query.offset
         if position is None:
             position = int(headers.last_event_id) + 1 if headers.last_event_id else 0
-        pages = self._api.logs.follow(record.seq, position) if query.follow else self._pages(record, position)
+        pages = (
+            self._api.logs.follow(record.seq, position, record.task) if query.follow else self._pages(record, position)
+        )
 
         def last(position: int) -> LogEnd:
             shown = self._invocations.shown(record).as_wire(payload=False)
@@ -473,9 +475,10 @@ class HttpOperations:
 
         From ``since`` on where that is kept.
         """
-        self._api.watch.check()
+        is_admin = request.scope[ROLE] is Role.ADMIN
+        self._api.watch.check(is_admin=is_admin)
         packed = "gzip" in request.headers.get("accept-encoding", "")
-        view, is_admin = WatchView(query.bars, packed), request.scope[ROLE] is Role.ADMIN
+        view = WatchView(query.bars, packed)
         return WatchStream(self._api.watch.follow(view, query.since, query.history, is_admin), packed)
 
 

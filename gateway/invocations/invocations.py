@@ -24,6 +24,7 @@ from gateway.invocations.record import Mode, Record, new_id, seq_of
 from gateway.registry import Registry
 from gateway.store.store import Filter, Store, require
 from manager.action import Action, Lease, Outcome, Settlement, State
+from manager.config import share_of
 from manager.engine import Engine, Submission
 from manager.errors import (
     CANCEL_ASKED,
@@ -201,24 +202,31 @@ class HeldInputs:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
+        self._by_task: Counter[str] = Counter()
         self.bytes = 0
 
-    def check(self, size_bytes: int) -> None:
-        """Raise CapacityExceeded when so much more may not be held."""
-        if self.bytes + size_bytes > self._limit_bytes:
+    def check(self, size_bytes: int, task: str = "") -> None:
+        """Raise CapacityExceeded when so much more, of a ``task`` where one is known, may not be held."""
+        own, share = self._by_task[task], share_of(self._limit_bytes)
+        if self.bytes + size_bytes > self._limit_bytes or (task and own + size_bytes > share):
             raise CapacityExceeded(
-                f"{self.bytes} bytes of inputs are held already, server.inputs_max is {self._limit_bytes}",
+                f"{self.bytes} bytes of inputs are held already, {own} of task {task!r}, whose share is {share}; "
+                f"server.inputs_max is {self._limit_bytes}",
                 component="admission",
                 retry_after_s=RETRY_MIN_S,
             )
 
-    def take(self, size_bytes: int) -> None:
-        """Hold so much more, whatever is held: who may be refused asks `check` first."""
+    def take(self, size_bytes: int, task: str = "") -> None:
+        """Hold so much more, of no ``task`` as it arrives; who may be refused asks `check` first."""
         self.bytes += size_bytes
+        self._by_task[task] += size_bytes
 
-    def give(self, size_bytes: int) -> None:
+    def give(self, size_bytes: int, task: str = "") -> None:
         """So much is held no more."""
         self.bytes -= size_bytes
+        self._by_task[task] -= size_bytes
+        if not self._by_task[task]:
+            del self._by_task[task]
 
 
 class Admission:
@@ -250,7 +258,7 @@ class Admission:
         waiting, limit = self._by_function[function.name], function.max_queued
         if waiting >= limit:
             raise self._full("function", function.name, waiting, limit)
-        waiting, limit = self._by_task[task], self._task_max(task)
+        waiting, limit = self._by_task[task], min(self._task_max(task), share_of(self._total_max))
         if waiting >= limit:
             raise self._full("task", task, waiting, limit)
 
@@ -649,9 +657,9 @@ class Invocations:
         function = self._functions.get(request.function)
         self._functions.readiness(function.name).check(function, asyncio.get_running_loop().time())
         self._admission.check(function, request.task)
-        self._held.check(len(request.body))
+        self._held.check(len(request.body), request.task)
         if request.trajectory is not None:
-            self.engine.check_trajectory(request.trajectory, living=request.living)
+            self.engine.check_trajectory(request.trajectory, request.task, living=request.living)
         self._inputs.check(function, request.input)
         seq = self._store.next_seq()
         record = Record(
@@ -684,7 +692,7 @@ class Invocations:
         """It lives from now on."""
         record = invocation.record
         self._living[record.seq] = invocation
-        self._held.take(len(record.input or b""))
+        self._held.take(len(record.input or b""), record.task)
         if record.state is State.QUEUED:
             self._admission.enter(record.function, record.task)
         for on_accept in self.on_accept:
@@ -936,7 +944,7 @@ class Invocations:
 
     def _drop(self, invocation: LiveInvocation) -> None:
         if self._living.pop(invocation.record.seq, None) is not None:
-            self._held.give(len(invocation.record.input or b""))
+            self._held.give(len(invocation.record.input or b""), invocation.record.task)
         self.pending_functions.leave(invocation)
         self._keys.leave(invocation)
         self._logs.close(invocation.record.seq)

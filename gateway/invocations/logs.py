@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, cast
@@ -26,6 +26,7 @@ from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.metrics import Metrics
 from gateway.store.store import LogRow, Store, Written
+from manager.config import share_of
 from manager.errors import CapacityExceeded
 from tangram.types import LogLine
 
@@ -194,7 +195,7 @@ class Logs:
         self._wall = wall
         self._living: dict[int, InvocationLog] = {}
         store.on_logs = self._reached_disk
-        self.followers = 0
+        self._following: Counter[str] = Counter()
         self.followers_dropped = 0
 
     def measured_by(self, metrics: Metrics) -> None:
@@ -245,21 +246,27 @@ class Logs:
             if log is not None:
                 log.reached_disk(end)
 
-    def follow(self, seq: int, position: int) -> AsyncGenerator[list[LogRow], None]:
+    def follow(self, seq: int, position: int, task: str = "") -> AsyncGenerator[list[LogRow], None]:
         """Pages of records as they come, until the invocation has ended; an empty page is a heartbeat.
 
-        Raises CapacityExceeded when too many follow already.
+        Raises CapacityExceeded when too many follow already, or too many logs of its task.
         """
-        if self.followers >= self.settings.followers_max:
+        own, limit = self._following[task], self.settings.followers_max
+        if self.followers >= limit or own >= share_of(limit):
             raise CapacityExceeded(
-                f"{self.followers} logs are followed already, as many as may be",
+                f"{self.followers} logs are followed already, {own} of task {task!r}, as many as may be",
                 component="logs",
                 retry_after_s=1.0,
             )
-        return self._follow(seq, position)
+        return self._follow(seq, position, task)
 
-    async def _follow(self, seq: int, position: int) -> AsyncGenerator[list[LogRow], None]:
-        self.followers += 1
+    @property
+    def followers(self) -> int:
+        """How many follow a log now."""
+        return self._following.total()
+
+    async def _follow(self, seq: int, position: int, task: str) -> AsyncGenerator[list[LogRow], None]:
+        self._following[task] += 1
         try:
             log, page = self._living.get(seq), await self.read(seq, position)
             while True:
@@ -274,7 +281,9 @@ class Logs:
                 result = None if log is None else log.recent(position)
                 page = await self._store.logs(seq, position, PAGE_RECORDS) if result is None else result
         finally:
-            self.followers -= 1
+            self._following[task] -= 1
+            if not self._following[task]:
+                del self._following[task]
 
 
 def line_of(row: LogRow) -> LogLine:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from manager.action import Action, Outcome, State
-from manager.config import NodeSpec
+from manager.config import NodeSpec, share_of
 from manager.core.executing import Running
 from manager.core.queue import Waiting
 from manager.core.scheduling_pass import SchedulingPass
@@ -237,7 +237,7 @@ class Core:
         if action.trajectory is not None:
             trajectory = state.trajectories.get(action.trajectory)
             if trajectory is None:
-                full = full or self._crowd()
+                full = full or self._crowd(action.task)
             elif trajectory.ending:
                 message = f"trajectory {trajectory.name} is ending"
                 return Conflict(message, component="core", invocation_id=action.id, retry_after_s=1.0)
@@ -245,19 +245,21 @@ class Core:
             full.retry_after_s = self.retry_after_s()
         return full
 
-    def crowded(self, trajectory: str | None) -> CodedError | None:
-        """Return why a trajectory may not begin now; None if it may, or has begun already."""
+    def crowded(self, trajectory: str | None, task: str) -> CodedError | None:
+        """Return why a trajectory of a task may not begin now; None if it may, or has begun already."""
         if trajectory is None or self._state.trajectories.get(trajectory) is not None:
             return None
-        return self._crowd()
+        return self._crowd(task)
 
-    def _crowd(self) -> CapacityExceeded | None:
-        """Return why one more trajectory may not begin; None if it may."""
+    def _crowd(self, task: str) -> CapacityExceeded | None:
+        """Return why one more trajectory of a task may not begin; None if it may."""
         living, limit = self._state.trajectories, self._state.spec.trajectories_max
-        if len(living) < limit:
+        own, share = living.of_task(task), share_of(limit)
+        if len(living) < limit and own < share:
             return None
+        whose = f"{own} of them of task {task!r}, whose share is {share}"
         return CapacityExceeded(
-            f"{len(living)} trajectories live already, which is the bound trajectories_max",
+            f"{len(living)} trajectories live already, {whose}; the bound trajectories_max is {limit}",
             component="core",
             retry_after_s=self.retry_after_s(),
         )

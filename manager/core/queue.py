@@ -878,6 +878,7 @@ class Trajectories:
 
     def __init__(self) -> None:
         self._living: dict[str, TrajectoryState] = {}
+        self._by_task: Counter[str] = Counter()
         #: In order of arrival, among them some that wait no more.
         self._waiting: deque[TrajectoryState] = deque()
         #: How many wait for memory, by task.
@@ -896,9 +897,17 @@ class Trajectories:
     def add(self, trajectory: TrajectoryState) -> None:
         assert trajectory.name not in self._living, f"trajectory {trajectory.name} is open already"
         self._living[trajectory.name] = trajectory
+        self._by_task[trajectory.task] += 1
+
+    def of_task(self, task: str) -> int:
+        """Return how many live of a task."""
+        return self._by_task[task]
 
     def remove(self, trajectory: TrajectoryState) -> None:
         del self._living[trajectory.name]
+        self._by_task[trajectory.task] -= 1
+        if not self._by_task[trajectory.task]:
+            del self._by_task[trajectory.task]
         self.wait_no_more(trajectory)
 
     def wait_for_memory(self, trajectory: TrajectoryState) -> None:

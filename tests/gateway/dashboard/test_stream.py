@@ -25,6 +25,7 @@ from gateway.dashboard.stream import (
     GZIP_HEAD,
     LAG_MAX,
     VIEWERS_MAX,
+    VIEWERS_RESERVED,
     Names,
     Troubles,
     Watch,
@@ -358,6 +359,17 @@ def quiet_watch(**given: Any) -> Watch:
     return Watch(**(usual | given))
 
 
+def test_some_viewers_are_the_admins_alone() -> None:
+    watch = quiet_watch()
+    watch.viewers = VIEWERS_MAX - VIEWERS_RESERVED
+    with pytest.raises(CapacityExceeded):
+        watch.check(is_admin=False)
+    watch.check(is_admin=True)
+    watch.viewers = VIEWERS_MAX
+    with pytest.raises(CapacityExceeded):
+        watch.check(is_admin=True)
+
+
 async def test_all_viewers_are_sent_the_very_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[object] = []
     encode = serialization.encode
@@ -405,13 +417,13 @@ async def test_there_are_only_so_many_viewers() -> None:
     watch = quiet_watch(tick_s=3600.0)
     viewers = [watch.follow(WatchView()) for _ in range(VIEWERS_MAX)]
     for viewer in viewers:
-        watch.check()
+        watch.check(is_admin=True)
         await anext(viewer)
     with pytest.raises(CapacityExceeded):
-        watch.check()
+        watch.check(is_admin=True)
     for viewer in viewers:
         await viewer.aclose()
-    watch.check()
+    watch.check(is_admin=True)
 
 
 async def test_a_fault_ends_the_stream_and_not_the_gateway() -> None:

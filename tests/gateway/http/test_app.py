@@ -13,8 +13,9 @@ import pytest
 from gateway.app import App
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.http.server import listen
+from gateway.invocations.invocations import HeldInputs
 from manager.config import TaskSpec
-from manager.errors import Conflict
+from manager.errors import CapacityExceeded, Conflict
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
 
@@ -182,6 +183,28 @@ async def test_what_nobody_reads_of_a_query_is_refused_by_name(gateway: RunningG
         assert f"'{name}'" in refused.json()["detail"]
         assert refused.json()["errors"] == {"path": name}
     assert "state" in (await gateway.http.get("/v1/invocations?sate=queued")).json()["detail"]
+
+
+async def test_one_task_does_not_take_all_trajectories(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path, scheduler={"trajectories_max": 4})) as gateway:
+        for n in range(3):
+            assert (await gateway.invoke({}, headers={"X-Task": "a", "X-Trajectory-Id": f"a{n}"})).status_code == 200
+        refused = await gateway.invoke({}, headers={"X-Task": "a", "X-Trajectory-Id": "a3"})
+        opened = await gateway.http.put("/v1/trajectories/a3", json={"function": "shell", "task": "a"})
+        assert (refused.status_code, opened.status_code) == (503, 503) and "share is 3" in refused.json()["detail"]
+        assert (await gateway.invoke({}, headers={"X-Task": "b", "X-Trajectory-Id": "b0"})).status_code == 200
+        assert (await gateway.http.delete("/v1/trajectories/a0")).status_code == 204
+        assert (await gateway.invoke({}, headers={"X-Task": "a", "X-Trajectory-Id": "a3"})).status_code == 200
+
+
+def test_one_task_does_not_hold_all_inputs() -> None:
+    held = HeldInputs(100)
+    held.take(60, "a")
+    with pytest.raises(CapacityExceeded, match="share is 75"):
+        held.check(20, "a")
+    held.check(40, "b")
+    held.give(60, "a")
+    held.check(75, "a")
 
 
 async def test_a_trajectory_too_many_is_refused_and_those_that_live_go_on(tmp_path: Path) -> None:

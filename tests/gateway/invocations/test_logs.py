@@ -9,6 +9,7 @@ import sqlite3
 import threading
 from collections.abc import AsyncIterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,18 @@ async def test_too_many_followers_are_refused(logs: Logs) -> None:
         await anext(pages)
     with pytest.raises(CapacityExceeded):
         logs.follow(1, 0)
+    logs.close(1)
+
+
+async def test_one_task_does_not_follow_all_logs(logs: Logs) -> None:
+    logs.settings = replace(logs.settings, followers_max=4)
+    logs.open(1, limit_bytes=100)
+    open_pages = [logs.follow(1, 0, "a") for _ in range(3)]
+    for pages in open_pages:
+        await anext(pages)
+    with pytest.raises(CapacityExceeded, match="task 'a'"):
+        logs.follow(1, 0, "a")
+    await anext(logs.follow(1, 0, "b"))
     logs.close(1)
 
 
