@@ -23,6 +23,7 @@ import structlog
 
 from manager.errors import CapacityExceeded, CodedError, Unsupported
 from manager.function import Setting
+from runtimes.sandbox.linux import take_away
 from runtimes.sandbox.sandbox import Sandbox
 
 # Disk images: a sparse ext4 file system on a loop device for each sandbox, whose bytes and inodes end where they end.
@@ -33,7 +34,6 @@ from runtimes.sandbox.sandbox import Sandbox
 
 COMPONENT = "sandbox.disk"
 MS_NOSUID, MS_NODEV = 2, 4
-MNT_DETACH = 2
 #: One file for so many bytes of disk, and the fewest for any disk.
 BYTES_PER_FILE, FILES_MIN = 16384, 4096
 BLOCK_BYTES = 4096
@@ -144,13 +144,6 @@ class ImageBound:
         _make_file_system(fd, files_max(disk_bytes))
         if len(self._templates) < TEMPLATES_MAX:
             self._templates[disk_bytes] = _written(fd)
-
-
-def take_away(place: Path) -> None:
-    """Take away what is mounted at a place, if anything is; a file system ends with its last user."""
-    if os.path.ismount(place):
-        with suppress(OSError):
-            _checked(_libc.umount2(os.fsencode(place), MNT_DETACH), place)
 
 
 def probe(directory: Path) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import shutil
 import struct
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -352,6 +355,27 @@ class Freezer:
         if self._group is not None and self._stopped:
             self._group.thaw(self._runner)
             self._stopped = False
+
+
+MNT_DETACH = 2
+
+
+def take_away(place: Path) -> None:
+    """Take away what is mounted at a place, if anything is; a file system ends with its last user."""
+    if os.path.ismount(place):
+        ctypes.CDLL(None).umount2(os.fsencode(place), MNT_DETACH)
+
+
+def remove_tree(place: Path) -> None:
+    """Remove a directory and what is mounted right below it, however deep it is; raises OSError if anything stays."""
+    for below in place.iterdir() if place.is_dir() else ():
+        take_away(below)
+    try:
+        shutil.rmtree(place, ignore_errors=True)
+    except RecursionError:  # more directories in each other than the library goes down
+        subprocess.run(["rm", "-rf", "--", str(place)], capture_output=True, check=False)
+    if place.exists():
+        raise OSError(errno.EBUSY, "it cannot be removed whole", str(place))
 
 
 def parse_cores(text: str) -> Iterator[int]:

@@ -44,6 +44,7 @@ from runtimes.sandbox.linux import (
     Seccomp,
     capabilities_of,
     compiled,
+    remove_tree,
     require_minimal,
 )
 from runtimes.sandbox.runner.client import INSIDE, ISOLATED, RUNNER, SocketStream, StreamClient, lost
@@ -232,7 +233,8 @@ class ProcessControl:
         if self.group is not None:
             self.group.remove()
         self._bound.release(self._directory / "work")
-        shutil.rmtree(self._directory, ignore_errors=True)
+        with suppress(OSError):
+            remove_tree(self._directory)
 
 
 def group_of(own: Cgroup | None, name: str) -> Cgroup | None:

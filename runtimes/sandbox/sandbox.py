@@ -10,7 +10,6 @@ import os
 import posixpath
 import re
 import secrets
-import shutil
 import signal
 import time
 from collections import deque
@@ -45,7 +44,7 @@ from runtimes.sandbox.command import (
     ResumableCommand,
     fitting,
 )
-from runtimes.sandbox.linux import ASIDE, STEP_S, CpuWeight, Hierarchy
+from runtimes.sandbox.linux import ASIDE, STEP_S, CpuWeight, Hierarchy, remove_tree
 from runtimes.sandbox.runner.client import COMPONENT, SandboxProcess, lost, out_of_memory
 from runtimes.sandbox.runner.runner import ENDED_MAX
 from runtimes.sandbox.snapshots import SNAPSHOTS, SnapshotStore
@@ -639,7 +638,7 @@ class LocalOrphans:
     def remove(self, orphan: Orphan) -> None:
         place = (orphan.state_dir, orphan.name)
         if orphan.kind == "snapshot":
-            shutil.rmtree(Path(orphan.state_dir, SNAPSHOTS, orphan.name), ignore_errors=True)
+            remove_tree(Path(orphan.state_dir, SNAPSHOTS, orphan.name))
             return
         if orphan.kind == "process sandbox":
             for group in self._groups(f"{GROUP}{orphan.name}"):
@@ -649,7 +648,7 @@ class LocalOrphans:
         if orphan.kind == "control group":
             self._remove_groups(orphan.name)
         else:
-            shutil.rmtree(Path(orphan.state_dir, SANDBOXES, orphan.name), ignore_errors=True)
+            remove_tree(Path(orphan.state_dir, SANDBOXES, orphan.name))
             self._remove_groups(f"{GROUP}{orphan.name}")
 
     def _remove_groups(self, name: str) -> None:

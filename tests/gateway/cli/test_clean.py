@@ -14,6 +14,7 @@ import pytest
 from bench.private_docker import PrivateDocker, private_docker
 from manager.function import Background, Network, SandboxSpec
 from runtimes.sandbox.command import Command
+from runtimes.sandbox.disk import ImageBound, probe
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
@@ -57,6 +58,36 @@ async def test_a_process_sandbox_is_kept_while_its_gateway_lives_and_removed_aft
     assert not list((state_dir / "sandboxes").iterdir())
     assert entries(tangram, str(state_dir)) == {}
     assert f"tangram-{sandbox.id}" not in entries(tangram)  # its control group
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_what_a_gateway_left_that_died_while_it_made_a_sandbox_is_removed_with_its_mount(
+    tangram: Tangram, tmp_path: Path
+) -> None:
+    images, work = tmp_path / "images", tmp_path / "state" / "sandboxes" / "half-made" / "work"
+    if why := probe(images):
+        pytest.skip(why)
+    work.mkdir(parents=True)
+    ImageBound(images, 1).bind(work, 2**20)
+    assert work.is_mount()
+    found = entries(tangram, str(tmp_path / "state"), "--yes")
+    assert set(found) == {"half-made"}
+    assert not work.is_mount() and not work.parent.exists()
+    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
+
+
+def test_a_tree_that_is_deeper_than_any_path_is_removed(tangram: Tangram, tmp_path: Path) -> None:
+    place = tmp_path / "state" / "sandboxes" / "deep"
+    place.mkdir(parents=True)
+    fd = os.open(place, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=fd)
+        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.close(fd)
+    assert set(entries(tangram, str(tmp_path / "state"), "--yes")) == {"deep"}
+    assert not place.exists()
 
 
 async def test_another_users_sandboxes_are_not_looked_into(
