@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -233,6 +234,15 @@ def serve(paths: tuple[Path, ...], log_level: str, log_format: str, weaker_isola
     tangram serve
     tangram serve tangram.yaml functions --log-format json
     """
+    # Until it serves it takes nothing on that the next start would not take up: it may just end, and says that it did.
+    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    try:
+        _serve(paths, log_level, log_format, weaker_isolation)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _serve(paths: tuple[Path, ...], log_level: str, log_format: str, weaker_isolation: bool) -> None:
     # Nothing that is imported and read at the start is garbage, and looking for some takes a tenth of the time.
     gc.disable()
     import uvloop

@@ -877,7 +877,7 @@ class ProcessProvider:
             )
 
     async def trouble(self) -> str:
-        return ""  # there is nothing between this process and its sandboxes that could be gone
+        return self._gate.shortage
 
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]

@@ -751,14 +751,14 @@ class CreationGate:
         *,
         threshold: int = 3,
         backoff_s: float = 1.0,
-        backoff_max_s: float = 60.0,
+        backoff_max_s: float = 5.0,
         clock: Clock | None = None,
     ) -> None:
         self._semaphore = asyncio.Semaphore(limit)
         self._threshold = threshold
         self._backoff_s, self._backoff_max_s = backoff_s, backoff_max_s
         self._clock = clock or MonotonicClock()
-        self._failures, self._why = 0, ""
+        self._failures, self._why, self._is_short = 0, "", False
         self._trouble = ""
         self._closed_s = -math.inf
         self._closed_until_s = 0.0
@@ -770,6 +770,11 @@ class CreationGate:
     def wait_s(self) -> float:
         """Seconds until another creation may be tried; 0 if the gate is open."""
         return max(0.0, self._closed_until_s - self._clock.now())
+
+    @property
+    def shortage(self) -> str:
+        """What this machine ran short of, for which no sandbox is made now; empty if the gate is open."""
+        return self._why if self._is_short and self.wait_s > 0 else ""
 
     def hear(self, trouble: str) -> str:
         """Return what the engine is said to suffer from, empty: nothing; once that is over the gate is open."""
@@ -806,17 +811,18 @@ class CreationGate:
             except (asyncio.CancelledError, *CALLERS_FAULT):
                 raise
             except Exception as error:
-                self._failed(began_s, str(error))
+                self._failed(began_s, error)
                 raise
             else:
                 self._failures, self._closed_until_s = 0, 0.0  # there is one that could be made
             finally:
                 self.names.discard(name)
 
-    def _failed(self, began_s: float, why: str) -> None:
+    def _failed(self, began_s: float, error: Exception) -> None:
         if began_s <= self._closed_s:
             return  # what was under way when the gate closed tells nothing new
-        self._failures, self._why = self._failures + 1, why
+        self._failures, self._why = self._failures + 1, str(error)
+        self._is_short = isinstance(error, CapacityExceeded)
         beyond = self._failures - self._threshold
         if beyond >= 0:
             pause_s = min(self._backoff_max_s, self._backoff_s * 2**beyond)

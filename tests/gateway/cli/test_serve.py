@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +24,7 @@ from gateway.config.load import load
 from manager.function import BASE_IMAGE
 from runtimes.kinds import KINDS
 from runtimes.sandbox.docker import images
+from tests.gateway.conftest import DEADLINE_S
 from tests.tangram.cli.conftest import Tangram
 
 #: A Python that has pytest, or has none.
@@ -176,6 +182,24 @@ def test_serve_without_a_configuration_says_the_command_that_makes_the_image_whe
     missing.clear()
     serve.tell_missing_image(config)
     assert capsys.readouterr().err == ""
+
+
+def test_a_gateway_that_is_told_to_end_while_it_starts_has_ended_well(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "gateway", "serve", written(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(gateway.__file__).parents[1])}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as starting:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not catches(starting.pid, signal.SIGTERM):
+            assert starting.poll() is None and time.monotonic() < deadline_s
+        starting.terminate()
+        output, _ = starting.communicate(timeout=DEADLINE_S)
+    assert (starting.returncode, b"page:" in output) == (0, False), output
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler of a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) & 1 << number - 1)
 
 
 def test_images_build_says_whether_the_image_was_made_or_was_there(

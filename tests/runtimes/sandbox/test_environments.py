@@ -323,6 +323,21 @@ class TestStarting:
             await fail(CodedError("broken"))
         assert gate.wait_s == 0.0
 
+    async def test_a_shortage_is_told_while_it_lasts_and_tried_again_soon(self) -> None:
+        clock = VirtualClock()
+        gate = CreationGate(1, clock=clock)
+        for minute in range(20):
+            clock.advance_to(60.0 * minute)
+            with pytest.raises(CapacityExceeded, match="ran short"):
+                async with gate.slot("x"):
+                    raise CapacityExceeded("the machine ran short: Too many open files")
+            assert gate.wait_s <= 5.0 and (not gate.wait_s or "ran short" in gate.shortage)
+        clock.advance_to(clock.now() + 5.0)
+        assert gate.shortage == ""
+        async with gate.slot("x"):
+            pass
+        assert (gate.wait_s, gate.shortage) == (0.0, "")
+
     async def test_what_was_under_way_when_the_gate_closed_counts_once(self) -> None:
         clock = VirtualClock()
         gate = CreationGate(8, threshold=1, backoff_s=1.0, clock=clock)
