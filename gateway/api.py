@@ -343,7 +343,8 @@ class Api:
             return self.engine.fault
         if self.admission.draining:
             return "draining"
-        return self.state_dir.lost or self.state_dir.damage or self.store.failure or self.limits.shortage()
+        here = self.state_dir
+        return here.lost or here.locked or here.damage or self.store.failure or self.limits.shortage()
 
     @property
     def environments(self) -> Environments:

@@ -177,6 +177,8 @@ def _pages(connection: sqlite3.Connection) -> tuple[int, int]:
 DATABASE = "tangram.sqlite"
 #: Seconds between two looks at whether the directory is still there.
 LOOK_S = 15.0
+#: Seconds that a lock of the record is waited for: longer than our own writing takes.
+LOCK_S = 2.0
 #: Steps of SQLite between two looks at the clock, in a check.
 STEPS = 100_000
 
@@ -193,6 +195,8 @@ class StateDirectory:
         self.path = path
         #: Why what is written there is not kept; None while it is.
         self.lost: str | None = None
+        #: Why nothing can be written there though it is there; None while it can.
+        self.locked: str | None = None
         #: What tells the database from another; None before it is watched.
         self._known: tuple[int, int] | None = None
         #: What became of the check of the database: empty where there was none.
@@ -230,7 +234,19 @@ class StateDirectory:
         self._known = _identity(self.database)
         while self.lost is None:
             await asyncio.sleep(LOOK_S)
-            self.is_gone()
+            if not self.is_gone():
+                await asyncio.to_thread(self.see_lock)
+
+    def see_lock(self) -> None:
+        """Look whether another process keeps the record locked. Blocks for `LOCK_S` at most."""
+        try:
+            name = f"{self.database.absolute().as_uri()}?mode=rw"
+            with closing(sqlite3.connect(name, timeout=LOCK_S, isolation_level=None, uri=True)) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                connection.execute("ROLLBACK")
+            self.locked = None
+        except sqlite3.OperationalError as error:
+            self.locked = f"the record cannot be written, as another process has {self.database} open: {error}"
 
     def is_gone(self) -> bool:
         """Look whether the lock and the database are those that are held; return whether they are not (any more)."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sqlite3
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +115,22 @@ async def test_a_policy_that_fails_is_a_warning_of_readiness_and_no_failure(tmp_
     assert ready.status_code == 200
     (warning,) = ready.json()["warnings"]
     assert "policy broken failed" in warning and "a bug" in warning
+
+
+async def test_a_record_that_another_process_keeps_locked_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.maintenance.LOCK_S", 0.1)
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        state_dir = gateway.app._state_dir
+        with closing(sqlite3.connect(state_dir.database, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            await asyncio.to_thread(state_dir.see_lock)
+            ready = await gateway.http.get("/readyz")
+            assert ready.status_code == 503 and "another process" in ready.json()["status"], ready.text
+            other.execute("ROLLBACK")
+        await asyncio.to_thread(state_dir.see_lock)
+        assert (await gateway.http.get("/readyz")).status_code == 200
 
 
 FULL = {"full": function("full", max_queued=0)}
