@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from tangram.client.requests import FailureStreak, Retries
@@ -67,6 +69,26 @@ class SessionFollower:
     def again_s(self, error: TangramError) -> float | None:
         """The connection ended before the session did; return the seconds to wait before the next, None to give up."""
         return self._failing.again_s(error)
+
+
+class OutputLines:
+    """What a command says, line by line: each is told when it is whole, and the last one at the end."""
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell = tell
+        self._begun: dict[str, str] = {}
+
+    def take(self, line: LogLine) -> None:
+        """Tell the lines that a record of the log completes."""
+        if line.stream in ("stdout", "stderr"):
+            *whole, self._begun[line.stream] = (self._begun.get(line.stream, "") + line.data).split("\n")
+            for each in whole:
+                self._tell(each)
+
+    def end(self) -> None:
+        """Tell what has no line's end."""
+        for rest in filter(None, self._begun.values()):
+            self._tell(rest)
 
 
 class LogFollower:

@@ -154,6 +154,40 @@ class InvocationResult(Invocation, frozen=True, kw_only=True, omit_defaults=True
     #: Whether the call's key was known: it ran nothing, and this is the invocation of the first call.
     replayed: bool = False
 
+    @property
+    def stdout(self) -> str:
+        """What a command said on standard output; empty without."""
+        return self._text("stdout")
+
+    @property
+    def stderr(self) -> str:
+        """What a command said on standard error; empty without."""
+        return self._text("stderr")
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit status of a command or of a suite; None if a signal ended it, or it did not come to its end."""
+        found = self._found("exit_code")
+        return found if isinstance(found, int) else None
+
+    @property
+    def reward(self) -> float | None:
+        """The reward of a suite, or of a handler that returns one; None without, which is not 0."""
+        found = self._found("reward")
+        return float(found) if isinstance(found, int | float) else None
+
+    @property
+    def note(self) -> str:
+        """What a reader of the reward should know, or why there is none; empty for nothing."""
+        return self._text("note") or self._text("reason")
+
+    def _text(self, name: str) -> str:
+        found = self._found(name)
+        return found if isinstance(found, str) else ""
+
+    def _found(self, name: str) -> object:
+        return self.result.get(name) if isinstance(self.result, Mapping) else None
+
     def raise_for_failure(self) -> Self:
         """Return itself if it succeeded or has not ended; raises InvocationFailed."""
         if self.ended and not self.ok:

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 
 from tangram.client import requests
-from tangram.client.followers import LogFollower, SessionFollower
+from tangram.client.followers import LogFollower, OutputLines, SessionFollower
 from tangram.client.handlers import captured, definition_of
 from tangram.client.heartbeats import LEASE_S, Heartbeats
 from tangram.client.requests import (
@@ -448,6 +448,12 @@ class Sender(SessionSender, Protocol):
 
     def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult: ...
 
+    def wait(self, id: str, timeout_s: float | None = None) -> InvocationResult: ...
+
+    def cancel(self, id: str) -> InvocationResult: ...
+
+    def logs(self, id: str, *, follow: bool = False, offset: int = 0) -> Iterator[LogLine]: ...
+
 
 class Trajectory:
     """One rollout: its actions run in order in one sandbox, which is removed on leaving.
@@ -581,13 +587,28 @@ class Trajectory:
         merge: bool = False,
         timeout_s: float | None = None,
         key: str | None = None,
+        on_output: Callable[[str], object] | None = None,
     ) -> InvocationResult:
         """Run a command: a string is shell text, a sequence an argument vector.
 
-        With ``merge`` standard error goes to stdout, in the order in which both were written.
+        With ``merge`` standard error goes to stdout, in the order in which both were written. ``on_output`` is called
+        with each line that it says, as it says it (``on_output=print``).
         """
         input = requests.command(command, self._directory(cwd), env, stdin, user, merge)
-        return self.invoke(self._function, input, timeout_s=timeout_s, key=key)
+        if on_output is None:
+            return self.invoke(self._function, input, timeout_s=timeout_s, key=key)
+        begun = self._client._send(self._call(self._function, input, "async", timeout_s, key))
+        lines = OutputLines(on_output)
+        try:
+            for line in self._client.logs(begun.id, follow=True):
+                lines.take(line)
+            lines.end()
+            return self._client.wait(begun.id)
+        except BaseException:
+            if key is None:
+                with suppress(TangramError):
+                    self._client.cancel(begun.id)
+            raise
 
     def session(
         self,
@@ -632,10 +653,16 @@ class Trajectory:
         logs: bool = False,
     ) -> InvocationResult:
         """Run a function in this trajectory. One ``key``, one execution: giving up does not cancel it then."""
-        request = requests.invoke(
+        return self._client._invoke(self._call(function, input, "sync", timeout_s, key), logs)
+
+    def _call(
+        self, function: str, input: Mapping[str, Any], mode: str, timeout_s: float | None, key: str | None
+    ) -> ApiRequest[InvocationResult]:
+        """Return the request of a call in this trajectory."""
+        return requests.invoke(
             function,
             input,
-            mode="sync",
+            mode=mode,
             task=self._task,
             step=self._step,
             trajectory=self.id,
@@ -643,7 +670,6 @@ class Trajectory:
             timeout_s=timeout_s,
             living=self._living(),
         )
-        return self._client._invoke(request, logs)
 
     def upload(self, path: str, data: bytes | str, *, mode: int | None = None, user: str | None = None) -> None:
         """Write a file, as one of the users that the function allows; a relative path begins at the working directory.

@@ -399,9 +399,11 @@ class Swerex(Facade):
     """The facade of SWE-ReX's clients."""
 
     name: ClassVar[str] = "swerex"
-    # Its client raises what a 511 holds, and drops the words of every other status.
-    statuses: ClassVar[Mapping[FaultKind, int]] = STATUSES | dict.fromkeys(
-        (kind for kind in FaultKind if STATUSES[kind] not in (401, 403, 404, 405, 422)), RAISED
+    # Its client raises what a 511 holds, and drops the words of every other status; a wrong key is a 403 to it.
+    statuses: ClassVar[Mapping[FaultKind, int]] = (
+        STATUSES
+        | dict.fromkeys((kind for kind in FaultKind if STATUSES[kind] not in (403, 404, 405, 422)), RAISED)
+        | {FaultKind.UNAUTHORIZED: 403}
     )
     prefix: ClassVar[str] = "swerex"
     media_types: ClassVar[frozenset[str]] = frozenset({"application/json", OCTETS, MULTIPART})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +23,7 @@ from tangram.client.requests import Retries
 from tangram.errors import ConflictError, UnreadableAnswerError
 from tangram.testing import ScriptedCall, ScriptedGateway, ScriptedTrajectory
 from tests.gateway.conftest import DEADLINE_S, FUNCTIONS, GatewayBench, RunningGateway, serving, until
+from tests.house.source import ROOT
 from tests.tangram.sockets import served, serving_script
 
 TRAJECTORIES = 500
@@ -369,3 +372,60 @@ def test_a_transport_of_ones_own_is_used_instead() -> None:
 
     with Client(transport=httpx.MockTransport(answer)) as client:
         assert client.tasks() == ()
+
+
+async def test_output_is_told_line_by_line_as_it_is_said(gateway: RunningGateway) -> None:
+    said: list[str] = []
+    async with AsyncClient(f"http://127.0.0.1:{gateway.app.http_port}") as client, client.trajectory() as trajectory:
+        done = await trajectory.exec("echo one; echo two >&2; printf three; exit 3", on_output=said.append)
+        assert (done.exit_code, done.stdout, done.stderr) == (3, "one\nthree", "two\n")
+        assert sorted(said) == ["one", "three", "two"]
+        heard = asyncio.Event()
+        waits = asyncio.create_task(trajectory.exec("echo ready; exec sleep 600", on_output=lambda line: heard.set()))
+        await asyncio.wait_for(heard.wait(), DEADLINE_S)
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        assert (await trajectory.exec("true")).ok, "who gives up ends the command"
+
+
+def test_what_a_result_holds_are_its_attributes() -> None:
+    results = {"command": {"exit_code": 1, "stdout": "o", "stderr": "e"}, "suite": {"reward": 1, "note": "n"}}
+    results |= {"none": {"reward": None, "valid": False, "note": "", "reason": "no tests"}, "handler": {"x": 1}}
+    with Client(transport=ScriptedGateway(results)) as client:
+        command, suite, none, handler = (client.invoke(name, {}) for name in results)
+    assert (command.exit_code, command.stdout, command.stderr, command.reward) == (1, "o", "e", None)
+    assert (suite.reward, suite.note, suite.exit_code) == (1.0, "n", None)
+    assert (none.reward, none.note) == (None, "no tests")
+    assert (handler.stdout, handler.reward, handler.result) == ("", None, {"x": 1})
+
+
+async def test_who_opens_what_lives_is_told_so_or_refused(
+    gateway: RunningGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncClient(f"http://127.0.0.1:{gateway.app.http_port}") as client, client.trajectory("t") as first:
+        assert not first.joined
+        second = await client.trajectory("t").open()
+        assert second.joined and "t lived already" in caplog.text
+        with pytest.raises(ConflictError, match="lives already"):
+            await client.trajectory("t", new=True).open()
+        assert client.trajectory().id != client.trajectory().id
+
+
+async def test_what_a_client_still_holds_ends_with_it(gateway: RunningGateway) -> None:
+    address = f"http://127.0.0.1:{gateway.app.http_port}"
+    async with AsyncClient(address, lease_s=None) as lasting, AsyncClient(address) as other:
+        await lasting.trajectory("lasting").open()
+        async with AsyncClient(address) as client:
+            handles = [await client.trajectory(name).open() for name in ("left", "shared", "pickled")]
+            joined = await other.trajectory("shared").open()
+            handles[-1].__getstate__()  # as pickle does: another process goes on with it
+        assert joined.joined
+        living = {each.trajectory for each in await lasting.trajectories()}
+        assert living == {"lasting", "shared", "pickled"}
+
+
+def test_an_interpreter_that_ends_lets_go(tmp_path: Path) -> None:
+    with served(ScriptedGateway({"shell": {}})) as server:
+        script = f"from tangram import Client; c = Client({server.address!r}); t = c.trajectory('t').open(); 1 / 0"
+        done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, check=False)
+        assert (done.returncode, server.gateway.trajectories) == (1, {})
