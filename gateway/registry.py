@@ -345,7 +345,7 @@ class Preparation:
             if (task := self._tasks.pop(name, None)) is not None:
                 task.cancel()
             self._states.pop(name, None)
-            self._tell(name)
+            self._report_ready(name)
         self.again()
 
     async def close(self) -> None:
@@ -376,7 +376,7 @@ class Preparation:
             attempt += 1
         self._tasks.pop(name, None)
         self._states[name] = Readiness("ready")
-        self._tell(name)
+        self._report_ready(name)
 
     async def _error(self, function: FunctionSpec, instead: Prepare | None) -> CodedError | None:
         try:
@@ -388,7 +388,7 @@ class Preparation:
             return CodedError(f"its preparation failed: {error!r}", component="functions")
         return None
 
-    def _tell(self, name: str) -> None:
+    def _report_ready(self, name: str) -> None:
         for on_ready in self.on_ready:
             on_ready(name)
 

@@ -112,7 +112,7 @@ class ModelServices:
         news = [each for each in services if self._by_node.get(each.name, {}).get(node) != each]
         for service in news:
             self._set(node, service)
-        self._tell([service.name for service in news])
+        self._report_costs([service.name for service in news])
 
     def forget(self, node: str) -> None:
         """A node is gone: its costs count no more, where others have the service."""
@@ -121,9 +121,9 @@ class ModelServices:
         for name in gone:
             del self._by_node[name][node]
         self._gone.update((name, node) for name in had if name not in gone)
-        self._tell(gone)
+        self._report_costs(gone)
 
-    def _tell(self, names: Sequence[str]) -> None:
+    def _report_costs(self, names: Sequence[str]) -> None:
         if names and self._engine is not None:
             self._engine.tell(Reconfigured(services={name: _on_all(self._by_node[name]) for name in names}))
 

@@ -70,7 +70,7 @@ class GatewayService(GatewayBase):
     async def Invoke(self, stream: Stream[pb.InvokeRequest, pb.Invocation]) -> None:  # noqa: N802
         call = self._checked(await read_request(stream), Mode.SYNC)
         async with self._attended(call) as started:
-            await _tell_replay(stream, started, call)
+            await _send_replay(stream, started, call)
             await started.has_ended(None)
         if started.refusal is not None:
             raise started.refusal
@@ -86,7 +86,7 @@ class GatewayService(GatewayBase):
         call = self._checked(await read_request(stream), Mode.STREAM)
         async with self._attended(call) as started:
             record = started.record
-            await _tell_replay(stream, started, call)
+            await _send_replay(stream, started, call)
             await stream.send_message(pb.InvokeEvent(accepted=self._shown(record)))
             async for page in self._api.logs.follow(record.seq, 0, record.task):
                 for message in log_messages(page):
@@ -96,7 +96,7 @@ class GatewayService(GatewayBase):
     async def Submit(self, stream: Stream[pb.InvokeRequest, pb.Invocation]) -> None:  # noqa: N802
         call = self._checked(await read_request(stream), Mode.ASYNC)
         started = await self._invocations.invoke(call)
-        await _tell_replay(stream, started, call)
+        await _send_replay(stream, started, call)
         await stream.send_message(self._shown(started.record))
 
     async def InvokeBatch(self, stream: Stream[pb.InvokeBatchRequest, pb.BatchVerdict]) -> None:  # noqa: N802
@@ -232,7 +232,7 @@ class GatewayService(GatewayBase):
         await SessionCall(self._api, stream).serve()
 
 
-async def _tell_replay(stream: Stream[Any, Any], started: LiveInvocation, call: InvocationRequest) -> None:
+async def _send_replay(stream: Stream[Any, Any], started: LiveInvocation, call: InvocationRequest) -> None:
     """Say at once that a call with a known key ran nothing."""
     if started.replays(call):
         await stream.send_initial_metadata(metadata={"tangram-idempotent-replay": "true"})
@@ -283,12 +283,14 @@ class SessionCall:
                 raise InvalidInput("the first message is open or attach, and this is neither", component=COMPONENT)
         session = self._api.session_of(invocation)
         if session is None:
-            await self._tell(end_message(session_end(invocation.record, 0)), last=True)
+            await self._send(end_message(session_end(invocation.record, 0)), last=True)
             return
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._or_fail(do, session)) for do in (self._hear, self._type)]
-                await self._show(invocation, session, offset)
+                tasks = [
+                    group.create_task(self._or_fail(do, session)) for do in (self._read_requests, self._write_input)
+                ]
+                await self._send_output(invocation, session, offset)
                 for task in tasks:
                     task.cancel()
         except ExceptionGroup as failed:
@@ -315,37 +317,37 @@ class SessionCall:
         )
         call = read_call(request, Mode.SYNC)
         invocation = await self._api.begin_session(call)
-        await _tell_replay(self._stream, invocation, call)
+        await _send_replay(self._stream, invocation, call)
         shown = self._api.invocations.shown(invocation.record)
-        await self._tell(pb.SessionEvent(accepted=invocation_message(shown)))
+        await self._send(pb.SessionEvent(accepted=invocation_message(shown)))
         return invocation
 
     # --- what it says
 
-    async def _show(self, invocation: LiveInvocation, session: InteractiveSession, offset: int) -> None:
+    async def _send_output(self, invocation: LiveInvocation, session: InteractiveSession, offset: int) -> None:
         """Send what it says from an offset on, and how it ended."""
         while not await session.opened(self._heartbeat_s):
-            await self._beat()
+            await self._send_heartbeat()
         attached = pb.SessionAttached(offset=session.start, input_offset=session.input_offset)
-        await self._tell(pb.SessionEvent(attached=attached))
+        await self._send(pb.SessionEvent(attached=attached))
         async with aclosing(session.read(offset, self._heartbeat_s)) as pages:
             async for page in pages:
                 for piece in page:
                     output = pb.SessionOutput(stream=piece.stream, offset=piece.offset, data=piece.data)
-                    await self._tell(pb.SessionEvent(output=output))
+                    await self._send(pb.SessionEvent(output=output))
                 if not page:
-                    await self._beat()
+                    await self._send_heartbeat()
         if not session.ended:
-            await self._tell(pb.SessionEvent(detached=pb.SessionDetached()), last=True)
+            await self._send(pb.SessionEvent(detached=pb.SessionDetached()), last=True)
             return
         while not await invocation.has_ended(self._heartbeat_s):
-            await self._beat()
-        await self._tell(end_message(session_end(invocation.record, session.end)), last=True)
+            await self._send_heartbeat()
+        await self._send(end_message(session_end(invocation.record, session.end)), last=True)
 
-    async def _beat(self) -> None:
-        await self._tell(pb.SessionEvent(heartbeat=pb.SessionHeartbeat()))
+    async def _send_heartbeat(self) -> None:
+        await self._send(pb.SessionEvent(heartbeat=pb.SessionHeartbeat()))
 
-    async def _tell(self, event: pb.SessionEvent, *, last: bool = False) -> None:
+    async def _send(self, event: pb.SessionEvent, *, last: bool = False) -> None:
         """Send one message, whole; after the last one wait to be cancelled."""
         async with self._sending:
             if not self._over:
@@ -365,7 +367,7 @@ class SessionCall:
                 self._over = True
             raise
 
-    async def _hear(self, session: InteractiveSession) -> None:
+    async def _read_requests(self, session: InteractiveSession) -> None:
         """Do what the client says until it has said all; it may go on listening then."""
         while (message := await read_message(self._stream)) is not None:
             match message.WhichOneof("request"):
@@ -392,13 +394,13 @@ class SessionCall:
             end = typed.end and start + INPUT_PIECE_BYTES >= len(typed.data)
             await self._input.put(InputPiece(data, None if offset is None else offset + start, end))
 
-    async def _type(self, session: InteractiveSession) -> None:
+    async def _write_input(self, session: InteractiveSession) -> None:
         """Pass on what is typed, and say how far it came."""
         while True:
             piece = await self._input.take()
             stands = await session.write(piece.data, piece.offset, end=piece.end, patient=True)
             fed = pb.SessionFed(input_offset=stands, reads=session.reads)
-            await self._tell(pb.SessionEvent(fed=fed))
+            await self._send(pb.SessionEvent(fed=fed))
 
 
 class InputPiece(NamedTuple):

@@ -379,7 +379,7 @@ class LostSandboxes:
         #: By trajectory: with whose end its loss is told, and what is told to the others.
         self._losses: dict[str, tuple[LiveInvocation, str]] = {}
 
-    def see(self, invocation: LiveInvocation, outcome: Outcome) -> Outcome:
+    def observe(self, invocation: LiveInvocation, outcome: Outcome) -> Outcome:
         """Return the end of a try as it is to be told; if it tells a loss, stop all that was to run in that sandbox."""
         trajectory = invocation.record.trajectory
         if invocation.loss is not None and (outcome.state is State.CANCELLED or CANCEL_ASKED in outcome.detail):
@@ -394,13 +394,13 @@ class LostSandboxes:
         """Stop those whose sandbox was lost before they began in it."""
         for invocation in invocations if self._losses else ():
             record = invocation.record
-            result, message = self._losses.get(record.trajectory or "", (invocation, ""))
+            first, message = self._losses.get(record.trajectory or "", (invocation, ""))
             under_way = record.terminal or (record.state is State.RUNNING and record.begun)
-            if result is not invocation and invocation.inside and not under_way:
+            if first is not invocation and invocation.inside and not under_way:
                 invocation.loss = message
                 self._stop(invocation, message)
 
-    def tell(self, invocation: LiveInvocation) -> None:
+    def ended(self, invocation: LiveInvocation) -> None:
         """Tell its end to whoever waits for it: what is accepted from now on may begin anew."""
         invocation.ended.set()
         trajectory = invocation.record.trajectory or ""
@@ -558,7 +558,7 @@ GONE = "its caller went away"
 #: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
 CHANCE = random.SystemRandom()
 #: Calls of a batch that are accepted in one turn of the event loop.
-BREATH = 64
+YIELD_EVERY = 64
 
 
 class Invocations:
@@ -631,7 +631,7 @@ class Invocations:
         fresh: list[LiveInvocation] = []
         durable = False
         for index, request in enumerate(requests, 1):
-            if index % BREATH == 0:
+            if index % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
             try:
                 invocation = await self._keys.latch(request, self._living) if request.key is not None else None
@@ -856,7 +856,7 @@ class Invocations:
         """Try again, or take the end of the last try."""
         assert invocation.function is not None
         record, now_s = invocation.record, self._wall()
-        outcome = self._losses.see(invocation, settlement.outcome)
+        outcome = self._losses.observe(invocation, settlement.outcome)
         if outcome is not settlement.outcome:
             settlement = replace(settlement, outcome=outcome)
         wait_s = None
@@ -949,17 +949,17 @@ class Invocations:
         self._keys.leave(invocation)
         self._logs.close(invocation.record.seq)
         if not invocation.record.detached:
-            self._losses.tell(invocation)
+            self._losses.ended(invocation)
             return
         # Who waits for durable work is told its end only when a restart could not tell another.
-        self._store.committed().add_done_callback(lambda done: self._tell(done, invocation))
+        self._store.committed().add_done_callback(lambda done: self._report_end(done, invocation))
 
-    def _tell(self, done: asyncio.Future[None], invocation: LiveInvocation) -> None:
+    def _report_end(self, done: asyncio.Future[None], invocation: LiveInvocation) -> None:
         # The store tells of a failing disk itself, and keeps the record for another try.
         if not done.cancelled() and done.exception() is None:
             for on_settled in self.on_settled:
                 on_settled(invocation)
-        self._losses.tell(invocation)
+        self._losses.ended(invocation)
 
     # Look up, wait, cancel
 

@@ -612,7 +612,7 @@ async def attend(exchange: DockerExchange, command: ContainerExec, patience_s: f
     loop = asyncio.get_running_loop()
     gone, upgraded = loop.create_task(exchange.peer.gone()), asyncio.Event()
     pipes: list[DockerConnection] = []
-    hearing = loop.create_task(_hear(command, upgraded, pipes))
+    sending = loop.create_task(_send_output(command, upgraded, pipes))
     try:
         opened = loop.create_task(command.opened.wait())
         await asyncio.wait({opened, gone}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
@@ -624,12 +624,12 @@ async def attend(exchange: DockerExchange, command: ContainerExec, patience_s: f
         pipe = await exchange.upgraded(media_type(exchange, tty=command.spec.tty))
         pipes.append(pipe)
         upgraded.set()
-        typing = loop.create_task(type_to(command, pipe))
+        typing = loop.create_task(send_input(command, pipe))
         try:
-            await asyncio.wait({hearing, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not hearing.done():
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
                 raise ClientDisconnect()
-            hearing.result()
+            sending.result()
         finally:
             typing.cancel()
             await asyncio.gather(typing, return_exceptions=True)
@@ -637,12 +637,12 @@ async def attend(exchange: DockerExchange, command: ContainerExec, patience_s: f
         await command.cancel(WENT)
         raise
     finally:
-        for task in (hearing, gone):
+        for task in (sending, gone):
             task.cancel()
-        await asyncio.gather(hearing, gone, return_exceptions=True)
+        await asyncio.gather(sending, gone, return_exceptions=True)
 
 
-async def _hear(command: ContainerExec, upgraded: asyncio.Event, pipes: list[DockerConnection]) -> None:
+async def _send_output(command: ContainerExec, upgraded: asyncio.Event, pipes: list[DockerConnection]) -> None:
     """Send what a command says; it waits for a client that is slow. Raises ClientDisconnect."""
     spec = command.spec
     streams = {name for name, wanted in (("stdout", spec.stdout), ("stderr", spec.stderr)) if wanted}
@@ -661,7 +661,7 @@ async def _hear(command: ContainerExec, upgraded: asyncio.Event, pipes: list[Doc
         await pipes[0].write(message.encode() if spec.tty else frame("stderr", message.encode()))
 
 
-async def type_to(command: AttendedCommand, pipe: DockerConnection) -> None:
+async def send_input(command: AttendedCommand, pipe: DockerConnection) -> None:
     """Pass on what a client types, and the end of it; a command without input finds its end at once."""
     await command.opened.wait()
     session = command.session
@@ -701,7 +701,7 @@ async def attach(
             await main.show(pipe.write, not tty, streams, None)
         return
     loop = asyncio.get_running_loop()
-    typing = loop.create_task(type_to(main, pipe)) if flag(query.get("stdin")) else None
+    typing = loop.create_task(send_input(main, pipe)) if flag(query.get("stdin")) else None
     try:
         follow = main.follow(pipe.write, not tty, streams, late=not logs, tail=None)
         await while_connected(follow, exchange.peer.gone())
