@@ -30,8 +30,7 @@ from manager.assembly import build_core
 from manager.clock import WallClock
 from manager.config import ManagerSpec, NodeSpec
 from manager.engine import Engine
-from manager.errors import Conflict, Reason
-from manager.function import RetrySpec
+from manager.errors import Conflict
 from manager.resources.pools import QuotaSpec
 from runtimes.executor import LocalExecutor
 from runtimes.sandbox.environments import Environments
@@ -366,19 +365,6 @@ async def test_a_functions_own_retries_run_before_what_is_behind_it(gateway: Run
         gateway.runtime.finish(attempt)
     assert (await ended(gateway, behind))["state"] == "succeeded"
     assert executed(gateway) == [first, f"{first}.2", f"{first}.3", behind]
-
-
-async def test_a_cancel_between_two_tries_ends_it_and_lets_the_next_one_run(tmp_path: Path) -> None:
-    rare = RetrySpec(max_attempts=3, backoff_s=30.0, jitter="none", on=(Reason.HANDLER_ERROR,))
-    functions = {"rare": replace(FUNCTIONS["retried"], name="rare", retry=rare)}
-    async with serving(GatewayBench(tmp_path, functions=functions)) as gateway:
-        first = await submitted(gateway, {"reason": "handler_error"}, "rare")
-        behind = await submitted(gateway, {"n": 1})
-        await until(lambda: gateway.app.invocations.living[0].record.attempt == 2)
-        assert executed(gateway) == [first]
-        await gateway.http.post(f"/v1/invocations/{first}/cancel")
-        assert (await ended(gateway, first))["state"] == "cancelled"
-        assert (await ended(gateway, behind))["state"] == "succeeded"
 
 
 SEARCH = QuotaSpec(limit=5, period_s=60.0)
