@@ -61,6 +61,9 @@ class Attacked:
     outside: Path
     seed: int
     variants: int
+    #: Which of the named attacks are played: every one, or in each kind of sandboxes every other.
+    first: int = 0
+    step: int = 1
     cases: int = 0
     reached: dict[str, list[str]] = field(default_factory=lambda: {count: [] for count in COUNTS})
 
@@ -122,7 +125,8 @@ async def attacked(kind: str, directory: Path, report: BenchReport, seed: int, c
     path = OWN_PATH if kind == "process" else ""
     provider = make_provider(ProviderSettings(kind=kind, state_dir=directory / "state", path=path))  # type: ignore[arg-type]
     environments = Environments(provider, EnvironmentSettings(default=small(SPEC)))
-    arena = Attacked(environments, directory, seed, count)
+    first, step = (PROVIDERS.index(kind), len(PROVIDERS)) if quick else (0, 1)
+    arena = Attacked(environments, directory, seed, count, first, step)
     if not provider.info.limits["processes_hidden"]:
         report.note(f"{provider.info.engine} shares the host's processes: nothing was attacked")
         await environments.close()
@@ -144,7 +148,7 @@ async def attacked(kind: str, directory: Path, report: BenchReport, seed: int, c
 
 async def rewards(arena: Attacked) -> None:
     """Each attack where the agent worked, if it is held there, and in a fresh sandbox."""
-    for attack in EVERY:
+    for attack in EVERY[arena.first :: arena.step]:
         for place, function, another in (("same", SAME, attack.held), ("fresh", FRESH, attack.fresh)):
             if another:
                 await arena.reward(attack, function, f"{attack.name}-{place}")
