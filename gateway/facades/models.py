@@ -483,7 +483,7 @@ class Models(Facade):
         vectors = result["embeddings"]
         first = vectors[: len(left)] * (len(right) if len(left) == 1 else 1)
         rows = [
-            {"index": index, "object": "score", "score": math.fsum(map(float.__mul__, one, other))}
+            {"index": index, "object": "score", "score": cosine(one, other)}
             for index, (one, other) in enumerate(zip(first, vectors[len(left) :], strict=True))
         ]
         return answer(_listed(record, rows, sum(result["tokens"])), record)
@@ -625,6 +625,11 @@ def _written(ended: tuple[Record, Mapping[str, Any]]) -> tuple[Record, Mapping[s
             "model", f"the checkpoint of {ended[0].function} has no tokenizer, and this route answers with text"
         )
     return ended
+
+
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return how alike two vectors are; a checkpoint may declare that its own are not of length one."""
+    return math.fsum(map(float.__mul__, one, other)) / (math.hypot(*one) * math.hypot(*other) or 1.0)
 
 
 def _usage(prompt: int, completion: int) -> dict[str, int]:

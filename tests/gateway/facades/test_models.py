@@ -20,6 +20,7 @@ import pytest_asyncio
 from gateway.app import gateway
 from gateway.config.load import GatewayConfig
 from gateway.config.schema import DevicesConfig, FacadesSection, ModelsFacade, NodeConfig, SandboxConfig, ServerConfig
+from gateway.facades.models import cosine
 from manager.action import UnitSet
 from manager.function import FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.request import ModelSettings
@@ -175,6 +176,11 @@ async def test_a_score_is_the_heads_own_value_or_its_activation(served: ServedMo
     assert (bare["data"][0]["num_classes"], bare["usage"]["prompt_tokens"]) == (1, len(IDS))
     sglang = await ask(served, "/models/judge/classify", {"input_ids": IDS})
     assert sglang["embedding"] == [pytest.approx(raw, abs=1e-4)]
+
+
+async def test_how_alike_two_vectors_are_does_not_hang_on_their_length() -> None:
+    assert cosine([3.0, 0.0], [5.0, 5.0]) == pytest.approx(0.5**0.5)
+    assert cosine([0.0, 0.0], [1.0, 0.0]) == 0.0
 
 
 async def test_embeddings_come_as_numbers_and_as_bytes(served: ServedModels) -> None:
