@@ -128,8 +128,8 @@ class CancelledClients:
 
     async def play(self) -> None:
         """Break each call off in each way at each of its awaits, and begin again, until there were enough."""
-        await self.client.trajectory(LIVING).open()
-        await self.client.trajectory(FULL, function="large").open()
+        self._held = [await self.client.trajectory(LIVING).open()]
+        self._held.append(await self.client.trajectory(FULL, function="large").open())
         while self._left > 0:
             for kind in CALLS:
                 for how in (self._cancelled, self._timed_out, self._killed):

@@ -11,7 +11,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from tangram import Client, InvocationResult, LogLine, TangramError
+from tangram import Client, InvocationResult, LogLine, NotFoundError, TangramError
 from tangram.cli import exit_status
 from tangram.cli.options import (
     Duration,
@@ -43,6 +43,15 @@ from tangram.types import Attempt
 
 #: Log lines shown of an invocation that failed.
 LAST_LINES = 20
+
+
+def _tell_if_new(client: Client, trajectory: str) -> None:
+    """Say that a call begins a trajectory: whoever expects files of an earlier one is not to find an empty sandbox."""
+    try:
+        client.trajectory_info(trajectory)
+    except NotFoundError:
+        say(f"trajectory {trajectory} did not live: it begins with this call, in a new sandbox")
+
 
 _raw = click.option(
     "--raw", is_flag=True, help="Print logs as they were written: a terminal obeys the control characters in them."
@@ -86,6 +95,8 @@ def invoke(
     tangram invoke pytest_reward @input.json --async --key t1-reward
     """
     body = read_input(input)
+    if trajectory is not None:
+        _tell_if_new(client, trajectory)
     if not (follow or detach):
         with waiting(function):
             result = client.invoke(

@@ -1069,6 +1069,10 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
             if cursor is None:
                 return infos
 
+    async def trajectory_info(self, id: str) -> TrajectoryInfo:
+        """Return one living trajectory; raises NotFoundError."""
+        return await self._send(requests.get(requests.trajectory_path(id), TrajectoryInfo))
+
     async def end_trajectory(self, id: str) -> None:
         """End a trajectory with everything in it; raises NotFoundError."""
         await self._send(requests.end_trajectory(id))

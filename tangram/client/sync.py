@@ -1069,6 +1069,10 @@ class Client(Functions, NodeCalls, TaskCalls):
             if cursor is None:
                 return infos
 
+    def trajectory_info(self, id: str) -> TrajectoryInfo:
+        """Return one living trajectory; raises NotFoundError."""
+        return self._send(requests.get(requests.trajectory_path(id), TrajectoryInfo))
+
     def end_trajectory(self, id: str) -> None:
         """End a trajectory with everything in it; raises NotFoundError."""
         self._send(requests.end_trajectory(id))

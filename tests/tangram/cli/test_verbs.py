@@ -177,6 +177,17 @@ def test_a_misused_verb_is_a_usage_error(tangram: Tangram, words: tuple[str, ...
     assert tangram(*words)[0] == 2
 
 
+async def test_a_call_that_begins_a_trajectory_says_so_and_what_is_opened_outlives_the_command(
+    served: Served, gateway: RunningGateway
+) -> None:
+    told = "trajectory t did not live"
+    await served("trajectories", "open", "t", "--function", "echo")
+    assert gateway.app.engine.trajectory("t") is not None and gateway.app.leases.left_s("t") is None
+    assert told not in (await served("invoke", "echo", "{}", "--trajectory", "t"))[2]
+    await served("trajectories", "end", "t")
+    assert told in (await served("invoke", "echo", "{}", "--trajectory", "t"))[2]
+
+
 async def test_a_trajectory_is_opened_with_what_it_chooses(served: Served, gateway: RunningGateway) -> None:
     status, out, _ = await served("trajectories", "open", "t", "--function", "shell")
     assert (status, out) == (0, "t is open\n")
