@@ -886,12 +886,12 @@ class Api:
         return await self.functions.put(name, body, query.dry_run)
 
     @operation("DELETE /v1/functions/{name}", "functions", "The differences", problems=(404, 409), admin=True)
-    async def remove_function(self, name: FunctionName) -> ConfigDiff:
+    async def remove_function(self, name: FunctionName, query: FunctionQuery) -> ConfigDiff:
         """Remove a function that was applied; 409 for one of the server's own files.
 
         There are no new invocations of it; nothing in flight is dropped.
         """
-        return await self.functions.remove(name)
+        return await self.functions.remove(name, query.dry_run)
 
     @operation(
         "PUT /v1/config",

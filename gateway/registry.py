@@ -626,8 +626,11 @@ class Registry:
         except (InvalidConfig, Unsatisfiable, Unsupported) as error:
             raise _as_sent(error, directory) from None
 
-    async def remove(self, name: str) -> ConfigDiff:
-        """Remove a function that was applied; raises NotFound, and Conflict for one of the files."""
+    async def remove(self, name: str, dry_run: bool = False) -> ConfigDiff:
+        """Remove a function that was applied; raises NotFound, and Conflict for one of the files.
+
+        With ``dry_run`` nothing is removed, and all that would be is told.
+        """
         async with self._applying:
             self.get(name)
             if self.source(name) == "files":
@@ -639,7 +642,10 @@ class Registry:
                 message = f"{own} declares function {name!r} too, and the next start would have it again: remove it"
                 raise Conflict(f"{message} there first, then here", component="registry")
             left = {other: spec for other, spec in self.config.functions.items() if other != name}
-            diff = self._switch(dataclasses.replace(self.config, functions=left))
+            new = dataclasses.replace(self.config, functions=left)
+            if dry_run:
+                return self.plan(new)
+            diff = self._switch(new)
             await self._keep(b"", diff)
             return replace(diff, applied=True)
 

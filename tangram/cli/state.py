@@ -171,19 +171,20 @@ def _example(name: str, schema: Mapping[str, Any]) -> object:
 
 @functions.command("remove")
 @click.argument("names", nargs=-1, required=True)
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
 @connected
-def remove_functions(client: Client, names: tuple[str, ...], as_json: bool) -> None:
+def remove_functions(client: Client, names: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """Remove functions that were applied; nothing in flight is dropped.
 
     \b
     tangram functions remove length
     """
-    removed = [name for each in names for name in client.remove_function(each).removed]
+    removed = [name for each in names for name in client.remove_function(each, dry_run=dry_run).removed]
     if as_json:
-        print_json({"removed": removed})
+        print_json({"would_remove" if dry_run else "removed": removed})
     else:
-        click.echo("\n".join(f"{name} removed" for name in removed))
+        click.echo("\n".join(f"{name} {'would be removed' if dry_run else 'removed'}" for name in removed))
 
 
 @click.group()

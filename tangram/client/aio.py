@@ -84,9 +84,9 @@ class AsyncFunctions(ABC):
         """Return one registered function, with what was learned of it; raises NotFoundError."""
         return await self._send(requests.get_function(name))
 
-    async def remove_function(self, name: str) -> ConfigDiff:
+    async def remove_function(self, name: str, *, dry_run: bool = False) -> ConfigDiff:
         """Remove a function that was applied; raises NotFoundError, and ConflictError for one of the server's files."""
-        return await self._send(requests.remove_function(name))
+        return await self._send(requests.remove_function(name, dry_run))
 
     async def apply(
         self,

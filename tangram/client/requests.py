@@ -803,8 +803,9 @@ def open_trajectory(
     )
 
 
-def remove_function(name: str) -> ApiRequest[ConfigDiff]:
-    return ApiRequest(method="DELETE", path=_function_path(name), read=reader(ConfigDiff), patient=True)
+def remove_function(name: str, dry_run: bool = False) -> ApiRequest[ConfigDiff]:
+    params = {"dry_run": "true"} if dry_run else {}
+    return ApiRequest(method="DELETE", path=_function_path(name), read=reader(ConfigDiff), params=params, patient=True)
 
 
 def end_trajectory(id: str) -> ApiRequest[None]:

@@ -86,9 +86,9 @@ class Functions(ABC):
         """Return one registered function, with what was learned of it; raises NotFoundError."""
         return self._send(requests.get_function(name))
 
-    def remove_function(self, name: str) -> ConfigDiff:
+    def remove_function(self, name: str, *, dry_run: bool = False) -> ConfigDiff:
         """Remove a function that was applied; raises NotFoundError, and ConflictError for one of the server's files."""
-        return self._send(requests.remove_function(name))
+        return self._send(requests.remove_function(name, dry_run))
 
     def apply(
         self,

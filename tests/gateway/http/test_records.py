@@ -271,6 +271,10 @@ async def test_a_function_is_added_changed_and_removed(gateway: RunningGateway) 
         assert diff.values["mine"] == {"timeout_s": ValueChange(was="30.0", now="60.0")}, "old and new are told"
         assert (await client.function("mine")).timeout_s == 60.0
         assert (await client.put_function("mine", EXEC | {"timeout": "1m"})).empty
+        planned = await client.remove_function("mine", dry_run=True)
+        assert (planned.removed, planned.applied) == (("mine",), False) and (
+            await client.function("mine")
+        ).name == "mine"
         assert (await client.remove_function("mine")).removed == ("mine",)
 
 
