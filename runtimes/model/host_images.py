@@ -32,6 +32,8 @@ from runtimes.model.request import ModelSettings, host_bytes
 
 _LOG = structlog.get_logger("model")
 _COMPONENT = "model.host_images"
+#: Threads that read a checkpoint into its image.
+READ_THREADS = 4
 
 #: (checkpoint, head, dtype as configured, patterns of weights that may be left over).
 ModelKey = tuple[Path, Head, str, tuple[str, ...]]
@@ -176,9 +178,8 @@ class HostImages:
     async def _read(self, known: KnownImage, reference: ImageRef, descriptor: int) -> None:
         path, layout = known.key[0], known.layout
         try:
-            threads = self._settings.read_threads
             await ask_tokenizer(
-                self._tokenizer_process, Fill(path=path, layout=layout, image_path=reference.path, threads=threads)
+                self._tokenizer_process, Fill(path=path, layout=layout, image_path=reference.path, threads=READ_THREADS)
             )
             if await asyncio.to_thread(fingerprint, path) != known.fingerprint:
                 raise InvalidConfig(f"{path} was replaced while it was being read; try again", component=_COMPONENT)

@@ -194,8 +194,6 @@ class ModelSettings:
     node: str = "local"
     #: torch threads of one ``cpu`` device where the lease grants no cores.
     device_threads: int = 1
-    #: Threads that read a checkpoint into its image.
-    read_threads: int = 4
     #: Bytes of one asynchronous copy to a device.
     copy_bytes: int = 64 * 2**20
     stuck_s: Annotated[
