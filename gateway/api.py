@@ -8,6 +8,7 @@ import posixpath
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -533,7 +534,7 @@ class Api:
         """One trajectory."""
         trajectory = self.engine.trajectory(id)
         if trajectory is None:
-            raise NotFound(f"no trajectory {id!r}")
+            raise self._no_trajectory(id)
         sandbox, living = self.environments.get(id), self.machines.living(id)
         if sandbox is not None:
             spec = sandbox.spec
@@ -546,6 +547,13 @@ class Api:
             )
         return self._leased(replaced(convert(trajectory, TrajectoryInfo), sandbox=living))
 
+    def _no_trajectory(self, id: str) -> NotFound:
+        """Return what is told of a name that does not live, with the nearest that does."""
+        living = convert(self.engine.trajectories(), TrajectoryPage).trajectories
+        near = get_close_matches(id, [each.trajectory for each in living], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return NotFound(f"no trajectory {id!r}{hint}", component="trajectories")
+
     def _leased(self, trajectory: TrajectoryInfo) -> TrajectoryInfo:
         """Return it with the time for which its client holds it."""
         return replaced(trajectory, lease_left_s=self.leases.left_s(trajectory.trajectory))
@@ -554,7 +562,7 @@ class Api:
     async def end_trajectory(self, id: TrajectoryId) -> None:
         """End a trajectory, with everything in it."""
         if not await self.engine.end_trajectory(id):
-            raise NotFound(f"no trajectory {id!r}")
+            raise self._no_trajectory(id)
 
     @operation("POST /v1/leases", "trajectories", "They are held for so long")
     async def renew_leases(self, body: LeaseRequest) -> LeaseAnswer:
@@ -577,7 +585,7 @@ class Api:
         """
         living, bound_s = self.engine.trajectory(id), self.server.wait_max_s
         if living is None or living["state"] == "ending":
-            raise NotFound(f"no trajectory {id!r}", component="snapshots")
+            raise self._no_trajectory(id)
 
         taken: list[NodeSnapshot] = []
 
@@ -617,7 +625,7 @@ class Api:
                 )
         parent = self.engine.trajectory(id)
         if parent is None:
-            raise NotFound(f"no trajectory {id!r}", component="snapshots")
+            raise self._no_trajectory(id)
         self.functions.get(body.function)
         taken = (await self.take_snapshot(id)).snapshot
         opening = TrajectoryOpening(

@@ -347,3 +347,12 @@ async def test_the_stream_begins_where_it_was_asked_to(client: AsyncClient, gate
         assert (records[1]["offset"], records[1]["data"]) == (4, "NDU2Nzg5")
         assert (records[2]["offset"], records[2]["exit_code"]) == (10, 0)
         await until(lambda: not gateway.app.invocations.living)
+
+
+async def test_a_name_that_does_not_live_is_told_the_nearest_that_does(gateway: RunningGateway) -> None:
+    assert (await gateway.http.put("/v1/trajectories/django-11099", json={"function": "echo"})).status_code == 200
+    path = "/v1/trajectories/django-11909"
+    for method, where in (("GET", path), ("DELETE", path), ("POST", f"{path}/snapshots")):
+        told = (await gateway.http.request(method, where)).json()
+        assert (told["status"], "did you mean 'django-11099'?" in told["detail"]) == (404, True)
+    assert "did you mean" not in (await gateway.http.get("/v1/trajectories/x")).json()["detail"]
