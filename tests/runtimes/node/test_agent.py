@@ -16,11 +16,11 @@ from manager.function import FunctionSpec
 from runtimes.node import protocol
 from runtimes.node.daemon import HandlerStore, NodeDaemon
 from runtimes.node.journal import AttemptJournal
-from tests.runtimes.node.handlers.test_store import function
 from tests.runtimes.node.machine import Machine, daemon_on
 from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import STUCK_S
-from tests.runtimes.node.test_wire import ACTION, LEASE
+from tests.runtimes.node.test_handlers import function
+from tests.runtimes.node.test_protocol import ACTION, LEASE
 
 EXECUTE = protocol.ExecuteAttempt("a.1/", ACTION, LEASE, "f", protocol.pack({}), None, None, {})
 HANDLER = protocol.function_bytes(function("0" * 64))

@@ -21,7 +21,7 @@ from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine
 from tests.runtimes.node.memory_stream import close_all, pair
 from tests.runtimes.node.session import FUNCTION, STUCK_S, WORDS, Session, said, settled
-from tests.runtimes.node.test_wire import ACTION, LEASE
+from tests.runtimes.node.test_protocol import ACTION, LEASE
 
 IDEMPOTENT = replace(FUNCTION, name="again", idempotent=True)
 

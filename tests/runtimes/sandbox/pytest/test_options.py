@@ -1,17 +1,20 @@
-"""A tree's own options change no verdict by how many workers there are, and the caller's do what they say."""
+"""Options of a suite, its report, and its worker processes."""
 
 from __future__ import annotations
 
+import json
+import textwrap
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 
 from manager.errors import Reason
 from manager.function import PytestSpec
+from runtimes.sandbox.pytest.runtime import SuiteReport, SuiteRequest, judge, notes
 from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SuiteBench
 
-both = pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 #: One file cannot be imported, the other passes.
 BROKEN = {
     "calc.py": "def f(:\n",
@@ -31,6 +34,8 @@ FAILING = {
         def test_c(): pass
     """,
 }
+
+both = pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 
 
 @both
@@ -153,3 +158,97 @@ async def test_a_caller_who_says_that_nothing_ends_the_suite_keeps_its_workers(
 ) -> None:
     value = await bench.run(FAILING, cores=(0, 1), args=args)
     assert (value["workers"], value["counts"]) == (2, {"failed": 1, "passed": 2})
+
+
+def fed(*lines: bytes | dict[str, object]) -> SuiteReport:
+    report = SuiteReport("n")
+    for line in lines:
+        data = line if isinstance(line, bytes) else json.dumps({"nonce": "n", **line}).encode()
+        report.feed(data + b"\n")
+    return report
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"1" * 5000])
+def test_lines_of_others_are_told_and_break_nothing(line: bytes) -> None:
+    assert fed(line).doubts == ["somebody else wrote to the report"]
+
+
+def test_names_that_are_no_text_can_be_told() -> None:
+    name = "tests/test_\udcff.py"
+    report = fed(
+        {"start": {"xdist": "", "workers": 1, "noticed": [f"{name} of the project was kept"]}},
+        {"broken": name, "message": "no \udcff"},
+        {"selected": [f"{name}::test_a"]},
+        {"run": f"{name}::test_a"},
+        {"test": f"{name}::test_a", "verdict": "failed"},
+        {"turned": name},
+        {"end": 1},
+    )
+    value = judge(SuiteRequest(), report)
+    assert orjson.loads(orjson.dumps({**value, "note": notes(SuiteRequest(), report, value)}))["reward"] == 0.0
+    assert "tests/test_\\udcff.py::test_a" in report.tests
+
+
+@pytest.mark.parametrize("record", [{"end": 10**30}, {"end": -1}, {"start": {"xdist": "", "workers": 10**30}}])
+def test_numbers_are_those_that_there_can_be(record: dict[str, object]) -> None:
+    report = fed({"start": {"xdist": "", "workers": 2, "noticed": []}}, record)
+    assert (report.end, report.workers) == (None, 2)
+
+
+def test_a_suite_that_finds_no_place_of_its_own_is_worth_nothing() -> None:
+    report = fed({"blocked": "no temporary file can be made"})
+    assert (judge(SuiteRequest(), report)["reward"], bool(report.doubts)) == (0.0, True)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param(b'{"test": "forged"}\n', id="a verdict"),
+        pytest.param(b"[" * 60_000, id="no message", marks=pytest.mark.slow),
+        pytest.param(b"\x04\x00\x00\x00\x01\x7f\xff\xff\xff", id="a long message", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("when", ["imported", pytest.param("called", marks=pytest.mark.slow)])
+async def test_what_a_suite_writes_between_processes_is_a_crash_and_no_wait(
+    bench: SuiteBench, written: bytes, when: str
+) -> None:
+    """Descriptors that a worker has: on one it speaks with the process that begins it, in messages of its own."""
+    said = f"""
+        import os
+        for fd in range(3, 64):
+            try:
+                os.write(fd, {written!r})
+            except OSError:
+                pass
+    """
+    calc = textwrap.dedent(said) + "def add(a, b): return 99\n"
+    if when == "called":
+        calc = "def add(a, b):\n" + textwrap.indent(textwrap.dedent(said), "    ") + "    return 99\n"
+    test = "from calc import add\ndef test_one(): assert add(1, 1) == 2\ndef test_two(): assert add(1, 2) == 3\n"
+    wanted = ["test_calc.py::test_one", "test_calc.py::test_two"]
+    value = await bench.run({"calc.py": calc, "test_calc.py": test}, cores=(0, 1), fail_to_pass=wanted)
+    assert (value["reward"], value["resolved"]) == (0.0, False)
+    assert value["note"]
+
+
+@pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
+async def test_a_program_that_a_test_starts_reads_nothing_of_its_process(
+    bench: SuiteBench, cores: tuple[int, ...]
+) -> None:
+    test = """
+        import multiprocessing, os, subprocess, sys
+        def test_program():
+            for name in ("mem", "environ", "fd/1"):
+                read = f"open('/proc/{os.getpid()}/{name}', 'rb')"
+                told = subprocess.run([sys.executable, "-c", read], stderr=subprocess.PIPE)
+                assert b"PermissionError" in told.stderr
+        def test_itself():
+            assert os.listdir("/proc/self/fd") and open("/proc/self/maps").read() and open("/proc/self/status").read()
+            with open("/dev/fd/2", "ab"): pass
+            child = multiprocessing.get_context("fork").Process(target=print)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+    """
+    value = await bench.run({"test_own.py": test}, cores=cores)
+    assert value["counts"] == {"passed": 2}, bench.log.text("stdout")

@@ -1,4 +1,4 @@
-"""What is on record of snapshots on nodes, and what becomes of it as nodes say what they have, and go."""
+"""What the cluster keeps: nodes, their snapshots, and tickets."""
 
 from __future__ import annotations
 
@@ -9,15 +9,78 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.cluster.store import NodeSnapshots
+from gateway.cluster.store import EPOCH, SIGNING_KEY, JoinTickets, NodeRecords, NodeSnapshots, check_name, signing_key
 from gateway.store.store import Store, StoreSpec
-from manager.errors import CapacityExceeded, Conflict, NotFound, SnapshotLost
+from manager.config import NodeSpec
+from manager.errors import (
+    CapacityExceeded,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    SnapshotLost,
+    StorageUnavailable,
+    Unauthorized,
+)
 from manager.function import Network, SandboxSpec
 from runtimes.node.protocol import HEADER, ChannelError, SnapshotsKept, decode, encode
 from runtimes.node.remote import SNAPSHOTS_MAX, RemoteNode
 from runtimes.sandbox.snapshots import NodeSnapshotSettings, SnapshotRecord
 
 FIRST, SECOND = "1" * 12, "2" * 12
+KEY = b"k" * 32
+
+
+async def test_the_next_gateway_knows_the_life_of_a_node_since_its_join(tmp_path: Path) -> None:
+    """So what never began there begins again after a plain restart."""
+    spec = NodeSpec(name="n1", numa=((0,),), memory_bytes=1)
+    epochs = []
+    for generation in (1, 2, 3):
+        store = Store(StoreSpec(path=tmp_path / "db.sqlite"))
+        await store.open()
+        records = NodeRecords(store)
+        await records.open()
+        known = records.get("n1")
+        epochs.append(None if known is None else known.epoch)
+        records.joined(spec, "digest")
+        if generation == 1:
+            records.compared("n1", "life")
+        await records.durable()
+        await store.close()
+    assert epochs == [None, "life", "life"]
+
+
+async def epochs(store: Store) -> list[str]:
+    return sorted(str(row["name"]) for row in await store.read("document_names", (EPOCH,)))
+
+
+async def test_of_nodes_that_are_lost_no_more_stay_on_record_than_there_may_be_and_nothing_of_the_others(
+    tmp_path: Path,
+) -> None:
+    """Machines that come and go under ever new names leave nothing behind that grows."""
+    clock = 0.0
+    store = Store(StoreSpec(path=tmp_path / "db.sqlite"))
+    await store.open()
+    records = NodeRecords(store, lambda: clock, nodes_max=3)
+    await records.open()
+    for number in range(10):
+        clock = float(number)
+        name = f"n{number}"
+        records.joined(NodeSpec(name=name, numa=((0,),), memory_bytes=1), "digest")
+        records.compared(name, "life")
+        if number != 1:
+            records.moved(name, "lost")
+    await records.durable()
+    assert sorted(records.all) == ["n1", "n8", "n9"], "one that is there stays, however old"
+    assert await epochs(store) == [EPOCH + name for name in sorted(records.all)]
+    store.save_document(EPOCH + "of an older gateway", "life")
+    await store.durable()
+    after = NodeRecords(store, lambda: clock, nodes_max=2)
+    await after.open()
+    assert sorted(after.all) == ["n1", "n9"]
+    assert await epochs(store) == [EPOCH + "n1", EPOCH + "n9"]
+    await store.close()
+
+
 SPEC = SandboxSpec(image="any", env={"TASK": "7"}, network=Network.NONE, chosen=True)
 
 
@@ -168,3 +231,98 @@ def test_a_node_that_says_nonsense_is_cut() -> None:
 async def test_a_node_that_tells_of_more_snapshots_than_it_may_keep_is_cut() -> None:
     with pytest.raises(ChannelError):
         RemoteNode("n1")._handle(SnapshotsKept([record(FIRST)] * (SNAPSHOTS_MAX + 1)))
+
+
+class Hours:
+    """The time of day, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def office(hours: Hours, *, key: bytes = KEY, generation: int = 1, used_max: int = 100) -> JoinTickets:
+    return JoinTickets(key, generation, 120.0, wall=hours, used_max=used_max)
+
+
+def test_a_ticket_admits_its_name_once() -> None:
+    made = office(Hours())
+    ticket = made.issue("n1")
+    made.take(ticket, "n1")
+    with pytest.raises(Unauthorized, match="used already"):
+        made.take(ticket, "n1")
+
+
+def test_a_stolen_ticket_admits_no_other_name() -> None:
+    made = office(Hours())
+    ticket = made.issue("n1")
+    with pytest.raises(Unauthorized, match="admits n1, not n2"):
+        made.take(ticket, "n2")
+    made.take(ticket, "n1")
+
+
+def test_a_ticket_expires() -> None:
+    hours = Hours()
+    made = office(hours)
+    ticket = made.issue("n1")
+    hours.now_s += 120.0
+    with pytest.raises(Unauthorized, match="expired"):
+        made.take(ticket, "n1")
+
+
+@pytest.mark.parametrize("other", [{"generation": 2}, {"key": b"o" * 32}])
+def test_a_ticket_of_another_gateway_or_of_an_earlier_start_is_worth_nothing(other: dict[str, object]) -> None:
+    hours = Hours()
+    ticket = office(hours).issue("n1")
+    with pytest.raises(Unauthorized, match="no gateway's"):
+        JoinTickets(
+            other.get("key", KEY),  # type: ignore[arg-type]  # as the parameters say
+            other.get("generation", 1),  # type: ignore[arg-type]
+            120.0,
+            wall=hours,
+        ).take(ticket, "n1")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a.b.c", "a.b.c.d", "bjE.99999999999999999.x.y", "ü.1.2.3", "\0" * 40, "." * 3000]
+)
+def test_what_is_no_ticket_is_refused(text: str) -> None:
+    with pytest.raises(Unauthorized):
+        office(Hours()).take(text, "n1")
+
+
+def test_a_ticket_of_which_one_sign_was_changed_is_refused() -> None:
+    made = office(Hours())
+    ticket = made.issue("n1")
+    for place in range(len(ticket)):
+        changed = ticket[:place] + ("x" if ticket[place] != "x" else "y") + ticket[place + 1 :]
+        with pytest.raises(Unauthorized):
+            made.take(changed, "n1")
+
+
+def test_used_tickets_are_remembered_up_to_a_bound_and_forgotten_when_they_expire() -> None:
+    hours = Hours()
+    made = office(hours, used_max=2)
+    for name in ("n1", "n2"):
+        made.take(made.issue(name), name)
+    with pytest.raises(CapacityExceeded):
+        made.take(made.issue("n3"), "n3")
+    hours.now_s += 121.0
+    made.take(made.issue("n3"), "n3")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "n" * 129, "n\n"])
+def test_what_is_no_name_gets_no_ticket(name: str) -> None:
+    with pytest.raises(InvalidInput):
+        check_name(name)
+
+
+def test_the_signing_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    key = signing_key(tmp_path)
+    assert signing_key(tmp_path) == key and len(key) == 32
+    assert (tmp_path / SIGNING_KEY).stat().st_mode & 0o777 == 0o600
+    (tmp_path / SIGNING_KEY).write_bytes(b"short")
+    with pytest.raises(StorageUnavailable, match="remove it"):
+        signing_key(tmp_path)

@@ -25,9 +25,14 @@ from tests.runtimes.node.machine import Machine, MachineRuntimes, daemon_setting
 from tests.runtimes.node.memory_stream import pair
 
 STUCK_S = 60.0
-SMALL = SessionSettings(output_bytes=64 * 2**10)
-ACTION = Action(id="a", function="shell")
 GIVEN: Mapping[str, object] = {"argv": ["sh"], "session": {"terminal": True, "rows": 30, "columns": 100}}
+#: Frames of such a session without a cut, at least; asserted, so that the test below cuts it all over.
+GIVEN_UP_FRAMES_MIN = 7
+
+SMALL = SessionSettings(output_bytes=64 * 2**10)
+
+ACTION = Action(id="a", function="shell")
+
 SAID = next(kind for kind, message in KINDS.items() if message is SessionWritten)
 
 
@@ -215,10 +220,6 @@ async def gives_up(world: RelayedWorld, data: bytes) -> None:
     await until(lambda: len(world.command.typed) >= world.command.stops_at)
     typing.cancel()
     await asyncio.gather(typing, return_exceptions=True)
-
-
-#: Frames of such a session without a cut, at least; asserted, so that the test below cuts it all over.
-GIVEN_UP_FRAMES_MIN = 7
 
 
 async def given_up(world: RelayedWorld, cut_at: int) -> int:

@@ -1,1 +1,0 @@
-"""Tests of the sessions between a gateway and a node."""
