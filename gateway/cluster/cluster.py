@@ -444,7 +444,7 @@ class Cluster:
 
     def reattachment(self, environments: Environments) -> Reattachment:
         """Return what knows which commands of the gateway before are whose."""
-        return Reattachment(environments, lambda: {name: each.remote for name, each in self._machines.items()})
+        return Reattachment(environments, self._member, lambda: [machine.remote for machine in self._machines.values()])
 
     def begin(
         self,

@@ -949,7 +949,7 @@ class Invocations:
         self._keys.leave(invocation)
         self._logs.close(invocation.record.seq)
         if not invocation.record.detached:
-            self._losses.ended(invocation)
+            self._settle(invocation)
             return
         # Who waits for durable work is told its end only when a restart could not tell another.
         self._store.committed().add_done_callback(lambda done: self._report_end(done, invocation))
@@ -957,8 +957,14 @@ class Invocations:
     def _report_end(self, done: asyncio.Future[None], invocation: LiveInvocation) -> None:
         # The store tells of a failing disk itself, and keeps the record for another try.
         if not done.cancelled() and done.exception() is None:
-            for on_settled in self.on_settled:
-                on_settled(invocation)
+            self._settle(invocation)
+        else:
+            self._losses.ended(invocation)
+
+    def _settle(self, invocation: LiveInvocation) -> None:
+        """No gateway asks for its end again: whoever holds its tries, a node above all, may forget them."""
+        for on_settled in self.on_settled:
+            on_settled(invocation)
         self._losses.ended(invocation)
 
     # Look up, wait, cancel

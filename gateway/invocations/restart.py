@@ -36,17 +36,23 @@ class Reattachment:
     What runs on a node goes on there without a gateway: handlers too, as a daemon that is no part of it executes them.
     """
 
-    def __init__(self, environments: Environments, nodes: Callable[[], Mapping[str, RemoteNode]] = dict) -> None:
-        """``environments`` are this machine's, ``nodes`` those that have joined or are awaited, by name."""
+    def __init__(
+        self,
+        environments: Environments,
+        node: Callable[[str], RemoteNode | None] = lambda name: None,
+        nodes: Callable[[], Iterable[RemoteNode]] = tuple,
+    ) -> None:
+        """``environments`` are this machine's, ``node`` finds one that has joined or is awaited, of all ``nodes``."""
         self._environments = environments
-        self._nodes = nodes
+        self._find, self._nodes = node, nodes
         #: What the claims of each held try begin with.
         self._resumable: set[str] = set()
         self._taken: set[str] = set()
 
     def _node(self, invocation: LiveInvocation) -> RemoteNode | None:
         """Return the node on which an invocation runs; None for this machine."""
-        return self._nodes().get(invocation.record.node or "")
+        name = invocation.record.node
+        return None if name is None else self._find(name)
 
     def look(self) -> None:
         """See what the adopted sandboxes hold."""
@@ -103,7 +109,7 @@ class Reattachment:
         elif record.detached and self.may_hold(invocation):
             self._environments.acknowledge(record.trajectory, claims_of_try(record))
         for attempt in range(1, record.attempt):
-            for each in self._nodes().values():
+            for each in self._nodes():
                 each.acknowledge(claims_of_try(record, attempt))
 
 

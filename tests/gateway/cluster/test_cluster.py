@@ -361,5 +361,5 @@ async def test_commands_and_handlers_go_on_at_a_node_without_a_gateway_and_model
         node="n1",
     )
     node = RemoteNode("n1")
-    attempts = Reattachment(MachineEnvironments(Machine()), lambda: {"n1": node})
+    attempts = Reattachment(MachineEnvironments(Machine()), {"n1": node}.get)
     assert attempts.may_hold(LiveInvocation(record=record, function=function)) is (runtime != "model")
