@@ -599,7 +599,7 @@ class TrajectoryOrder:
             yield from trajectories.waiting()
             return
         lines: dict[str, deque[TrajectoryState]] = {}
-        for trajectory in trajectories.waiting():
+        for trajectory in dict.fromkeys(trajectories.waiting()):  # one that began to wait again may come twice
             lines.setdefault(trajectory.task, deque()).append(trajectory)
         held = self._held_bytes()
         while lines:

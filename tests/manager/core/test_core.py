@@ -530,6 +530,16 @@ def test_memory_goes_first_to_the_task_that_holds_least_of_it(drive: Drive) -> N
     assert homes(driver, "many") == {"c", "d", "e"}
 
 
+def test_one_that_waits_for_the_second_time_gets_its_memory_once(drive: Drive) -> None:
+    driver = drive(spec(FOUR))
+    driver.step(0.0, *(opens(name, "many") for name in "abcd"))
+    waits: dict[str, Any] = {"memory_bytes": 25, "task": "few", "trajectory": "x"}
+    driver.step(1.0, submit("first", **waits), submit("other", memory_bytes=25, task="many", trajectory="y"))
+    driver.step(2.0, CancelRequested(action_id="first"), submit("again", **waits))
+    driver.step(3.0, *(TrajectoryEnded(trajectory=name) for name in "abc"))
+    assert homes(driver, "few") == {"x"} and homes(driver, "many") == {"d", "y"}
+
+
 def test_devices_do_not_start_what_the_policy_of_the_cores_holds_back() -> None:
     class Holds:
         """Starts nothing for now."""
