@@ -20,11 +20,15 @@ NOT_QUICK := tests/gateway/facades tests/gateway/grpc tests/gateway/http/test_sn
 APART := tests/attacks tests/bench tests/cluster tests/ecosystem tests/faults tests/ray
 RUN := scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED)
 
-.PHONY: demo cluster-demo quick check test test-all setup format lint types unit slow faults attacks browser sim \
+.PHONY: demo paper cluster-demo quick check test test-all setup format lint types unit slow faults attacks browser sim \
 	gpu-check bench bench-quick ecosystem ecosystem-all serve clean site wheels ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
+
+# Every figure and table of the paper's evaluation, in ten minutes: out/paper/index.html
+paper: setup
+	$(PYTHON) -m bench.paper --docs
 
 quick: lint
 	$(PYTHON) -m pytest -q -n 2 --dist loadgroup -m "not slow and not docker and not network and not gpu and not browser" \
@@ -85,7 +89,7 @@ sim: setup
 
 # Every bench, one JSON object each on its last line (bench/report.py says its form).
 bench: setup
-	@for name in gateway sandbox scheduler figures rollouts model durable attacks kills cancels dashboard facades cluster; do $(PYTHON) -m bench.$$name --json; done
+	@for name in gateway sandbox scheduler paper figures rollouts model durable attacks kills cancels dashboard facades cluster; do $(PYTHON) -m bench.$$name --json; done
 
 # One quick run of each bench, and what judges them.
 bench-quick: setup
