@@ -1,0 +1,61 @@
+"""The paper's evaluation: its table in the docs, what is drawn of it, and what a budget leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import paper
+from bench.paper import BEGIN, END, Play, docs_table, factors_of, figures, page, write_docs
+from tests.house.source import ROOT
+
+
+def measured(value: float) -> dict[str, object]:
+    names = ("act", "execution", "queue", "overhead", "generation", "tools", "reward", "makespan")
+    return {**dict.fromkeys(names, value), "failures": 0, "windows": [[1.0, value]]}
+
+
+def test_the_docs_have_a_row_for_each_factor() -> None:
+    text = (ROOT / "docs" / "PAPER.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[:3] for line in text.partition(BEGIN)[2].partition(END)[0].strip().splitlines()[2:]]
+    drawn = figures()
+    done = {each: measured(1.0) for figure in drawn.values() for each in figure.plays()}
+    expected = [line.split(" | ")[:3] for line in docs_table(drawn, done).splitlines()[2:]]  # type: ignore[arg-type]
+    assert rows == expected
+
+
+def test_a_factor_is_the_baseline_over_ours_beside_the_papers() -> None:
+    figure = figures()["steps"]
+    over, under, _, _ = figure.factors["coding tools"]
+    done = {over: measured(6.0), under: measured(2.0)}
+    assert factors_of(figure, done) == {  # type: ignore[arg-type]
+        "coding tools": (3.0, 9.0),
+        "coding reward": (3.0, 2.8),
+        "coding, both": (3.0, 4.3),
+        "coding step": ((6.0 + paper.TRAIN_S) / (2.0 + paper.TRAIN_S), 1.4),
+    }
+
+
+def test_what_was_not_played_is_left_out_of_the_page_and_the_rest_is_drawn() -> None:
+    drawn = figures(quick=True)
+    assert "Not played." in page(drawn, {}, [])
+    done = {each: measured(2.0) for each in drawn["cpu_batch"].plays()}
+    text = page(drawn, done, ["a note"])  # type: ignore[arg-type]
+    assert text.count("<polyline") >= len(drawn["cpu_batch"].lines) and "a note" in text
+
+
+def test_only_what_stands_between_the_marks_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "PAPER.md"
+    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_docs("new", path)
+    assert path.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+
+
+def test_a_play_is_of_the_papers_cluster_and_repeats_itself() -> None:
+    one = Play("AI coding", "adaptive", 24, cores=256)
+    workload, size = one.make()
+    assert (len(workload.trajectories), size.nodes, size.cores, size.gpus) == (24, 1, 256, 0)
+    assert one.measure() == one.measure()
+    with pytest.raises(SystemExit, match="no figure is named nothing"):
+        paper.main(["--only", "nothing"])
