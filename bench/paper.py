@@ -195,10 +195,10 @@ def _sweep(
 
 
 def _factor(
-    workload: str, baseline: str, paper: float | None, measure: str = "act", **where: int
+    workload: str, baseline: str, paper: float | None, measure: str = "act", *, batch: int, cores: int = 1280
 ) -> tuple[Play, Play, str, float | None]:
-    batch = where.pop("batch", BATCH[workload])
-    return Play(workload, baseline, batch, **where), Play(workload, OURS, batch, **where), measure, paper
+    """Return the baseline over ours, and what the paper reports of it."""
+    return Play(workload, baseline, batch, cores), Play(workload, OURS, batch, cores), measure, paper
 
 
 def _charged(batch: int) -> tuple[Play, Play]:
@@ -226,7 +226,7 @@ def figures(quick: bool = False) -> dict[str, PaperFigure]:
     mopd_batches = [each // small for each in ((1024,) if quick else (256, 1024, 2048, 3072))]
     cores = (768, 1280) if quick else (768, 1280, 2560, 3840)
     batch = {name: each // small for name, each in BATCH.items()}
-    top = {"batch": coding_batches[-1]}
+    top = coding_batches[-1]
     act = {
         f"{name}, {'ours' if policy == OURS else 'baseline'}": [(0.0, Play(name, policy, batch[name]))]
         for name in WORKLOADS
@@ -245,7 +245,7 @@ def figures(quick: bool = False) -> dict[str, PaperFigure]:
         f"{name} {size}": [(0.0, Play(name, OURS, size // small))]
         for name, size in (("AI coding", 1280), ("AI coding", 1536), ("MOPD", 2048), ("MOPD", 3072))
     }
-    coded, mopd_1024, mopd_2048 = {"batch": batch["AI coding"]}, {"batch": 1024 // small}, {"batch": 2048 // small}
+    coded, mopd_1024, mopd_2048 = batch["AI coding"], 1024 // small, 2048 // small
     return {
         "act": PaperFigure(
             title="Figure 6: ACT while training proceeds, four tasks",
@@ -265,10 +265,10 @@ def figures(quick: bool = False) -> dict[str, PaperFigure]:
             lines=act,
             value="stages",
             factors={
-                "coding tools": _factor("AI coding", PODS, 9.0, "tools", **coded),
-                "coding reward": _factor("AI coding", PODS, 2.8, "reward", **coded),
-                "coding, both": _factor("AI coding", PODS, 4.3, **coded),
-                "coding step": _factor("AI coding", PODS, 1.4, "step", **coded),
+                "coding tools": _factor("AI coding", PODS, 9.0, "tools", batch=coded),
+                "coding reward": _factor("AI coding", PODS, 2.8, "reward", batch=coded),
+                "coding, both": _factor("AI coding", PODS, 4.3, batch=coded),
+                "coding step": _factor("AI coding", PODS, 1.4, "step", batch=coded),
                 "DeepSearch step": _factor(
                     "DeepSearch", BASELINE["DeepSearch"], 1.5, "step", batch=batch["DeepSearch"]
                 ),
@@ -281,9 +281,9 @@ def figures(quick: bool = False) -> dict[str, PaperFigure]:
             x="batch",
             lines=by_batch,
             factors={
-                "pods, largest batch": _factor("AI coding", PODS, 27.7, **top),
-                "Algorithm 1, largest batch": _factor("AI coding", PAPER, None, **top),
-                "pods, ours as slow to start": (*_charged(top["batch"]), "act", None),
+                "pods, largest batch": _factor("AI coding", PODS, 27.7, batch=top),
+                "Algorithm 1, largest batch": _factor("AI coding", PAPER, None, batch=top),
+                "pods, ours as slow to start": (*_charged(top), "act", None),
             },
         ),
         "cpu_cores": PaperFigure(
@@ -293,8 +293,8 @@ def figures(quick: bool = False) -> dict[str, PaperFigure]:
             x="cores",
             lines=by_cores,
             factors={
-                "pods, 768 cores": _factor("AI coding", PODS, 1.89, cores=cores[0], **coded),
-                f"pods, {cores[-1]} cores": _factor("AI coding", PODS, 4.33, cores=cores[-1], **coded),
+                "pods, 768 cores": _factor("AI coding", PODS, 1.89, cores=cores[0], batch=coded),
+                f"pods, {cores[-1]} cores": _factor("AI coding", PODS, 4.33, cores=cores[-1], batch=coded),
             },
         ),
         "gpu_batch": PaperFigure(
@@ -304,9 +304,9 @@ def figures(quick: bool = False) -> dict[str, PaperFigure]:
             x="batch",
             lines=by_gpu,
             factors={
-                "SGLang, 1,024": _factor("MOPD", SGLANG, 3.4, **mopd_1024),
-                "ServerlessLLM, 1,024": _factor("MOPD", SERVERLESS, 101.8, **mopd_1024),
-                "SGLang, 2,048": _factor("MOPD", SGLANG, 18.1, **mopd_2048),
+                "SGLang, 1,024": _factor("MOPD", SGLANG, 3.4, batch=mopd_1024),
+                "ServerlessLLM, 1,024": _factor("MOPD", SERVERLESS, 101.8, batch=mopd_1024),
+                "SGLang, 2,048": _factor("MOPD", SGLANG, 18.1, batch=mopd_2048),
             },
         ),
         "gpus": PaperFigure(
@@ -325,7 +325,7 @@ def figures(quick: bool = False) -> dict[str, PaperFigure]:
             lines=ablation,
             factors={
                 "DoP 4, smallest batch": _factor("AI coding", "fixed:4", 2.0, batch=coding_batches[0]),
-                "DoP 16, 1,280": _factor("AI coding", "fixed:16", 3.0, **coded),
+                "DoP 16, 1,280": _factor("AI coding", "fixed:16", 3.0, batch=coded),
             },
         ),
         "breakdown": PaperFigure(
@@ -344,19 +344,19 @@ def figures(quick: bool = False) -> dict[str, PaperFigure]:
 def _sweep_gpus(batch: int, quick: bool) -> dict[str, list[tuple[float, Play]]]:
     """Ours over devices, and the static partition with eight devices a teacher."""
     counts = (16, 24) if quick else (16, 24, 32, 40)
-    ours = [(each, Play("MOPD", OURS, batch, gpus=each)) for each in counts]
-    return {LABELS[OURS]: ours, "SGLang, 72 devices": [(72, Play("MOPD", SGLANG, batch, gpus=72))]}
+    ours = [(float(each), Play("MOPD", OURS, batch, gpus=each)) for each in counts]
+    return {LABELS[OURS]: ours, "SGLang, 72 devices": [(72.0, Play("MOPD", SGLANG, batch, gpus=72))]}
 
 
-def sensitivity() -> dict[str, list[tuple[float, Play, Play]]]:
+def sensitivity() -> dict[str, list[tuple[Play, Play]]]:
     """Return for each assumption, halved and doubled: the baseline and ours on a fifth of the cluster."""
-    rows: dict[str, list[tuple[float, Play, Play]]] = {}
+    rows: dict[str, list[tuple[Play, Play]]] = {}
     for (workload, name), what in ASSUMED.items():
         parameters = {"AI coding": Coding(), "MOPD": Teachers(), "DeepSearch": Search()}[workload]
         value = getattr(parameters, name)
         rows[f"{workload}: {what} ({value:g})"] = [
-            (factor, *(_fifth(workload, policy, ((name, value * factor),)) for policy in (BASELINE[workload], OURS)))
-            for factor in (0.5, 1.0, 2.0)
+            (_fifth(workload, BASELINE[workload], changed), _fifth(workload, OURS, changed))
+            for changed in [((name, value * factor),) for factor in (0.5, 1.0, 2.0)]
         ]
     return rows
 
@@ -444,7 +444,7 @@ def _chart(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
     lines: dict[str, list[tuple[float, float]]] = {}
     for name, line in figure.lines.items():
         if figure.value == "windows":
-            lines[name] = [tuple(each) for _, play in line if play in done for each in done[play]["windows"]]  # type: ignore[union-attr,misc,arg-type]
+            lines[name] = [tuple(each) for _, play in line if play in done for each in done[play]["windows"]]  # type: ignore[union-attr,arg-type]
         else:
             lines[name] = [(at, value_of(done[play], figure.value)) for at, play in line if play in done]
     points = [point for line in lines.values() for point in line]
@@ -464,9 +464,9 @@ def _chart(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
         shown.append(f"<text x={left + (wide - left - 60) * part:.0f} y={high - 14}>{part * right:.4g}</text>")
     shown.append(f"<text x={wide / 2:.0f} y={high - 2}>{escape(figure.x)}</text>")
     legend = []
-    for (name, line), hue in zip(lines.items(), HUES * 3, strict=False):
-        shown.append(f"<polyline fill=none stroke='{hue}' stroke-width=2 points='{' '.join(map(at, line))}'/>")
-        shown += [f"<circle r=3 fill='{hue}' cx={at(one).split(',')[0]} cy={at(one).split(',')[1]} />" for one in line]
+    for (name, drawn), hue in zip(lines.items(), HUES * 3, strict=False):
+        shown.append(f"<polyline fill=none stroke='{hue}' stroke-width=2 points='{' '.join(map(at, drawn))}'/>")
+        shown += [f"<circle r=3 fill='{hue}' cx={at(one).split(',')[0]} cy={at(one).split(',')[1]} />" for one in drawn]
         legend.append(f"<i class=sw style='background:{hue}'></i>{escape(name)}")
     return f"<p>{''.join(legend)}</p>{''.join(shown)}</svg>"
 
@@ -495,7 +495,7 @@ def _stages(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
 def _sensitivity_table(done: Mapping[Play, Measures]) -> str:
     head = "<table><tr><th>assumed<th class=n>half<th class=n>as it is<th class=n>double</tr>"
     rows = [
-        f"<tr><td>{escape(name)}" + "".join(f"<td class=n>{_times(_ratio(done, *pair))}" for _, *pair in row) + "</tr>"
+        f"<tr><td>{escape(name)}" + "".join(f"<td class=n>{_times(_ratio(done, *pair))}" for pair in row) + "</tr>"
         for name, row in sensitivity().items()
     ]
     return f"{head}{''.join(rows)}</table><p class=dim>Baseline over ours, on a fifth of the cluster.</p>"
@@ -545,7 +545,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plays = [each for figure in drawn.values() for each in figure.plays()]
         if not options.quick and len(drawn) > 1:
             plays += CONSTANT
-            plays += [each for row in sensitivity().values() for _, *pair in row for each in pair]
+            plays += [each for row in sensitivity().values() for pair in row for each in pair]
         done = play_all(report, plays, began_s)
         whole = [name for name, figure in drawn.items() if set(figure.plays()) <= done.keys()]
         for name, figure in drawn.items():
