@@ -939,9 +939,12 @@ class SchedulingPass:
 
     def _round(self, changed: set[str], changed_groups: set[QueueGroup]) -> None:
         state = self._state
-        groups_of, groups = self._closure(changed, changed_groups)
         can_resize = state.executing.can_resize
-        # Where nothing waits and nobody can be resized, nothing is to be decided: so it is while a thousand nodes join.
+        # Where nothing waits and nobody can be resized, nothing is to be decided: so it is after most ends under light
+        # load, and while a thousand nodes join.
+        if not state.queue and not any(map(can_resize, changed)):
+            return
+        groups_of, groups = self._closure(changed, changed_groups)
         pools = state.resources.in_order([name for name, here in groups_of.items() if here or can_resize(name)])
         alone: dict[str, Waiting] = {}
         for pool in pools:
