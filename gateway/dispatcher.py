@@ -124,8 +124,8 @@ class _Hooks(CallHooks):
         """Whether it must not be run a second time by a later gateway."""
         return not self.function.idempotent and self.invocations.outlives_caller(self.action.id)
 
-    async def announce(self) -> bool:
-        """Its sandbox is ready, if it has one, and nothing was done in it yet."""
+    async def commit_begin(self) -> bool:
+        """Put on record that its work begins now; its sandbox is ready, and nothing was done in it yet."""
         action = self.action
         if self.inside:
             name = action.trajectory

@@ -27,7 +27,7 @@ class CallHooks:
 
     __slots__ = ()
 
-    async def announce(self) -> bool:
+    async def commit_begin(self) -> bool:
         """Return whether the call goes on when this process is gone, for the next one to take over.
 
         Awaited just before the caller's own work begins, by runtimes that take their time to get ready for it. Raises

@@ -49,7 +49,7 @@ _NUMBERS = count(1)
 class LastingCall(CallHooks):
     """Lets a call go on without its gateway."""
 
-    async def announce(self) -> bool:
+    async def commit_begin(self) -> bool:
         return True
 
 

@@ -29,7 +29,7 @@ class StubRuntime:
     async def prepare(self, function: object) -> None: ...
 
     async def execute(self, execution: Execution) -> Result:
-        await execution.call.hooks.announce()
+        await execution.call.hooks.commit_begin()
         execution.begin()
         if self._on_first is not None:
             self._on_first(time.monotonic())

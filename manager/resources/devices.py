@@ -639,7 +639,7 @@ class GpuPool(PlacedPool):
         self._told.get(self.node_of(chunk), ([], set()))[1].difference_update(chunk.devices)
         if ask.service is not None:
             self._demand.use(ask.service, now_s)
-        restore, evicted = self._make_resident(ask.service, chunk)
+        restore, evicted = self._evict_and_restore(ask.service, chunk)
         node = self.node_of(chunk)
         return Grant(
             pool=f"gpu:{node}",
@@ -792,7 +792,7 @@ class GpuPool(PlacedPool):
         self._residency.believe(current, touching)
         news -= settled
 
-    def _make_resident(self, service: str | None, chunk: Chunk) -> tuple[bool, tuple[str, ...]]:
+    def _evict_and_restore(self, service: str | None, chunk: Chunk) -> tuple[bool, tuple[str, ...]]:
         """Whether the service must be restored, and the services of which every copy on the chunk goes first."""
         if service is None:
             return False, ()

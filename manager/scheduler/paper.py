@@ -357,10 +357,12 @@ class PaperPolicy(PromptPolicy):
         if not any(is_elastic(candidate.action, kind) for candidate in candidates):
             return _decision(view, [item.units[0] for item in items])
         arrangement = arrange(items, _operator(view))
-        kept = self._kept(view, arrangement, items if self.greedy else whole, kind)
+        kept = self._evict_while_better(view, arrangement, items if self.greedy else whole, kind)
         return _decision(view, arrangement.units(kept))
 
-    def _kept(self, view: PoolView, arrangement: Arrangement, items: Sequence[ArrangeItem], kind: str) -> int:
+    def _evict_while_better(
+        self, view: PoolView, arrangement: Arrangement, items: Sequence[ArrangeItem], kind: str
+    ) -> int:
         """Number of candidates after the eviction loop; it stops on the first plateau (docs/SCHEDULING.md R10).
 
         None may be left only where something runs, so that its end asks again.

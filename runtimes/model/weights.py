@@ -446,14 +446,14 @@ class Slots:
             idle = self.idle()
             if not evict_idle or not idle or size_bytes > self.size_bytes:
                 raise DoesNotFit(f"{size_bytes} bytes do not fit an arena of {self.size_bytes}")
-            self.release(idle[0])
+            self.evict(idle[0])
             evicted.append(idle[0])
         self._ticks += 1
         self._slots[key] = Slot(offset, size_bytes, self._ticks)
         return offset, evicted
 
-    def release(self, key: SlotKey) -> None:
-        """Evict: the range is free, nothing is written back. Idempotent."""
+    def evict(self, key: SlotKey) -> None:
+        """Free its range; nothing is written back. Idempotent."""
         self._slots.pop(key, None)
 
     def pin(self, key: SlotKey) -> None:

@@ -253,7 +253,7 @@ class DeviceEngine:
 
     def _drop(self, key: SlotKey) -> None:
         """Forget a loaded service and park the model that is bound to it."""
-        self._arena.slots.release(key)
+        self._arena.slots.evict(key)
         loaded = self._loaded.pop(key, None)
         if loaded is None:
             return

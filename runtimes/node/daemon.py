@@ -1019,8 +1019,8 @@ class _AttemptHooks(CallHooks):
     def __init__(self, daemon: NodeDaemon, attempt: NodeAttempt) -> None:
         self._daemon, self._attempt = daemon, attempt
 
-    async def announce(self) -> bool:
-        return await self._daemon.announce(self._attempt)
+    async def commit_begin(self) -> bool:
+        return await self._daemon.commit_begin(self._attempt)
 
     def begun(self) -> None:
         self._daemon.started(self._attempt)
@@ -1564,7 +1564,7 @@ class NodeDaemon:
             kind = KINDS.get(function.runtime)
             async with nullcontext() if function.handler is None else self._handlers.held(function):
                 if not attempt.begun and (kind is None or not kind.works_in_sandbox):
-                    await self.announce(attempt)  # its runtime does not ask
+                    await self.commit_begin(attempt)  # its runtime does not ask
                 outcome = await self._runtimes.executor.execute(execute.action, execute.lease, call)
         except CodedError as error:
             outcome = failed(error)
@@ -1583,7 +1583,7 @@ class NodeDaemon:
         if attempt.end is None and not self._closing:
             self._conclude(attempt, Outcome(state=state, reason=reason, message=message, component=COMPONENT))
 
-    async def announce(self, attempt: NodeAttempt) -> bool:
+    async def commit_begin(self, attempt: NodeAttempt) -> bool:
         """Ask whether it may begin, and write down that it does; every command outlives the daemon.
 
         Raises ActionFailed if it may not.

@@ -1194,7 +1194,7 @@ class RemoteNode:
         """Find out whether it may begin; from the moment that it may, it has begun as far as anybody knows."""
         lasting, refusal = True, None
         try:
-            lasting = await remote.call.hooks.announce()
+            lasting = await remote.call.hooks.commit_begin()
         except CodedError as error:
             refusal = facts_of(error)
         remote.go = AttemptPermit(claim, lasting, refusal)

@@ -219,7 +219,7 @@ async def begin(execution: Execution, sandbox: Sandbox) -> bool:
     if sandbox.resumable:
         claims, now_s = claims_of(execution.action.id, execution.action.attempt), time.monotonic()
         held = [held.run_s(now_s) for claim, held in sandbox.resumable.items() if claim.startswith(claims)]
-    detached = bool(held) or await execution.call.hooks.announce()
+    detached = bool(held) or await execution.call.hooks.commit_begin()
     ran_s = sum(held)
     execution.begin(ran_s)
     if ran_s >= execution.action.timeout_s - DEADLINE_MARGIN_S:

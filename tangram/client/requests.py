@@ -1156,7 +1156,7 @@ class Retries:
         refused = new and self.refused_s is not None and error.detail.get("refused")
         return self.refused_s if refused and self.refused_s is not None else self.outage_s
 
-    def wait_s(
+    def next_try_s(
         self, error: TangramError, attempt: int, failing_s: float, *, repeatable: bool, new: bool = False
     ) -> float | None:
         """Return the seconds to wait before try ``attempt + 1``, or None if the error is to be raised.
@@ -1215,7 +1215,7 @@ class FailureStreak:
         if self._attempt == 0:
             self._since_s = now_s
         self._attempt += 1
-        wait_s = self._retries.wait_s(error, self._attempt, now_s - self._since_s, repeatable=repeatable, new=new)
+        wait_s = self._retries.next_try_s(error, self._attempt, now_s - self._since_s, repeatable=repeatable, new=new)
         if wait_s is not None and self._attempt == 1:
             if isinstance(error, ConnectionFailed):
                 TELLER.warn(str(error), f"trying again for {self._retries.patience_s(error, new=new):g} s")

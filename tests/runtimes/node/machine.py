@@ -91,7 +91,7 @@ class MachineRuntime:
         machine, action = self._machine, execution.action
         claim = claims_of(action.id, action.attempt)
         if claim not in machine.commands:
-            await execution.call.hooks.announce()
+            await execution.call.hooks.commit_begin()
         execution.begin()
         command = await machine.begin(claim, execution.lease)
         try:

@@ -75,7 +75,7 @@ class SessionHooks(CallHooks):
 
     kept: SessionAction
 
-    async def announce(self) -> bool:
+    async def commit_begin(self) -> bool:
         self.kept.begun, self.kept.asked = True, self.kept.asked + 1
         return True
 

@@ -131,7 +131,7 @@ def test_a_trainer_that_is_seeded_draws_the_same_numbers_whatever_is_tried_again
     drawn = []
     for attempt in range(3):
         lost = ConnectionFailed("gone", detail={"sent": False})
-        assert Retries().wait_s(lost, attempt, 0.0, repeatable=True)
+        assert Retries().next_try_s(lost, attempt, 0.0, repeatable=True)
         drawn.append(random.random())
     assert drawn == expected
 

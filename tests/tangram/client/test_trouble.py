@@ -111,12 +111,12 @@ def test_an_address_at_which_nobody_listens_is_waited_for_as_long_as_is_said_unt
     with pytest.raises(ConnectionFailed), Client("http://no-such-host.invalid", retries=impatient) as client:
         client.queue()
     refused = ConnectionFailed("refused", detail={"sent": False, "refused": True})
-    assert impatient.wait_s(refused, 1, 1.0, repeatable=True) is not None, "it has answered before: it restarts"
-    assert impatient.wait_s(refused, 1, 1.0, repeatable=True, new=True) is None
-    assert Retries().wait_s(refused, 1, 0.0, repeatable=True, new=True) is not None
-    assert Retries().wait_s(refused, 2, 1.0, repeatable=True, new=True) is None, "it says so in a second"
+    assert impatient.next_try_s(refused, 1, 1.0, repeatable=True) is not None, "it has answered before: it restarts"
+    assert impatient.next_try_s(refused, 1, 1.0, repeatable=True, new=True) is None
+    assert Retries().next_try_s(refused, 1, 0.0, repeatable=True, new=True) is not None
+    assert Retries().next_try_s(refused, 2, 1.0, repeatable=True, new=True) is None, "it says so in a second"
     patient = Retries(refused_s=None)
-    assert patient.wait_s(refused, 9, 50.0, repeatable=True, new=True) is not None, "a program may start before it"
+    assert patient.next_try_s(refused, 9, 50.0, repeatable=True, new=True) is not None, "a program may start before it"
 
 
 class PausedClock:

@@ -60,7 +60,7 @@ def test_slots_never_overlap_and_stay_in_bounds(moves: list[tuple[int, int, bool
     for number, pages, release in moves:
         name = key(str(number))
         if release or name in slots:
-            slots.release(name)
+            slots.evict(name)
             held.pop(name, None)
             continue
         offset, evicted = slots.allocate(name, pages * PAGE)
