@@ -437,7 +437,7 @@ def fingerprint(path: Path) -> str:
 def weight_files(path: Path) -> list[Path]:
     """Return the files of the weights: those of the index, else model.safetensors, else the only safetensors file."""
     files = sorted(path.glob("*.safetensors"))
-    if (path / _INDEX).is_file():
+    if (path / _INDEX).exists():
         index = _read_json(path / _INDEX, _AGAIN)
         entries = index.get("weight_map")
         if not isinstance(entries, Mapping) or not entries:

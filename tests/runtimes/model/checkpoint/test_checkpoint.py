@@ -126,7 +126,7 @@ def test_a_description_that_is_larger_than_any_or_no_file_is_refused(
     (directory / name).write_text('{"weight_map": {}, "model_type": "llama"' + " " * 100 + "}")
     with pytest.raises(InvalidConfig, match="more than 100 bytes"):
         open_checkpoint(directory)
-    (directory / "config.json").unlink()
-    os.mkfifo(directory / "config.json")
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
     with pytest.raises(InvalidConfig, match="no plain file"):
         open_checkpoint(directory)
