@@ -15,7 +15,7 @@ import pytest
 from tests.house.source import ROOT
 
 #: Seconds for a page, gateway and sandboxes included.
-PAGE_S = 120.0
+PAGE_S = 300.0
 #: A network of its own has the gateway's usual ports free; its loopback is brought up without iproute2.
 LOOPBACK_UP = "import fcntl, socket, struct; fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh', b'lo', 1))"
 _BLOCK = re.compile(
@@ -54,7 +54,7 @@ class PlayedPage:
                 continue
             if command == SERVING:  # a second terminal goes on while it serves
                 yield f"{SERVING} > gateway.log 2>&1 &"
-                yield "timeout 60 sh -c 'until tangram queue >/dev/null 2>&1; do sleep 0.2; done'"
+                yield "timeout 120 sh -c 'until tangram queue >/dev/null 2>&1; do sleep 0.2; done'"
             else:
                 yield command
 
