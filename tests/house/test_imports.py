@@ -34,7 +34,6 @@ ROOMS = {
     "pydantic": ("gateway/config/", "gateway/facades/mcp.py", "tangram/adapters/inspect.py"),
     "click": ("gateway/cli/", "tangram/cli/"),
     "rich": ("tangram/cli/",),
-    "matplotlib": ("bench/",),
 }
 #: What the runtimes may know of the manager: its nouns.
 NOUNS = tuple(f"manager.{noun}" for noun in ("errors", "clock", "action", "function", "executor", "config"))
