@@ -235,14 +235,6 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryPlaced:
-    """The memory of a trajectory that was opened (`TrajectoryOpened`) is held on ``node`` from now on."""
-
-    trajectory: str
-    node: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EndTrajectory:
     """Remove a trajectory's environment: it was ended, was idle for too long, or lost its node."""
 
@@ -265,6 +257,4 @@ class WakeAt:
     instant_s: float | None
 
 
-Command = (
-    Execute | Resize | Abort | Replicate | Settle | Refuse | TrajectoryPlaced | EndTrajectory | TryGranted | WakeAt
-)
+Command = Execute | Resize | Abort | Replicate | Settle | Refuse | EndTrajectory | TryGranted | WakeAt

@@ -14,7 +14,7 @@ from manager.config import SchedulerSpec, TaskSpec
 from manager.core.executing import Accounts, Executing, Rate, Running
 from manager.core.queue import FairShare, Queue, QueueGroup, Trajectories, TrajectoryState, Waiting, WaitingChildren
 from manager.errors import FILES_LOST, Reason
-from manager.events import Abort, Command, EndTrajectory, Execute, Resize, Settle, TrajectoryOpened, TrajectoryPlaced
+from manager.events import Abort, Command, EndTrajectory, Execute, Resize, Settle, TrajectoryOpened
 from manager.resources.cores import PlacedPool
 from manager.resources.nodes import Node, Nodes, Resources
 from manager.resources.pools import Pool, PoolRequest, TimedPool
@@ -669,8 +669,6 @@ class TrajectoryOrder:
         node.hold(trajectory.name, trajectory.memory_bytes, trajectory=True)
         trajectory.node = node.spec.name
         self._state.trajectories.wait_no_more(trajectory)
-        if trajectory.explicit:
-            self._state.commands.append(TrajectoryPlaced(trajectory=trajectory.name, node=trajectory.node))
 
     def _offer(self, waiting: Waiting, trajectory: TrajectoryState) -> None:
         """Let the pass choose an action, once its trajectory has a place (if it needs one)."""

@@ -70,6 +70,10 @@ class CoreDriver:
     def running(self) -> set[str]:
         return set(self.started) - set(self.settled)
 
+    def homes(self) -> dict[str, str]:
+        """Return where the trajectories live that have a place."""
+        return {trajectory.name: trajectory.node for trajectory in self.core.state.trajectories if trajectory.node}
+
 
 @pytest.fixture
 def drive() -> Callable[[ManagerSpec], CoreDriver]:

@@ -115,7 +115,7 @@ class World:
             Quotas(self.spec),
             TrajectoriesChecker(),
             Late(),
-            ClosedNodes(self.spec),
+            ClosedNodes(self.spec, self.core),
             Residents(),
             Workers(),
         ]

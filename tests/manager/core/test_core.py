@@ -27,7 +27,6 @@ from manager.events import (
     Tick,
     TrajectoryEnded,
     TrajectoryOpened,
-    TrajectoryPlaced,
     TryAgain,
     TryGranted,
     WakeAt,
@@ -164,8 +163,8 @@ def test_an_idle_trajectory_ends_after_its_ttl(drive: Drive) -> None:
 
 def test_an_opened_trajectory_is_placed_and_its_end_cancels_what_it_has(drive: Drive) -> None:
     driver = drive(spec())
-    placed = driver.step(0, TrajectoryOpened(trajectory="t", memory_bytes=10))
-    assert TrajectoryPlaced(trajectory="t", node="n0") in placed
+    driver.step(0, TrajectoryOpened(trajectory="t", memory_bytes=10))
+    assert driver.homes() == {"t": "n0"}
     driver.step(1, submit("a", trajectory="t"), submit("b", trajectory="t"))
     commands = driver.step(2, TrajectoryEnded(trajectory="t"))
     assert driver.settled["b"].outcome.state is State.CANCELLED
@@ -180,8 +179,8 @@ def test_a_trajectory_that_is_opened_while_its_first_action_waits_gets_its_place
     driver = drive(spec(node(memory_bytes=100)))
     driver.step(0, submit("a", trajectory="t", memory_bytes=60), submit("b", trajectory="u", memory_bytes=60))
     driver.step(1, TrajectoryOpened(trajectory="u", memory_bytes=60), CancelRequested(action_id="b"))
-    commands = driver.step(2, TrajectoryEnded(trajectory="t"), finish("a"))
-    assert TrajectoryPlaced(trajectory="u", node="n0") in commands
+    driver.step(2, TrajectoryEnded(trajectory="t"), finish("a"))
+    assert driver.homes() == {"u": "n0"}
 
 
 def test_a_waiting_action_ends_at_its_queue_timeout(drive: Drive) -> None:

@@ -34,7 +34,6 @@ from manager.events import (
     Submitted,
     Tick,
     TrajectoryOpened,
-    TrajectoryPlaced,
 )
 from manager.executor import Call
 from manager.function import FunctionSpec
@@ -93,11 +92,11 @@ def test_what_may_run_elsewhere_starts_elsewhere(drive: Drive) -> None:
 
 def test_no_trajectory_is_placed_on_a_closed_node(drive: Drive) -> None:
     driver = drive(spec(node("n0", memory_bytes=1000), node("n1", memory_bytes=10)))
-    commands = driver.step(0, closed(), TrajectoryOpened(trajectory="t", memory_bytes=10))
-    assert TrajectoryPlaced(trajectory="t", node="n1") in commands
-    commands = driver.step(1, TrajectoryOpened(trajectory="late", memory_bytes=10))
-    assert not any(isinstance(command, TrajectoryPlaced) for command in commands)
-    assert TrajectoryPlaced(trajectory="late", node="n0") in driver.step(2, opened())
+    driver.step(0, closed(), TrajectoryOpened(trajectory="t", memory_bytes=10))
+    driver.step(1, TrajectoryOpened(trajectory="late", memory_bytes=10))
+    assert driver.homes() == {"t": "n1"}
+    driver.step(2, opened())
+    assert driver.homes() == {"t": "n1", "late": "n0"}
 
 
 def test_a_pinned_action_waits_for_its_node_and_says_so(drive: Drive) -> None:

@@ -28,7 +28,6 @@ from manager.events import (
     Tick,
     TrajectoryEnded,
     TrajectoryOpened,
-    TrajectoryPlaced,
 )
 from manager.resources.cores import CpuPool
 from manager.resources.devices import GpuPool
@@ -461,19 +460,15 @@ def reward(id: str, memory_bytes: int, **fields: object) -> Submitted:
     return Submitted(action=action(id, None, memory_bytes=memory_bytes, **fields))
 
 
-def placed(driver: CoreDriver) -> list[str]:
-    return [command.trajectory for command in driver.commands if isinstance(command, TrajectoryPlaced)]
-
-
 def test_a_reward_starts_in_what_trajectories_leave_while_more_of_them_wait(driver: CoreDriver) -> None:
     driver.step(0, *(opened(f"t{n}", 30) for n in range(5)))
-    assert placed(driver) == ["t0", "t1", "t2"], "the fourth would reach into the reserve"
+    assert driver.homes().keys() == {"t0", "t1", "t2"}, "the fourth would reach into the reserve"
     driver.step(1, reward("r", 10), reward("more", 10))
     assert driver.running() == {"r"}
     driver.step(2, Finished(action_id="r", outcome=DONE))
     assert driver.running() == {"more"}
     driver.step(3, TrajectoryEnded(trajectory="t1"))
-    assert placed(driver)[3:] == ["t3"], "what the reward holds is not the trajectories'"
+    assert driver.homes().keys() == {"t0", "t2", "t3"}, "what the reward holds is not the trajectories'"
 
 
 def test_a_fresh_grade_of_an_action_in_a_trajectory_starts_while_trajectories_wait(driver: CoreDriver) -> None:
@@ -498,13 +493,13 @@ def test_a_trajectory_larger_than_the_rest_is_the_first_of_its_node_and_rewards_
     driver: CoreDriver,
 ) -> None:
     driver.step(0, opened("t", 40), opened("huge", 97), opened("late", 10))
-    assert placed(driver) == ["t"]
+    assert driver.homes().keys() == {"t"}
     driver.step(1, reward("r", 10), reward("little", 3))
     assert driver.running() == {"little"}, "no more than what the huge one leaves"
     driver.step(2, TrajectoryEnded(trajectory="t"))
-    assert placed(driver) == ["t", "huge"]
+    assert driver.homes().keys() == {"huge"}
     driver.step(3, TrajectoryEnded(trajectory="huge"))
-    assert placed(driver) == ["t", "huge", "late"] and driver.running() == {"little", "r"}
+    assert driver.homes().keys() == {"late"} and driver.running() == {"little", "r"}
 
 
 def test_without_a_reserve_a_reward_waits_behind_the_trajectory_that_came_first(drive: Drive) -> None:
