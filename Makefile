@@ -18,7 +18,7 @@ NOT_QUICK := tests/gateway/facades tests/gateway/grpc tests/gateway/http/test_sn
 	tests/gateway/cli/test_simulate.py
 # Folders whose tests are parts of test-all, whole.
 APART := tests/attacks tests/bench tests/cluster tests/ecosystem tests/faults tests/ray
-RUN := scripts/run-tests -n $(WORKERS) --dist loadgroup --order $(SEED)
+RUN := $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --order $(SEED)
 
 .PHONY: demo paper cluster-demo quick check test test-all setup format lint types unit slow faults attacks browser sim \
 	gpu-check bench bench-quick ecosystem ecosystem-all serve clean site wheels ray
@@ -98,11 +98,11 @@ bench-quick: setup
 # Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors.
 # What has not begun in time is left out and named at the end.
 ecosystem: setup
-	scripts/run-tests -q -rs --begin-within 480 -m "not far" tests/ecosystem
+	$(PYTHON) -m pytest -q -rs --begin-within 480 -m "not far" tests/ecosystem
 
 # Also those that take minutes to install or to run.
 ecosystem-all: setup
-	scripts/run-tests -q -rs tests/ecosystem
+	$(PYTHON) -m pytest -q -rs tests/ecosystem
 
 # The documentation, every link checked, in an environment of its own (.cache/site).
 site: setup
