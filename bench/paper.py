@@ -19,7 +19,6 @@ from pathlib import Path
 
 from bench.figures.simulated import bound_s, mean_act_s
 from bench.report import BenchReport, Figure, parser, play
-from gateway.cli.report import HUES, PARTS, STYLE
 from manager.simulation.baselines import POD_START_S, PODS_PER_NODE_S
 from manager.simulation.bounds import fastest_s
 from manager.simulation.simulate import Size, simulate
@@ -46,6 +45,19 @@ BOUND, UNLIMITED = "bound", "unlimited"
 #: Ours, where each sandbox takes what a pod takes, at the rate at which a node creates them.
 CHARGED = "charged"
 AS_PODS = Physics(sandbox_start_s=POD_START_S, sandboxes_per_node_s=PODS_PER_NODE_S)
+#: Colours of lines, and of the parts of ACT.
+HUES = ("#2F6FD0", "#CC8800", "#0A7F66", "#9A5B9E", "#45A0DC", "#2E374C")
+PART_HUES = ("#B9C1CB", "#CC8800", "#2F6FD0")
+STYLE = """
+body{font:14px/1.45 system-ui,sans-serif;color:#14181F;background:#F4F6F8;margin:0}
+main{max-width:1240px;margin:0 auto;padding:16px}
+section{background:#fff;border:1px solid #DFE3E8;border-radius:9px;padding:12px 16px;margin:12px 0;overflow-x:auto}
+h1{font-size:20px}h2{font-size:15px;margin:0 0 8px}p{margin:4px 0}.dim{color:#59626F}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:3px 14px 3px 0;text-align:left}
+td.n,th.n{text-align:right}
+i.sw{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 5px 0 12px}
+svg text{font:11px system-ui,sans-serif;fill:#59626F}
+"""
 LABELS = {
     OURS: "ours (adaptive)",
     PAPER: "Algorithm 1",
@@ -474,7 +486,7 @@ def _chart(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
 def _stages(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
     """A bar for each line, cut into its stages."""
     stages = ("generation", "tools", "reward") if figure.value == "stages" else ("queue", "overhead", "execution")
-    hues = dict(zip(stages, PARTS.values(), strict=True))
+    hues = dict(zip(stages, PART_HUES, strict=True))
     rows = {
         name: [value_of(done[line[0][1]], stage) for stage in stages]
         for name, line in figure.lines.items()
