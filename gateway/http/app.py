@@ -400,8 +400,8 @@ class HttpApp(GuardedApp):
         except (Unauthorized, Forbidden):
             return Response(serialization.encode(document(self.operations, self._shapes)), media_type=JSON)
         functions = [function_info(spec) for spec in self.api.functions.all()]
-        pattern = self.api.callbacks.url_pattern()
-        shown = document(self.operations, self._shapes, functions, pattern)
+        callbacks = bool(self.api.server.callbacks.allow)
+        shown = document(self.operations, self._shapes, functions, callbacks=callbacks)
         return Response(serialization.encode(shown), media_type=JSON)
 
 

@@ -62,18 +62,19 @@ def document(
     operations: Sequence[Operation],
     shapes: Shapes,
     functions: Iterable[FunctionInfo] = (),
-    callback_pattern: str | None = None,
+    *,
+    callbacks: bool = False,
 ) -> dict[str, object]:
     """Return the whole document, with an operation for each of the functions.
 
-    ``callback_pattern`` is what an X-Callback-Url must match; without it there is no such header.
+    Without ``callbacks`` there is no header X-Callback-Url.
     """
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         path = operation.path.replace(":path}", "}")
         paths.setdefault(path, {})[operation.method.lower()] = _operation(operation, shapes)
     invoke = paths[INVOKE]["post"]
-    invoke["parameters"] = _callable(invoke["parameters"], callback_pattern)
+    invoke["parameters"] = [each for each in invoke["parameters"] if callbacks or each["name"] != CALLBACK_URL]
     shared = {each["name"]: each for each in invoke["parameters"] if each["in"] != "path"}
     for function in functions:
         paths[INVOKE.replace("{name}", function.name)] = {"post": _invoke(function, list(shared), shapes)}
@@ -156,13 +157,6 @@ def _invoke(function: FunctionInfo, parameters: Iterable[str], shapes: Shapes) -
 def _resource(function: FunctionInfo, what: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a function's schema for use within the document: its references begin at itself. Any: JSON Schema."""
     return {"$id": f"urn:tangram:function:{function.name}:{what}", **schema} if schema else {}
-
-
-def _callable(parameters: Iterable[dict[str, Any]], pattern: str | None) -> list[dict[str, Any]]:
-    """Return the parameters of an invocation where callbacks may go where ``pattern`` says. Any: they are JSON."""
-    kept = [each for each in parameters if each["name"] != CALLBACK_URL or pattern is not None]
-    schema = {"type": "string", "pattern": pattern}
-    return [{**each, "schema": schema} if each["name"] == CALLBACK_URL else each for each in kept]
 
 
 def _content(content: Mapping[str, Shape], shapes: Shapes) -> dict[str, object]:

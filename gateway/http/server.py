@@ -29,9 +29,9 @@ from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.errors import problem, retry_after
 from gateway.http.messages import PEER, PHRASES
-from gateway.tls import LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets, TlsServer
+from gateway.tls import HANDSHAKE_S, LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets
 from gateway.trajectory_records import ConnectionPeer
-from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput
+from manager.errors import CodedError, Conflict, InvalidConfig
 
 #: Seconds in which a new request's headers must arrive, and for which an idle connection stays open.
 KEEP_ALIVE_S = 75
@@ -127,22 +127,21 @@ async def serve(
         finally:
             del tasks[task]
 
-    async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        error = InvalidInput("this port speaks TLS: use https:// in place of http://", component="http")
-        with counted.refusing() as lingering:
-            await _refuse(reader, writer, error, lingering, HTTPStatus.BAD_REQUEST)
-
-    server: asyncio.Server | TlsServer
-    if bounds.tls is None:
-        server = await asyncio.start_server(connected, sock=listener, backlog=BACKLOG)
-    else:
-        renewed = RenewedContext(bounds.tls, ("h2", "http/1.1"), "http")
-        server = TlsServer(listener, renewed.context, connected, plain, renewed.close)
+    renewed = None if bounds.tls is None else RenewedContext(bounds.tls, ("h2", "http/1.1"), "http")
+    server = await asyncio.start_server(
+        connected,
+        sock=listener,
+        backlog=BACKLOG,
+        ssl=None if renewed is None else renewed.context,
+        ssl_handshake_timeout=None if renewed is None else HANDSHAKE_S,
+    )
     try:
         await stop()
     finally:
         await context.terminated.set()
         server.close()
+        if renewed is not None:
+            renewed.close()
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
         for task, writer in tasks.items():
@@ -156,9 +155,9 @@ async def _refuse(
     writer: asyncio.StreamWriter,
     error: CodedError,
     lingering: bool,
-    status: HTTPStatus = HTTPStatus.SERVICE_UNAVAILABLE,
 ) -> None:
-    """Answer an error to whatever is asked, and close; without ``lingering`` as soon as the answer is on its way."""
+    """Answer 503 to whatever is asked, and close; without ``lingering`` as soon as the answer is on its way."""
+    status = HTTPStatus.SERVICE_UNAVAILABLE
     body = serialization.encode(replace(problem(error), status=status.value))
     again = "" if error.retry_after_s is None else f"retry-after: {retry_after(error.retry_after_s)}\r\n"
     head = (

@@ -15,7 +15,6 @@ import hashlib
 import hmac
 import ipaddress
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -74,17 +73,6 @@ class CallbackSender:
     def check(self, url: str) -> None:
         """Raise InvalidInput unless the URL may be called."""
         self._parts(url)
-
-    def url_pattern(self) -> str | None:
-        """Return what matches the URLs that `check` lets pass, as a regular expression; None if it lets none."""
-        if not self._spec.allow:
-            return None
-        if self._blocks():  # any name may have an address there
-            hosts = r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?(:[0-9]{1,4})?"
-        else:
-            named = [re.escape(entry) + ("" if ":" in entry else "(:[0-9]{1,4})?") for entry in self._spec.allow]
-            hosts = "|".join(named)
-        return f"^https?://({hosts})(/[!-~]*)?$"
 
     def ended(self, record: Record) -> None:
         """Note, with the end of a record, that its caller asked to be told."""

@@ -477,6 +477,8 @@ def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
     if _is_refused(error):
         detail["refused"] = True
     remedy = _remedy() if isinstance(error, httpx.ConnectError) and "tls" not in detail else ""
+    if what.startswith("http://") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        remedy = " (a gateway with TLS is named by https://)"
     return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}{remedy}", detail=detail)
 
 
