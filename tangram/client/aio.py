@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import posixpath
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import Any, Literal, ParamSpec, Self, TypeVar, overload
+from urllib.parse import quote
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
@@ -50,114 +51,34 @@ from tangram.types import (
     ConfigDiff,
     FileEntry,
     FunctionInfo,
+    FunctionList,
     ImageInfo,
+    ImageList,
+    InvocationPage,
     LogLine,
     NodeStatus,
+    NodeStatusList,
     NodeTicket,
     QueueEntry,
+    QueuePage,
     RayMachineStatus,
     ResourcesInfo,
     SandboxChoice,
     SessionEnd,
     SessionOutput,
     SnapshotInfo,
+    SnapshotList,
+    StepExpectation,
     StepInfo,
+    StepList,
     TaskInfo,
+    TaskList,
+    TicketWanted,
     TrajectoryInfo,
+    TrajectoryPage,
 )
 
 _T = TypeVar("_T")
-
-
-class AsyncFunctions(ABC):
-    """The part of a client that speaks of functions."""
-
-    @abstractmethod
-    async def _send(self, request: ApiRequest[_T]) -> _T:
-        """Send, and send again where that is safe."""
-
-    async def functions(self) -> Sequence[FunctionInfo]:
-        """Return every registered function."""
-        return (await self._send(requests.list_functions())).functions
-
-    async def function(self, name: str) -> FunctionInfo:
-        """Return one registered function, with what was learned of it; raises NotFoundError."""
-        return await self._send(requests.get_function(name))
-
-    async def remove_function(self, name: str, *, dry_run: bool = False) -> ConfigDiff:
-        """Remove a function that was applied; raises NotFoundError, and ConflictError for one of the server's files."""
-        return await self._send(requests.remove_function(name, dry_run))
-
-    async def apply(
-        self,
-        files: Mapping[str, str] | None = None,
-        *,
-        dry_run: bool = False,
-        prune: bool = False,
-        variables: Mapping[str, str] | None = None,
-    ) -> ConfigDiff:
-        """Apply configuration files (path -> text), or the server's own files read again; return the differences.
-
-        What they do not name stays, unless ``prune`` removes it. ``variables`` are what ``${NAME}`` stands for in
-        ``files``.
-        """
-        return await self._send(requests.apply(files, dry_run, prune, variables))
-
-    async def put_function(
-        self,
-        name: str,
-        definition: Mapping[str, Any],
-        *,
-        sources: Mapping[str, str] | None = None,
-        dry_run: bool = False,
-    ) -> ConfigDiff:
-        """Add or change one function, with the keys of its YAML; return the differences. Needs the admin token.
-
-        ``sources`` are the files of a handler, path -> text; they are kept by the gateway, as is the function, until
-        it is removed. Raises InvalidConfigError, and ConflictError for a function of the server's own files.
-        """
-        return await self._send(requests.put_function(name, definition, sources or {}, dry_run))
-
-    async def register(
-        self, handler: Callable[..., Any], name: str | None = None, *, dry_run: bool = False, **definition: Any
-    ) -> ConfigDiff:
-        """Register a Python function of this script as a handler, and return the differences. Needs the admin token.
-
-        Sent are the function and what it names of its module's top level (`tangram.client.handlers`), no more.
-        ``definition`` has the keys of a handler in YAML, over those of its decorator. Raises InvalidInputError if it
-        cannot stand by itself, else as `put_function`.
-        """
-        sent = captured(handler)
-        keys = {**definition_of(handler, definition), "runtime": "handler", "handler": sent.place}
-        return await self.put_function(name or handler.__name__, keys, sources=sent.sources, dry_run=dry_run)
-
-
-class AsyncNodeCalls(ABC):
-    """The part of a client that speaks of machines."""
-
-    @abstractmethod
-    async def _send(self, request: ApiRequest[_T]) -> _T:
-        """Send, and send again where that is safe."""
-
-    async def resources(self) -> ResourcesInfo:
-        """Return pools, what is held of them, and what the sandboxes and model devices are."""
-        return await self._send(requests.get_resources())
-
-    async def nodes(self) -> Sequence[NodeStatus]:
-        """Return the machines that actions run on, and how they are."""
-        return (await self._send(requests.list_nodes())).nodes
-
-    async def ray_machines(self) -> Sequence[RayMachineStatus]:
-        """Return the machines of a Ray cluster that are to be nodes, and how far that has come (`cluster.ray`)."""
-        return (await self._send(requests.list_nodes())).ray
-
-    async def drain_node(self, name: str, why: str = "") -> NodeStatus:
-        """Have a machine take no new work and leave when it is empty; raises NotFoundError. Needs the admin token."""
-        return await self._send(requests.drain_node(name, why))
-
-    async def node_ticket(self, name: str) -> NodeTicket:
-        """Return what admits one machine once, soon (`tangram node join`). Needs the admin token."""
-        return await self._send(requests.issue_ticket(name))
 
 
 # What differs between awaiting and blocking: pauses, slots, many calls at once, and who may use what is open.
@@ -307,16 +228,6 @@ def _proxy(server: httpx.URL) -> httpx.Proxy | None:
 INPUT_PIECE_BYTES = 256 * 2**10
 
 
-class AsyncSessionSender(Protocol):
-    """Who sends what a session is told: the client."""
-
-    _retries: Retries
-
-    async def _send(self, request: ApiRequest[_T]) -> _T: ...
-
-    def _link(self) -> AsyncLink: ...
-
-
 class AsyncSessionHandle:
     """A command in a trajectory's sandbox that somebody types to; it holds its cores until it ends.
 
@@ -325,7 +236,7 @@ class AsyncSessionHandle:
     may read while another writes.
     """
 
-    def __init__(self, client: AsyncSessionSender, id: str, *, begun: bool) -> None:
+    def __init__(self, client: AsyncClient, id: str, *, begun: bool) -> None:
         """``begun``: by this handle, and nothing was typed yet."""
         self.id = id
         self._client = client
@@ -415,46 +326,6 @@ class AsyncSessionHandle:
         await self._client._send(requests.cancel_invocation(self.id))
 
 
-async def attached(client: AsyncSessionSender, id: str) -> AsyncSessionHandle:
-    """Return the handle of a session that was begun elsewhere; raises NotFoundError."""
-    await client._send(requests.get_invocation(id))
-    return AsyncSessionHandle(client, id, begun=False)
-
-
-class AsyncTaskCalls(ABC):
-    """The part of a client that speaks of tasks."""
-
-    @abstractmethod
-    async def _send(self, request: ApiRequest[_T]) -> _T:
-        """Send, and send again where that is safe."""
-
-    async def tasks(self) -> Sequence[TaskInfo]:
-        """Return the RL tasks: weights, bounds and use, and their steps that have not ended."""
-        return (await self._send(requests.list_tasks())).tasks
-
-    async def steps(self, task: str) -> Sequence[StepInfo]:
-        """Return the steps of a task that the gateway keeps, that opened last first."""
-        return (await self._send(requests.list_steps(task))).steps
-
-    async def tell_step(self, task: str, step: int, *, expected: int) -> StepInfo:
-        """Tell how many rollouts a step is to have: trajectories opened under it, and calls of none that name it."""
-        return await self._send(requests.tell_step(task, step, expected))
-
-
-class AsyncSender(AsyncSessionSender, Protocol):
-    """Who sends what a handle asks for: the client."""
-
-    heartbeats: Heartbeats
-
-    async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult: ...
-
-    async def wait(self, id: str, timeout_s: float | None = None) -> InvocationResult: ...
-
-    async def cancel(self, id: str) -> InvocationResult: ...
-
-    def logs(self, id: str, *, follow: bool = False, offset: int = 0) -> AsyncIterator[LogLine]: ...
-
-
 class AsyncTrajectory:
     """One rollout: its actions run in order in one sandbox, which is removed on leaving.
 
@@ -464,7 +335,7 @@ class AsyncTrajectory:
 
     def __init__(
         self,
-        client: AsyncSender,
+        client: AsyncClient,
         id: str,
         *,
         function: str,
@@ -641,7 +512,7 @@ class AsyncTrajectory:
 
     def _directory(self, cwd: str | None) -> str | None:
         """Return where a command runs; None for the sandbox's own working directory."""
-        return requests.in_workdir(self._workdir, cwd) if cwd else self._workdir or cwd
+        return self._place(cwd) if cwd else self._workdir or cwd
 
     async def invoke(
         self,
@@ -678,28 +549,30 @@ class AsyncTrajectory:
         cannot be written to; ``detail["file_error"]`` says why.
         """
         content = data.encode() if isinstance(data, str) else data
-        where = requests.in_workdir(self._workdir, path)
-        await self._client._send(requests.upload(self.id, where, content, mode, user=user, living=self._living()))
+        await self._client._send(self._files(user).upload(self._place(path), content, mode))
 
     async def download(self, path: str, *, user: str | None = None) -> bytes:
         """Read a file; raises NotFoundError."""
-        where = requests.in_workdir(self._workdir, path)
-        return await self._client._send(requests.download(self.id, where, user=user, living=self._living()))
+        return await self._client._send(self._files(user).download(self._place(path)))
 
     async def list(self, path: str = ".", *, user: str | None = None) -> Sequence[FileEntry]:
         """Return the entries of a directory; raises NotFoundError."""
-        where = requests.in_workdir(self._workdir, path)
-        return await self._client._send(requests.list_files(self.id, where, user=user, living=self._living()))
+        return (await self._client._send(self._files(user).list(self._place(path)))).files
 
     async def upload_archive(self, path: str, data: bytes, *, user: str | None = None) -> None:
         """Unpack a tar below a directory, which is made; no entry leaves it."""
-        where = requests.in_workdir(self._workdir, path)
-        await self._client._send(requests.upload_archive(self.id, where, data, user=user, living=self._living()))
+        await self._client._send(self._files(user).upload_archive(self._place(path), data))
 
     async def download_archive(self, path: str = ".", *, user: str | None = None) -> bytes:
         """Read a directory, or a file, as a tar; raises NotFoundError."""
-        where = requests.in_workdir(self._workdir, path)
-        return await self._client._send(requests.download_archive(self.id, where, user=user, living=self._living()))
+        return await self._client._send(self._files(user).download_archive(self._place(path)))
+
+    def _files(self, user: str | None) -> requests.FileRequests:
+        return requests.FileRequests(trajectory=self.id, user=user, living=self._living())
+
+    def _place(self, path: str) -> str:
+        """Return a path in the sandbox; without a ``workdir`` the gateway knows where a relative one begins."""
+        return posixpath.join(self._workdir, path)
 
     def _living(self) -> bool:
         """Return whether the gateway must know of it; raises TrajectoryEndedError if this handle was closed."""
@@ -722,7 +595,7 @@ CONNECTIONS = 640
 SPARE = 64
 
 
-class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
+class AsyncClient:
     """A client of one gateway; use it as an async context manager, or `close` it.
 
     ``server`` and ``token`` default to TANGRAM_SERVER and TANGRAM_TOKEN; `http://127.0.0.1:8080` without, and the
@@ -988,7 +861,8 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
         filters["dead"] = None if dead is None else str(dead).lower()
         left, cursor = limit, before
         while left is None or left > 0:
-            page = await self._send(requests.list_invocations(filters, min(PAGE, left or PAGE), cursor))
+            params = {**filters, "limit": str(min(PAGE, left or PAGE)), "cursor": cursor}
+            page = await self._send(requests.get("/v1/invocations", InvocationPage, params))
             for record in page.invocations:
                 yield result_of(record)
             left = None if left is None else left - len(page.invocations)
@@ -1030,9 +904,10 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
     async def _log_lines(self, id: str, follow: bool, follower: LogFollower) -> AsyncIterator[LogLine]:
         """Yield what one connection brings."""
         link = self._link()
+        path = f"{requests.invocation_path(id)}/logs"
         params = {"follow": "true" if follow else "false", "offset": str(follower.offset)}
         try:
-            async with link.lasting, link.http.stream("GET", requests.log_path(id), params=params) as response:
+            async with link.lasting, link.http.stream("GET", path, params=params) as response:
                 if not response.is_success:
                     await response.aread()
                     raise error_of(response)
@@ -1044,7 +919,7 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
 
     async def images(self) -> Sequence[ImageInfo]:
         """Return the container images of the gateway, and how far pulls are."""
-        return (await self._send(requests.list_images())).images
+        return (await self._send(requests.get("/v1/images", ImageList))).images
 
     async def pull_images(self, images: Sequence[str], *, wait_s: float | None = None) -> Sequence[ImageInfo]:
         """Begin to pull container images ahead of a run, and return their states, after ``wait_s`` at the latest."""
@@ -1052,18 +927,18 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
 
     async def queue(self, limit: int = 100) -> Sequence[QueueEntry]:
         """Return the first ``limit`` (at most 1000) actions that wait, in order of service, and for what."""
-        return (await self._send(requests.get_queue(limit))).queue
+        return (await self._send(requests.get("/v1/queue", QueuePage, {"limit": str(limit)}))).queue
 
     async def activity(self) -> ActivityInfo:
         """Return the rates and times of the last minute, and the failures of the last 15."""
-        return await self._send(requests.get_activity())
+        return await self._send(requests.get("/v1/activity", ActivityInfo))
 
     async def trajectories(self) -> Sequence[TrajectoryInfo]:
         """Return the living trajectories."""
         infos: list[TrajectoryInfo] = []
         cursor = None
         while True:
-            page = await self._send(requests.list_trajectories(cursor))
+            page = await self._send(requests.get("/v1/trajectories", TrajectoryPage, {"cursor": cursor}))
             infos += page.trajectories
             cursor = page.next_cursor
             if cursor is None:
@@ -1079,11 +954,12 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
 
     async def snapshots(self) -> Sequence[SnapshotInfo]:
         """Return the snapshots of trajectories, the oldest first."""
-        return (await self._send(requests.list_snapshots())).snapshots
+        return (await self._send(requests.get("/v1/snapshots", SnapshotList))).snapshots
 
     async def remove_snapshot(self, id: str) -> None:
         """Remove a snapshot; raises NotFoundError, or ConflictError while a living trajectory needs it."""
-        await self._send(requests.remove_snapshot(id))
+        path = f"/v1/snapshots/{quote(id, safe='')}"
+        await self._send(requests.sent("DELETE", path, requests.nothing, patient=True))
 
     def trajectory(
         self,
@@ -1119,9 +995,99 @@ class AsyncClient(AsyncFunctions, AsyncNodeCalls, AsyncTaskCalls):
             new=new or id is None,
         )
 
+    async def functions(self) -> Sequence[FunctionInfo]:
+        """Return every registered function."""
+        return (await self._send(requests.get("/v1/functions", FunctionList))).functions
+
+    async def function(self, name: str) -> FunctionInfo:
+        """Return one registered function, with what was learned of it; raises NotFoundError."""
+        return await self._send(requests.get(requests.function_path(name), FunctionInfo))
+
+    async def remove_function(self, name: str, *, dry_run: bool = False) -> ConfigDiff:
+        """Remove a function that was applied; raises NotFoundError, and ConflictError for one of the server's files."""
+        return await self._send(requests.remove_function(name, dry_run))
+
+    async def apply(
+        self,
+        files: Mapping[str, str] | None = None,
+        *,
+        dry_run: bool = False,
+        prune: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> ConfigDiff:
+        """Apply configuration files (path -> text), or the server's own files read again; return the differences.
+
+        What they do not name stays, unless ``prune`` removes it. ``variables`` are what ``${NAME}`` stands for in
+        ``files``.
+        """
+        return await self._send(requests.apply(files, dry_run, prune, variables))
+
+    async def put_function(
+        self,
+        name: str,
+        definition: Mapping[str, Any],
+        *,
+        sources: Mapping[str, str] | None = None,
+        dry_run: bool = False,
+    ) -> ConfigDiff:
+        """Add or change one function, with the keys of its YAML; return the differences. Needs the admin token.
+
+        ``sources`` are the files of a handler, path -> text; they are kept by the gateway, as is the function, until
+        it is removed. Raises InvalidConfigError, and ConflictError for a function of the server's own files.
+        """
+        return await self._send(requests.put_function(name, definition, sources or {}, dry_run))
+
+    async def register(
+        self, handler: Callable[..., Any], name: str | None = None, *, dry_run: bool = False, **definition: Any
+    ) -> ConfigDiff:
+        """Register a Python function of this script as a handler, and return the differences. Needs the admin token.
+
+        Sent are the function and what it names of its module's top level (`tangram.client.handlers`), no more.
+        ``definition`` has the keys of a handler in YAML, over those of its decorator. Raises InvalidInputError if it
+        cannot stand by itself, else as `put_function`.
+        """
+        sent = captured(handler)
+        keys = {**definition_of(handler, definition), "runtime": "handler", "handler": sent.place}
+        return await self.put_function(name or handler.__name__, keys, sources=sent.sources, dry_run=dry_run)
+
+    async def resources(self) -> ResourcesInfo:
+        """Return pools, what is held of them, and what the sandboxes and model devices are."""
+        return await self._send(requests.get("/v1/resources", ResourcesInfo))
+
+    async def nodes(self) -> Sequence[NodeStatus]:
+        """Return the machines that actions run on, and how they are."""
+        return (await self._send(requests.get("/v1/nodes", NodeStatusList))).nodes
+
+    async def ray_machines(self) -> Sequence[RayMachineStatus]:
+        """Return the machines of a Ray cluster that are to be nodes, and how far that has come (`cluster.ray`)."""
+        return (await self._send(requests.get("/v1/nodes", NodeStatusList))).ray
+
+    async def drain_node(self, name: str, why: str = "") -> NodeStatus:
+        """Have a machine take no new work and leave when it is empty; raises NotFoundError. Needs the admin token."""
+        return await self._send(requests.drain_node(name, why))
+
+    async def node_ticket(self, name: str) -> NodeTicket:
+        """Return what admits one machine once, soon (`tangram node join`). Needs the admin token."""
+        request = requests.sent("POST", "/v1/node-tickets", requests.reader(NodeTicket), TicketWanted(name=name))
+        return await self._send(request)
+
+    async def tasks(self) -> Sequence[TaskInfo]:
+        """Return the RL tasks: weights, bounds and use, and their steps that have not ended."""
+        return (await self._send(requests.get("/v1/tasks", TaskList))).tasks
+
+    async def steps(self, task: str) -> Sequence[StepInfo]:
+        """Return the steps of a task that the gateway keeps, that opened last first."""
+        return (await self._send(requests.get(requests.steps_path(task), StepList))).steps
+
+    async def tell_step(self, task: str, step: int, *, expected: int) -> StepInfo:
+        """Tell how many rollouts a step is to have: trajectories opened under it, and calls of none that name it."""
+        path, body = f"{requests.steps_path(task)}/{step}", StepExpectation(expected=expected)
+        return await self._send(requests.sent("PUT", path, requests.reader(StepInfo), body))
+
     async def session(self, id: str) -> AsyncSessionHandle:
         """Attach to a session that was begun before, here or elsewhere; raises NotFoundError."""
-        return await attached(self, id)
+        await self._send(requests.get_invocation(id))
+        return AsyncSessionHandle(self, id, begun=False)
 
     async def _invoke(self, request: ApiRequest[InvocationResult], logs: bool) -> InvocationResult:
         result = await self._send(request)

@@ -6,7 +6,6 @@ import base64
 import logging
 import math
 import os
-import posixpath
 import random
 import re
 import secrets
@@ -15,7 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Self, TypeVar
 from urllib.parse import SplitResult, quote, urlsplit
 
@@ -42,7 +41,6 @@ from tangram.types import (
     INVOKE,
     NAME_WORDS,
     REPLAY,
-    ActivityInfo,
     BatchAnswer,
     BatchItem,
     BatchRequest,
@@ -51,37 +49,22 @@ from tangram.types import (
     ConfigFile,
     ConfigFiles,
     DrainWanted,
-    FileEntry,
     FileList,
     ForkAnswer,
     ForkRequest,
-    FunctionInfo,
-    FunctionList,
     FunctionUpload,
     ImageList,
     ImagesWanted,
     Invocation,
-    InvocationPage,
     LogLine,
     NodeStatus,
-    NodeStatusList,
-    NodeTicket,
     Problem,
     Purged,
-    QueuePage,
-    ResourcesInfo,
     SandboxChoice,
     SessionFed,
     SnapshotInfo,
-    SnapshotList,
-    StepExpectation,
-    StepInfo,
-    StepList,
-    TaskList,
-    TicketWanted,
     TrajectoryInfo,
     TrajectoryOpening,
-    TrajectoryPage,
     backoff_s,
     explained,
     find_token,
@@ -536,6 +519,7 @@ def _retry_after_s(response: httpx.Response) -> float | None:
 
 
 JSON_BODY = {"Content-Type": "application/json"}
+BYTES_BODY = {"Content-Type": "application/octet-stream"}
 #: Only in a trajectory that lives: if it has ended, the request is refused instead of beginning a new one.
 LIVING = {"X-Trajectory-Expect": "living"}
 
@@ -594,6 +578,39 @@ class ApiRequest(Generic[_T]):
         raise error_of(response)
 
 
+def sent(
+    method: str,
+    path: str,
+    read: Callable[[httpx.Response], _T],
+    body: object = None,
+    *,
+    params: Mapping[str, str | None] | None = None,
+    repeatable: bool = True,
+    patient: bool = False,
+    lane: Literal["spare", "lasting", "opening"] = "spare",
+) -> ApiRequest[_T]:
+    """Return a request; a ``body`` is sent as JSON, and parameters that are None are left out."""
+    return ApiRequest(
+        method=method,
+        path=path,
+        read=read,
+        params=present(params or {}),
+        headers={} if body is None else JSON_BODY,
+        content=None if body is None else msgspec.json.encode(body),
+        repeatable=repeatable,
+        patient=patient,
+        lane=lane,
+    )
+
+
+def get(path: str, kind: type[_T], params: Mapping[str, str | None] | None = None) -> ApiRequest[_T]:
+    return sent("GET", path, reader(kind), params=params)
+
+
+def nothing(response: httpx.Response) -> None:
+    """Read an answer that has no body."""
+
+
 def invoke(
     function: str,
     input: Mapping[str, Any],
@@ -623,7 +640,7 @@ def invoke(
     }
     return ApiRequest(
         method="POST",
-        path=f"{_function_path(function)}/invocations",
+        path=f"{function_path(function)}/invocations",
         read=read_invocation,
         params=present({"mode": mode, "wait": duration_text(wait_s)}),
         headers=JSON_BODY | given_headers(headers) | (LIVING if living else {}),
@@ -660,45 +677,21 @@ def _verdict(verdict: BatchVerdict) -> InvocationResult | TangramError:
 
 def get_invocation(id: str, wait_s: float | None = None) -> ApiRequest[InvocationResult]:
     """Return the request of a record, which may wait for its end."""
-    return ApiRequest(
-        method="GET",
-        path=invocation_path(id),
-        read=read_invocation,
-        params=present({"wait": duration_text(wait_s)}),
-        lane="spare" if wait_s is None else "lasting",
-    )
+    lane: Literal["spare", "lasting"] = "spare" if wait_s is None else "lasting"
+    return sent("GET", invocation_path(id), read_invocation, params={"wait": duration_text(wait_s)}, lane=lane)
 
 
 def cancel_invocation(id: str) -> ApiRequest[InvocationResult]:
-    return ApiRequest(method="POST", path=f"{invocation_path(id)}/cancel", read=read_invocation)
-
-
-def list_invocations(filters: Mapping[str, str | None], limit: int, cursor: str | None) -> ApiRequest[InvocationPage]:
-    params = {**filters, "limit": str(limit), "cursor": cursor}
-    return get("/v1/invocations", InvocationPage, present(params))
-
-
-def log_path(id: str) -> str:
-    return f"{invocation_path(id)}/logs"
+    return sent("POST", f"{invocation_path(id)}/cancel", read_invocation)
 
 
 def redrive(id: str) -> ApiRequest[InvocationResult]:
-    path = f"{_dead_letters_path(id)}/redrive"
-    return ApiRequest(method="POST", path=path, read=read_invocation, repeatable=False)
+    return sent("POST", f"{_dead_letters_path(id)}/redrive", read_invocation, repeatable=False)
 
 
 def purge(id: str | None, function: str | None = None) -> ApiRequest[Purged]:
     """Return the request that takes one dead letter, or all (of one function), off the list."""
-    params = present({"function": function})
-    return ApiRequest(method="DELETE", path=_dead_letters_path(id), read=reader(Purged), params=params)
-
-
-def list_functions() -> ApiRequest[FunctionList]:
-    return get("/v1/functions", FunctionList)
-
-
-def get_function(name: str) -> ApiRequest[FunctionInfo]:
-    return get(_function_path(name), FunctionInfo)
+    return sent("DELETE", _dead_letters_path(id), reader(Purged), params={"function": function})
 
 
 def apply(
@@ -706,14 +699,14 @@ def apply(
 ) -> ApiRequest[ConfigDiff]:
     """Return the request that applies files by path, or with None the server's own, read again."""
     listed = tuple(ConfigFile(path=path, text=text) for path, text in (files or {}).items())
-    sent = None if files is None else ConfigFiles(files=listed, variables=variables or {})
+    body = None if files is None else ConfigFiles(files=listed, variables=variables or {})
     return ApiRequest(
         method="PUT",
         path="/v1/config",
         read=reader(ConfigDiff),
-        params=({"dry_run": "true"} if dry_run else {}) | ({"prune": "true"} if prune else {}),
+        params=present({"dry_run": _flag(dry_run), "prune": _flag(prune)}),
         headers=JSON_BODY,
-        content=b"" if sent is None else msgspec.json.encode(sent),
+        content=b"" if body is None else msgspec.json.encode(body),
         patient=True,
     )
 
@@ -722,53 +715,19 @@ def put_function(
     name: str, definition: Mapping[str, Any], sources: Mapping[str, str], dry_run: bool
 ) -> ApiRequest[ConfigDiff]:
     """Return the request that adds or changes one function."""
+    upload = FunctionUpload(definition=definition, sources=sources)
     try:
-        content = msgspec.json.encode(FunctionUpload(definition=definition, sources=sources))
+        params = {"dry_run": _flag(dry_run)}
+        return sent("PUT", function_path(name), reader(ConfigDiff), upload, params=params, patient=True)
     except TypeError as error:
         raise InvalidInputError(f"the definition of {name} is no JSON: {error}") from None
-    return ApiRequest(
-        method="PUT",
-        path=_function_path(name),
-        read=reader(ConfigDiff),
-        params={"dry_run": "true"} if dry_run else {},
-        headers=JSON_BODY,
-        content=content,
-        patient=True,
-    )
-
-
-def get_resources() -> ApiRequest[ResourcesInfo]:
-    return get("/v1/resources", ResourcesInfo)
-
-
-def get_activity() -> ApiRequest[ActivityInfo]:
-    return get("/v1/activity", ActivityInfo)
-
-
-def list_images() -> ApiRequest[ImageList]:
-    return get("/v1/images", ImageList)
 
 
 def pull_images(images: Sequence[str], wait_s: float | None = None) -> ApiRequest[ImageList]:
     """Return the request that begins to pull images, and may wait for them."""
-    return ApiRequest(
-        method="PUT",
-        path="/v1/images",
-        read=reader(ImageList),
-        params=present({"wait": duration_text(wait_s)}),
-        headers=JSON_BODY,
-        content=msgspec.json.encode(ImagesWanted(images=tuple(images))),
-        patient=True,
-        lane="spare" if wait_s is None else "lasting",
-    )
-
-
-def get_queue(limit: int) -> ApiRequest[QueuePage]:
-    return get("/v1/queue", QueuePage, {"limit": str(limit)})
-
-
-def list_trajectories(cursor: str | None) -> ApiRequest[TrajectoryPage]:
-    return get("/v1/trajectories", TrajectoryPage, present({"cursor": cursor}))
+    body, params = ImagesWanted(images=tuple(images)), {"wait": duration_text(wait_s)}
+    lane: Literal["spare", "lasting"] = "spare" if wait_s is None else "lasting"
+    return sent("PUT", "/v1/images", reader(ImageList), body, params=params, patient=True, lane=lane)
 
 
 def open_trajectory(
@@ -794,99 +753,76 @@ def open_trajectory(
         opening=drawn_name(),
         new=new,
     )
-    return ApiRequest(
-        method="PUT",
-        path=trajectory_path(id),
-        read=reader(TrajectoryInfo),
-        headers=JSON_BODY,
-        content=msgspec.json.encode(_said(opening)),
-        patient=True,
-        lane="opening",
-    )
+    return sent("PUT", trajectory_path(id), reader(TrajectoryInfo), _said(opening), patient=True, lane="opening")
 
 
 def remove_function(name: str, dry_run: bool = False) -> ApiRequest[ConfigDiff]:
-    params = {"dry_run": "true"} if dry_run else {}
-    return ApiRequest(method="DELETE", path=_function_path(name), read=reader(ConfigDiff), params=params, patient=True)
+    params = {"dry_run": _flag(dry_run)}
+    return sent("DELETE", function_path(name), reader(ConfigDiff), params=params, patient=True)
 
 
 def end_trajectory(id: str) -> ApiRequest[None]:
-    return ApiRequest(method="DELETE", path=trajectory_path(id), read=lambda response: None, patient=True)
+    return sent("DELETE", trajectory_path(id), nothing, patient=True)
 
 
-def upload(
-    id: str, path: str, data: bytes, mode: int | None, *, user: str | None = None, living: bool = False
-) -> ApiRequest[None]:
-    """Return the request that writes a file; ``mode`` has its permission bits, None those of one that is there.
+def _flag(value: bool) -> str | None:
+    return "true" if value else None
 
-    Raises InvalidInputError for a mode that is no number of such bits.
-    """
-    if mode is not None and not (isinstance(mode, int) and 0 <= mode <= 0o7777):
-        raise InvalidInputError(
-            f"mode: {mode!r} is no number of permission bits, for example 0o755", component="client"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRequests:
+    """Requests of files in a trajectory's sandbox, as one of its users; of a ``living`` one only."""
+
+    trajectory: str
+    user: str | None
+    living: bool
+
+    def upload(self, path: str, data: bytes, mode: int | None) -> ApiRequest[None]:
+        """Return the request that writes a file; ``mode`` has its permission bits, None those of one that is there.
+
+        Raises InvalidInputError for a mode that is no number of such bits.
+        """
+        if mode is not None and not (isinstance(mode, int) and 0 <= mode <= 0o7777):
+            raise InvalidInputError(
+                f"mode: {mode!r} is no number of permission bits, for example 0o755", component="client"
+            )
+        text = None if mode is None else f"{mode:03o}"
+        return self._request("files", path, nothing, data, mode=text)
+
+    def upload_archive(self, path: str, data: bytes) -> ApiRequest[None]:
+        """Return the request that unpacks a tar below a directory."""
+        return replace(self._request("archive", path, nothing, data), lane="lasting")
+
+    def download(self, path: str) -> ApiRequest[bytes]:
+        return self._request("files", path, _content)
+
+    def download_archive(self, path: str) -> ApiRequest[bytes]:
+        return replace(self._request("archive", path, _content), lane="lasting")
+
+    def list(self, path: str) -> ApiRequest[FileList]:
+        return self._request("files", path, reader(FileList), list="true")
+
+    def _request(
+        self,
+        what: str,
+        path: str,
+        read: Callable[[httpx.Response], _T],
+        content: bytes | None = None,
+        **params: str | None,
+    ) -> ApiRequest[_T]:
+        return ApiRequest(
+            method="GET" if content is None else "PUT",
+            path=f"{trajectory_path(self.trajectory)}/{what}",
+            read=read,
+            params=present({"path": path, **params, "user": self.user}),
+            headers=({} if content is None else BYTES_BODY) | (LIVING if self.living else {}),
+            content=content,
+            patient=True,
         )
-    return ApiRequest(
-        method="PUT",
-        path=_files_path(id),
-        read=lambda response: None,
-        params=present({"path": path, "mode": None if mode is None else f"{mode:03o}", "user": user}),
-        headers={"Content-Type": "application/octet-stream"} | (LIVING if living else {}),
-        content=data,
-        patient=True,
-    )
 
 
-def upload_archive(
-    id: str, path: str, data: bytes, *, user: str | None = None, living: bool = False
-) -> ApiRequest[None]:
-    """Return the request that unpacks a tar below a directory."""
-    return ApiRequest(
-        method="PUT",
-        path=f"{trajectory_path(id)}/archive",
-        read=lambda response: None,
-        params=present({"path": path, "user": user}),
-        headers={"Content-Type": "application/octet-stream"} | (LIVING if living else {}),
-        content=data,
-        patient=True,
-        lane="lasting",
-    )
-
-
-def download_archive(id: str, path: str, *, user: str | None = None, living: bool = False) -> ApiRequest[bytes]:
-    return ApiRequest(
-        method="GET",
-        path=f"{trajectory_path(id)}/archive",
-        read=lambda response: response.content,
-        params=present({"path": path, "user": user}),
-        headers=LIVING if living else {},
-        patient=True,
-        lane="lasting",
-    )
-
-
-def download(id: str, path: str, *, user: str | None = None, living: bool = False) -> ApiRequest[bytes]:
-    return ApiRequest(
-        method="GET",
-        path=_files_path(id),
-        read=lambda response: response.content,
-        params=present({"path": path, "user": user}),
-        headers=LIVING if living else {},
-        patient=True,
-    )
-
-
-def list_files(
-    id: str, path: str, *, user: str | None = None, living: bool = False
-) -> ApiRequest[tuple[FileEntry, ...]]:
-    read = reader(FileList)
-    return ApiRequest(
-        method="GET",
-        path=_files_path(id),
-        read=lambda response: read(response).files,
-        params=present({"path": path, "list": "true", "user": user}),
-        headers=LIVING if living else {},
-        patient=True,
-    )
+def _content(response: httpx.Response) -> bytes:
+    return response.content
 
 
 def command(
@@ -907,16 +843,7 @@ def command(
     return body | {name: value for name, value in options.items() if value is not None}
 
 
-def in_workdir(workdir: str, path: str) -> str:
-    """Return a path in the sandbox; without a ``workdir`` the gateway knows where a relative one begins."""
-    return posixpath.join(workdir, path)
-
-
-def get(path: str, kind: type[_T], params: Mapping[str, str] | None = None) -> ApiRequest[_T]:
-    return ApiRequest(method="GET", path=path, read=reader(kind), params=params or {})
-
-
-def _function_path(name: str) -> str:
+def function_path(name: str) -> str:
     return f"/v1/functions/{quote(name, safe='')}"
 
 
@@ -938,10 +865,6 @@ def trajectory_path(id: str) -> str:
 def drawn_name() -> str:
     """Return a name for a trajectory that nobody else draws."""
     return f"t-{secrets.token_hex(6)}"
-
-
-def _files_path(id: str) -> str:
-    return f"{trajectory_path(id)}/files"
 
 
 def duration_text(seconds: float | None) -> str | None:
@@ -973,23 +896,10 @@ def present(values: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def list_nodes() -> ApiRequest[NodeStatusList]:
-    return get("/v1/nodes", NodeStatusList)
-
-
 def drain_node(name: str, why: str = "") -> ApiRequest[NodeStatus]:
     """Return the request that has a machine take no new work."""
-    content = msgspec.json.encode(DrainWanted(why=why) if why else DrainWanted())
-    path = f"/v1/nodes/{quote(name, safe='')}/drain"
-    return ApiRequest(method="POST", path=path, read=reader(NodeStatus), headers=JSON_BODY, content=content)
-
-
-def issue_ticket(name: str) -> ApiRequest[NodeTicket]:
-    """Return the request for what admits a machine."""
-    content = msgspec.json.encode(TicketWanted(name=name))
-    return ApiRequest(
-        method="POST", path="/v1/node-tickets", read=reader(NodeTicket), headers=JSON_BODY, content=content
-    )
+    body = DrainWanted(why=why) if why else DrainWanted()
+    return sent("POST", f"/v1/nodes/{quote(name, safe='')}/drain", reader(NodeStatus), body)
 
 
 def open_session(
@@ -1030,7 +940,7 @@ def write_session(id: str, data: bytes, offset: int | None, *, end: bool = False
         path=f"{session_path(id)}/input",
         read=reader(SessionFed),
         params=present({"offset": None if offset is None else str(offset), "end": "true" if end else None}),
-        headers={"Content-Type": "application/octet-stream"},
+        headers=BYTES_BODY,
         content=data,
         repeatable=offset is not None,
         patient=True,
@@ -1040,27 +950,15 @@ def write_session(id: str, data: bytes, offset: int | None, *, end: bool = False
 def steer_session(id: str, *, size: tuple[int, int] | None = None, signal: str | None = None) -> ApiRequest[None]:
     """Return the request that resizes a session's terminal, or signals what runs in it."""
     terminal = None if size is None else {"rows": size[0], "columns": size[1]}
-    return ApiRequest(
-        method="POST",
-        path=f"{session_path(id)}/control",
-        read=lambda response: None,
-        headers=JSON_BODY,
-        content=msgspec.json.encode({"terminal": terminal, "signal": signal}),
-        repeatable=signal is None,
-    )
+    body = {"terminal": terminal, "signal": signal}
+    return sent("POST", f"{session_path(id)}/control", nothing, body, repeatable=signal is None)
 
 
 def take_snapshot(trajectory: str, holder: str | None = None) -> ApiRequest[SnapshotInfo]:
     """Return the request that keeps the files of a trajectory's sandbox; sent twice it would keep them twice."""
-    return ApiRequest(
-        method="POST",
-        path=f"/v1/trajectories/{quote(trajectory, safe='')}/snapshots",
-        read=reader(SnapshotInfo),
-        params=present({"holder": holder}),
-        repeatable=False,
-        patient=True,
-        lane="lasting",
-    )
+    path = f"/v1/trajectories/{quote(trajectory, safe='')}/snapshots"
+    answer = reader(SnapshotInfo)
+    return sent("POST", path, answer, params={"holder": holder}, repeatable=False, patient=True, lane="lasting")
 
 
 def fork(
@@ -1075,45 +973,12 @@ def fork(
     """Return the request that opens trajectories with the files of another; raises InvalidInputError for one text."""
     if isinstance(to, str) or not to:
         raise InvalidInputError("name the trajectories to open in a list, at least one")
-    return ApiRequest(
-        method="POST",
-        path=f"/v1/trajectories/{quote(trajectory, safe='')}/fork",
-        read=reader(ForkAnswer),
-        headers=JSON_BODY,
-        content=msgspec.json.encode(
-            ForkRequest(function=function, to=tuple(to), task=task, step=step, lease_s=lease_s, holder=holder)
-        ),
-        repeatable=False,
-        patient=True,
-        lane="opening",
-    )
+    path = f"/v1/trajectories/{quote(trajectory, safe='')}/fork"
+    body = ForkRequest(function=function, to=tuple(to), task=task, step=step, lease_s=lease_s, holder=holder)
+    return sent("POST", path, reader(ForkAnswer), body, repeatable=False, patient=True, lane="opening")
 
 
-def list_snapshots() -> ApiRequest[SnapshotList]:
-    return get("/v1/snapshots", SnapshotList)
-
-
-def remove_snapshot(id: str) -> ApiRequest[None]:
-    path = f"/v1/snapshots/{quote(id, safe='')}"
-    return ApiRequest(method="DELETE", path=path, read=lambda response: None, patient=True)
-
-
-def list_tasks() -> ApiRequest[TaskList]:
-    return get("/v1/tasks", TaskList)
-
-
-def list_steps(task: str) -> ApiRequest[StepList]:
-    return get(_steps_path(task), StepList)
-
-
-def tell_step(task: str, step: int, expected: int) -> ApiRequest[StepInfo]:
-    """Return the request that tells of a step; it may be sent again."""
-    content = msgspec.json.encode(StepExpectation(expected=expected))
-    path = f"{_steps_path(task)}/{step}"
-    return ApiRequest(method="PUT", path=path, read=reader(StepInfo), headers=JSON_BODY, content=content)
-
-
-def _steps_path(task: str) -> str:
+def steps_path(task: str) -> str:
     return f"/v1/tasks/{quote(task, safe='')}/steps"
 
 
