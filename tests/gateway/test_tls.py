@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
 import pytest
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError
@@ -17,7 +16,7 @@ from gateway.config.load import load
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from manager.errors import InvalidConfig
-from tangram import AsyncClient, ConnectionFailed, InvalidConfigError, Retries, TangramError
+from tangram import AsyncClient, ConnectionFailed, InvalidConfigError, Retries
 from tangram.client.requests import trust_of
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 
