@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -30,8 +29,6 @@ from runtimes.runtime import Execution, Replicator, Result, Runtime
 logger = logging.getLogger("runtimes.executor")
 
 COMPONENT = "executor"
-#: A timer of the loop may ring so much too early.
-TIMER_S = 0.001
 
 #: What some reasons make of an action; the others make it ``failed``.
 _STATES: Mapping[Reason, State] = {
@@ -82,7 +79,6 @@ class LocalExecutor:
         #: Makes a trajectory's sandbox ahead of its first action.
         self._open_environment = open_environment
         self._running: dict[str, Runtime] = {}
-        self._alarm = _Alarm()
         #: Work that outlived ``kill_s``; held, so that it is not collected before it ends.
         self._left_behind: set[asyncio.Task[Result]] = set()
 
@@ -98,7 +94,7 @@ class LocalExecutor:
                 component=COMPONENT,
             )
         execution = _Watched(action=action, lease=lease, call=call, clock=self._clock)
-        watch = _Watch(execution, self._deadlines, self._alarm)
+        watch = _Watch(execution, self._deadlines)
         task = watch.begin(runtime)
         self._running[action.id] = runtime
         try:
@@ -180,50 +176,13 @@ class _Watched(Execution):
             self.on_phase()
 
 
-class _Alarm:
-    """One timer of the loop for all deadlines, as hardly any is ever reached."""
-
-    def __init__(self) -> None:
-        self._due: dict[object, tuple[float, Callable[[], None]]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._rings_s = math.inf
-
-    def set(self, loop: asyncio.AbstractEventLoop, key: object, wait_s: float, ring: Callable[[], None]) -> None:
-        """Call ``ring`` in so many seconds, in place of what was set for the same key."""
-        due_s = loop.time() + wait_s
-        self._due[key] = due_s, ring
-        if due_s < self._rings_s:
-            self._arm(loop, due_s)
-
-    def drop(self, key: object) -> None:
-        """Ring no more for it; idempotent."""
-        self._due.pop(key, None)
-
-    def _arm(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._rings_s = due_s
-        self._timer = loop.call_at(due_s, self._ring, loop)
-
-    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer, self._rings_s = None, math.inf
-        now_s = loop.time() + TIMER_S
-        over = [(key, ring) for key, (due_s, ring) in self._due.items() if due_s <= now_s]
-        for key, _ in over:
-            del self._due[key]
-        if self._due:
-            self._arm(loop, min(due_s for due_s, _ in self._due.values()))
-        for _, ring in over:
-            ring()
-
-
 class _Watch:
     """The work of one execution, and its deadlines: to get ready, to run, to come to an end, and to die."""
 
-    def __init__(self, execution: _Watched, deadlines: Deadlines, alarm: _Alarm) -> None:
+    def __init__(self, execution: _Watched, deadlines: Deadlines) -> None:
         self._execution = execution
         self._deadlines = deadlines
-        self._alarm = alarm
+        self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         #: Made anew whenever a cancellation takes its waiter away.
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -271,7 +230,13 @@ class _Watch:
             left_s = execution.action.timeout_s - execution.execution_s
         else:
             left_s = self._deadlines.prepare_s
-        self._alarm.set(self._loop, self, max(0.0, left_s), self._missed)
+        self._ring(max(0.0, left_s), self._missed)
+
+    def _ring(self, wait_s: float, ring: Callable[[], None]) -> None:
+        """Call ``ring`` in so many seconds, in place of what was to be called."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(wait_s, ring)
 
     def _missed(self) -> None:
         execution, deadlines = self._execution, self._deadlines
@@ -289,11 +254,13 @@ class _Watch:
         self._killing = True
         self._task.add_done_callback(lambda _: self._finish())  # one that never began does not tell its end itself
         self._task.cancel()
-        self._alarm.set(self._loop, self, self._deadlines.kill_s, self._finish)
+        self._ring(self._deadlines.kill_s, self._finish)
 
     def _finish(self) -> None:
         self._task = None
-        self._alarm.drop(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._execution.on_phase = _unheard  # else both would hold each other until the collector comes
         if not self._over.done():
             self._over.set_result(None)
