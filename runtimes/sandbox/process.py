@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,6 @@ from runtimes.sandbox.egress import Egress, EgressGuard
 from runtimes.sandbox.linux import (
     Cgroup,
     CpuWeight,
-    Freezer,
     Hierarchy,
     Seccomp,
     capabilities_of,
@@ -49,7 +48,7 @@ from runtimes.sandbox.linux import (
 )
 from runtimes.sandbox.runner.client import INSIDE, ISOLATED, RUNNER, SocketStream, StreamClient, lost
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
-from runtimes.sandbox.sandbox import CreationGate, Sandbox, to_its_end
+from runtimes.sandbox.sandbox import CreationGate, Sandbox, SandboxControl, descendants, to_its_end
 from runtimes.sandbox.snapshots import SNAPSHOTS, SnapshotSettings, SnapshotStore, pack, unpack
 from runtimes.sandbox.spec import (
     PROMISES,
@@ -152,7 +151,7 @@ def _base(pid: int) -> int:
     return int(second) if first == "0" else 0
 
 
-class ProcessControl:
+class ProcessControl(SandboxControl):
     """How a process sandbox is governed: by its cgroup if it has one, else by signals and affinity of its tree."""
 
     def __init__(
@@ -164,41 +163,27 @@ class ProcessControl:
         bound: DiskBound | None = None,
     ) -> None:
         """``children`` are this gateway's own that end with it."""
+        super().__init__(group, pid)
         self.pid = pid
         self._directory = directory
-        self.group = group
         self._children = [child for child in children if child]
         self._bound = bound or WalkBound()
-        self._freezer = Freezer(group, pid)
 
     def processes(self) -> list[int]:
-        """Return every process in it, in this side's numbers."""
-        return self.group.processes() if self.group is not None else [self.pid, *_tree(self.pid)]
+        return super().processes() if self.group is not None else [self.pid, *descendants([self.pid])]
 
     async def set_cores(self, cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None:
         if self.group is not None:
             self.group.set_cores(cores, weight)
             return
-        for pid in [self.pid, *_tree(self.pid)]:
+        for pid in self.processes():
             for thread in _threads(pid):
                 with suppress(OSError):
                     os.sched_setaffinity(thread, cores)
 
-    async def freeze(self, lend: Callable[[int], bool]) -> bool:
-        return self._freezer.freeze(lend)
-
     async def thaw(self) -> None:
         with suppress(OSError):
             self._freezer.thaw()
-
-    def oom_kills(self) -> int:
-        return 0 if self.group is None else self.group.oom_kills()
-
-    def forks_refused(self) -> int:
-        return 0 if self.group is None else self.group.forks_refused()
-
-    def peak_memory_bytes(self) -> int:
-        return 0 if self.group is None else self.group.peak_memory_bytes()
 
     async def cause_of_death(self) -> str:
         return "out_of_memory" if self.oom_kills() > 0 else "its runner was ended"
@@ -216,7 +201,7 @@ class ProcessControl:
         if self.pid:
             victims: set[int] = set()
             for _ in range(100):
-                victims |= {self.pid, *_tree(self.pid)}
+                victims |= {self.pid, *descendants([self.pid])}
                 victims -= {pid for pid in victims if _state(pid) in ("", "Z")}
                 if not victims:
                     break
@@ -265,25 +250,6 @@ def end_left(root: Path) -> int:
     for directory, record in left:
         control_of(own, directory, record).end()
     return len(left)
-
-
-def _tree(pid: int) -> list[int]:
-    """Return every descendant of a process."""
-    result: list[int] = []
-    fresh = [pid] if pid else []
-    while fresh:
-        children = [child for parent in fresh for child in _children(parent)]
-        result += children
-        fresh = children
-    return result
-
-
-def _children(pid: int) -> list[int]:
-    result: list[int] = []
-    for thread in _threads(pid):
-        with suppress(OSError):
-            result += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii").split())
-    return result
 
 
 def _threads(pid: int) -> list[int]:

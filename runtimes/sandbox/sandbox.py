@@ -12,6 +12,7 @@ import re
 import secrets
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -44,7 +45,7 @@ from runtimes.sandbox.command import (
     ResumableCommand,
     fitting,
 )
-from runtimes.sandbox.linux import ASIDE, STEP_S, CpuWeight, Hierarchy, remove_tree
+from runtimes.sandbox.linux import ASIDE, STEP_S, Cgroup, CpuWeight, Freezer, Hierarchy, remove_tree
 from runtimes.sandbox.runner.client import COMPONENT, SandboxProcess, lost, out_of_memory
 from runtimes.sandbox.runner.runner import ENDED_MAX
 from runtimes.sandbox.snapshots import SNAPSHOTS, SnapshotStore
@@ -96,9 +97,19 @@ class RunnerClient(Protocol):
     def close(self) -> None: ...
 
 
-class SandboxControl(Protocol):
-    """How a sandbox is governed from outside: cores, freezing, memory, removal."""
+class SandboxControl(ABC):
+    """How a sandbox is governed from outside: cores, freezing, memory, removal. By its control group if it has one."""
 
+    def __init__(self, group: Cgroup | None, runner: int) -> None:
+        """``runner`` is its runner's process as this machine knows it, 0 if it does not."""
+        self.group = group
+        self._freezer = Freezer(group, runner)
+
+    def processes(self) -> list[int]:
+        """Return every process in it, in this machine's numbers; none if they cannot be seen."""
+        return [] if self.group is None else self.group.processes()
+
+    @abstractmethod
     async def set_cores(self, cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None: ...
 
     async def freeze(self, lend: Callable[[int], bool]) -> bool:
@@ -106,33 +117,39 @@ class SandboxControl(Protocol):
 
         ``lend`` is `RunnerClient.lend`.
         """
-        ...
+        with suppress(FileNotFoundError):
+            return self._freezer.freeze(lend)
+        return True
 
-    async def thaw(self) -> None: ...
+    async def thaw(self) -> None:
+        with suppress(FileNotFoundError):
+            self._freezer.thaw()
 
     def oom_kills(self) -> int:
         """Return how many processes were ended for want of memory so far, as far as can be seen."""
-        ...
+        return 0 if self.group is None else self.group.oom_kills()
 
-    def peak_memory_bytes(self) -> int: ...
+    def peak_memory_bytes(self) -> int:
+        return 0 if self.group is None else self.group.peak_memory_bytes()
 
     def forks_refused(self) -> int:
         """Return how many new processes were refused so far because of ``sandbox.pids``, as far as can be seen."""
+        return 0 if self.group is None else self.group.forks_refused()
 
+    @abstractmethod
     async def cause_of_death(self) -> str:
         """Return why it ended, as far as can be known; ``out_of_memory`` alone is a reason of its own."""
-        ...
 
+    @abstractmethod
     async def snapshot(self, spec: SandboxSpec, id: str, place: Path, limit_bytes: int) -> int:
         """Keep its files, as an image or below an existing directory ``place``; return the bytes that they take.
 
         Its processes stand still. Raises TooLarge, if that is seen, beyond ``limit_bytes``, and CodedError or OSError.
         """
-        ...
 
+    @abstractmethod
     async def remove(self) -> None:
         """End and remove it, with everything inside; idempotent."""
-        ...
 
 
 logger = structlog.get_logger("sandbox")

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Protocol, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import structlog
 
@@ -22,7 +22,7 @@ from runtimes.sandbox.command import (
     OnOutput,
     ResumableCommand,
 )
-from runtimes.sandbox.docker.engine import STDOUT, chunk_decoder, repeatable
+from runtimes.sandbox.docker.engine import STDOUT, DockerEngine, chunk_decoder, repeatable
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.client import SandboxProcess, StreamClient, cut_off, lost
 
@@ -38,23 +38,10 @@ HEAD_MAX_BYTES, COMPLAINT_MAX_BYTES = 16 * 2**10, 2 * 2**10
 SIGN_OF_LIFE = wire.encode(wire.STDIN, 2**32 - 1)
 
 
-class AttachEngine(Protocol):
-    """What an engine must do for those who attach."""
-
-    @property
-    def socket(self) -> str: ...
-
-    def attach_path(self, container: str) -> str:
-        """Return the path of the HTTP request that attaches to a container's three streams."""
-        ...
-
-    async def running(self, container: str) -> bool: ...
-
-
 class AttachByteStream:
     """The standard streams of a container's first process (`runtimes.sandbox.runner.client.ByteStream`)."""
 
-    def __init__(self, engine: AttachEngine, container: str, *, token: str, life_s: float) -> None:
+    def __init__(self, engine: DockerEngine, container: str, *, token: str, life_s: float) -> None:
         self._engine = engine
         self._container = container
         #: Known to whoever knows the token, and never part of what is spoken.

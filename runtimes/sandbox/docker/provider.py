@@ -64,7 +64,7 @@ from runtimes.sandbox.docker.engine import (
 )
 from runtimes.sandbox.docker.images import ContainerSnapshots, ImageStore
 from runtimes.sandbox.egress import Egress, EgressGuard
-from runtimes.sandbox.linux import Cgroup, CpuWeight, Freezer, Hierarchy, Seccomp, capabilities_of, engine_profile
+from runtimes.sandbox.linux import Cgroup, CpuWeight, Hierarchy, Seccomp, capabilities_of, engine_profile
 from runtimes.sandbox.runner.client import (
     COMMAND_FORM,
     FILE_ERROR,
@@ -80,7 +80,7 @@ from runtimes.sandbox.runner.client import (
     lost,
     packed_beside,
 )
-from runtimes.sandbox.sandbox import FIRST, CreationGate, OwnUsers, RunnerClient, Sandbox
+from runtimes.sandbox.sandbox import FIRST, CreationGate, OwnUsers, RunnerClient, Sandbox, SandboxControl
 from runtimes.sandbox.snapshots import LABEL, REPOSITORY, SNAPSHOTS, SnapshotSettings, SnapshotStore
 from runtimes.sandbox.spec import (
     HOSTS,
@@ -102,11 +102,8 @@ from runtimes.sandbox.spec import (
 logger = structlog.get_logger("sandbox.container")
 
 
-class ContainerControl:
-    """`runtimes.sandbox.sandbox.SandboxControl`.
-
-    What is asked of the engine takes tens of milliseconds instead of 20 us.
-    """
+class ContainerControl(SandboxControl):
+    """Of a container. What is asked of the engine takes tens of milliseconds instead of 20 us."""
 
     def __init__(
         self,
@@ -124,44 +121,21 @@ class ContainerControl:
 
         ``removed`` is called after the container has gone.
         """
+        super().__init__(cgroup, runner)
         self._engine = engine
         self._container = container
         self._directory = directory
-        self._cgroup = cgroup
         self._cleaner = cleaner
         self._bound = bound
         self._runner = runner
-        self._freezer = Freezer(cgroup, runner)
         self._removed = removed
-
-    def processes(self) -> list[int]:
-        """Return every process in it, in this machine's numbers; none if they cannot be seen."""
-        return [] if self._cgroup is None else self._cgroup.processes()
 
     async def set_cores(self, cores: Sequence[int], weight: CpuWeight = CpuWeight.ACTION) -> None:
         with _out_of_reach():
-            if self._cgroup is None:
+            if self.group is None:
                 await self._engine.limit_cores(self._container, cores, weight)
             else:
-                self._cgroup.set_cores(cores, weight)
-
-    async def freeze(self, lend: Callable[[int], bool]) -> bool:
-        with suppress(FileNotFoundError):
-            return self._freezer.freeze(lend)
-        return True
-
-    async def thaw(self) -> None:
-        with suppress(FileNotFoundError):
-            self._freezer.thaw()
-
-    def oom_kills(self) -> int:
-        return 0 if self._cgroup is None else self._cgroup.oom_kills()
-
-    def forks_refused(self) -> int:
-        return 0 if self._cgroup is None else self._cgroup.forks_refused()
-
-    def peak_memory_bytes(self) -> int:
-        return 0 if self._cgroup is None else self._cgroup.peak_memory_bytes()
+                self.group.set_cores(cores, weight)
 
     async def cause_of_death(self) -> str:
         try:
@@ -193,8 +167,8 @@ class ContainerControl:
                     await self._engine.ended(self._container)
             await self._engine.remove(self._container)
         except CodedError:
-            if self._cgroup is not None:  # what it holds of the machine is given back even so
-                await asyncio.to_thread(self._cgroup.kill)
+            if self.group is not None:  # what it holds of the machine is given back even so
+                await asyncio.to_thread(self.group.kill)
             raise
         await asyncio.to_thread(self._forget)
         if self._removed is not None:
@@ -203,8 +177,8 @@ class ContainerControl:
     def _forget(self) -> None:
         """Remove the directory last: while it is there the next gateway knows of the container."""
         self._cleaner.watch(self._container)
-        if self._cgroup is not None:
-            self._cgroup.remove_aside()
+        if self.group is not None:
+            self.group.remove_aside()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

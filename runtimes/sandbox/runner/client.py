@@ -315,35 +315,11 @@ MARKER = b"\n[... %d bytes are missing here ...]\n"
 STREAM_NAMES = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
 
 
-class Carrier(Protocol):
-    """What an exchange needs of the connection that carries it."""
-
-    async def send(self, frame: bytes) -> None:
-        """Send one frame, and wait while too much is under way."""
-        ...
-
-    async def kill(self, number: int, end: asyncio.Future[RunnerEnd]) -> None:
-        """SIGKILL a command's tree and wait until it is gone; hang up on a runner that cannot."""
-        ...
-
-    def cancel(self, number: int) -> None:
-        """Want no more of an exchange that is no command."""
-        ...
-
-    def steer(self, number: int, request: Mapping[str, object]) -> None:
-        """Do to a session what is asked."""
-        ...
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
 class Stdin:
     """Standard input under the runner's window."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, client: StreamClient) -> None:
+        self._client = client
         self._window = Window(wire.WINDOW_BYTES)
 
     @property
@@ -364,14 +340,14 @@ class Stdin:
     async def send(self, number: int, piece: bytes) -> None:
         """Send what there is room for; it is on its way before the first wait."""
         self._window.use(len(piece))
-        await self._carrier.send(wire.encode(wire.STDIN, number, piece))
+        await self._client.send(wire.encode(wire.STDIN, number, piece))
 
     def narrow(self, count: int) -> None:
         """Leave out of the window what an earlier connection sent, and the command has not taken."""
         self._window.use(count)
 
     async def end(self, number: int) -> None:
-        await self._carrier.send(wire.encode(wire.STDIN, number))
+        await self._client.send(wire.encode(wire.STDIN, number))
 
     def taken(self, count: int | None) -> None:
         """Widen the window by what the runner passed on; None: the command reads no more."""
@@ -409,15 +385,32 @@ class Exchange:
             self.end.set_result(end)
 
 
+class RunningExchange(Exchange):
+    """A command under way."""
+
+    def __init__(self, client: StreamClient) -> None:
+        super().__init__()
+        self.number = 0
+        self.stdin = Stdin(client)
+        self._client = client
+
+    def taken(self, count: int | None) -> None:
+        self.stdin.taken(count)
+
+    def ended(self, end: RunnerEnd | Exception) -> None:
+        self.stdin.taken(None)
+        super().ended(end)
+
+
 class FileDownload(Exchange):
     """`runtimes.sandbox.command.FileStream` from a runner, which sends no further ahead than its reader has room."""
 
-    def __init__(self, carrier: Carrier, patience_s: float) -> None:
+    def __init__(self, client: StreamClient, patience_s: float) -> None:
         super().__init__()
         self.number = 0
         #: Known once it has begun.
         self.size_bytes = 0
-        self._carrier = carrier
+        self._client = client
         self._patience_s = patience_s
         self._window = Window(0)
         self._unread: deque[bytes] = deque()
@@ -452,7 +445,7 @@ class FileDownload(Exchange):
                 yield data
                 if not self.end.done():
                     self._window.free(len(data))
-                    await self._carrier.send(wire.encode(wire.STDIN, self.number, str(len(data)).encode()))
+                    await self._client.send(wire.encode(wire.STDIN, self.number, str(len(data)).encode()))
             if self.end.done():
                 self.end.result()
                 return
@@ -465,11 +458,7 @@ class FileDownload(Exchange):
 
     def close(self) -> None:
         if not self.end.done():
-            self._carrier.cancel(self.number)
-
-
-class RunnerAnswer(Exchange):
-    """A request that is answered without data before the end."""
+            self._client.cancel(self.number)
 
 
 class KeptStream:
@@ -558,23 +547,18 @@ class KeptOutput:
         )
 
 
-class CommandExchange(Exchange):
+class CommandExchange(RunningExchange):
     """A command under way whose output is kept, and shown as it comes."""
 
-    def __init__(self, carrier: Carrier, command: Command, on_output: OnOutput | None) -> None:
-        super().__init__()
-        self.stdin = Stdin(carrier)
+    def __init__(self, client: StreamClient, command: Command, on_output: OnOutput | None) -> None:
+        super().__init__(client)
         #: Bounded here too: the runner is not trusted to keep the bound.
         self.output = KeptOutput(command, on_output)
 
     def data(self, stream: int, data: bytes) -> None:
         self.output.add(STREAM_NAMES[stream], data)
 
-    def taken(self, count: int | None) -> None:
-        self.stdin.taken(count)
-
     def ended(self, end: RunnerEnd | Exception) -> None:
-        self.stdin.taken(None)
         if isinstance(end, ActionFailed):
             end = ActionFailed(end.reason, end.message, component=end.component, result=self.said(), detail=end.detail)
         super().ended(end)
@@ -587,14 +571,11 @@ class CommandExchange(Exchange):
         return self.output.result(await asyncio.shield(self.end))
 
 
-class SessionExchange(Exchange):
+class SessionExchange(RunningExchange):
     """A command under way whose output and input are a session's."""
 
-    def __init__(self, carrier: Carrier, session: InteractiveSession) -> None:
-        super().__init__()
-        self.number = 0
-        self.stdin = Stdin(carrier)
-        self._carrier = carrier
+    def __init__(self, client: StreamClient, session: InteractiveSession) -> None:
+        super().__init__(client)
         self._session = session
         #: Whether it is yet to tell how it stands.
         self._awaited = False
@@ -614,13 +595,6 @@ class SessionExchange(Exchange):
 
     def data(self, stream: int, data: bytes) -> None:
         self._session.said(STREAM_NAMES[stream], data)
-
-    def taken(self, count: int | None) -> None:
-        self.stdin.taken(count)
-
-    def ended(self, end: RunnerEnd | Exception) -> None:
-        self.stdin.taken(None)
-        super().ended(end)
 
     def said(self) -> dict[str, str]:
         """Return nothing: what it said went to the session."""
@@ -649,21 +623,18 @@ class SessionExchange(Exchange):
         await self.stdin.end(self.number)
 
     def steer(self, request: Mapping[str, object]) -> None:
-        self._carrier.steer(self.number, request)
+        self._client.steer(self.number, request)
 
 
-class SandboxProcess(Exchange):
+class SandboxProcess(RunningExchange):
     """A long-lived command with open pipes, made by `Sandbox.spawn`; ended by `kill`, or with its sandbox.
 
     Nothing of it is kept: every chunk goes to its reader, and a reader that stops reading stops the command
     (backpressure through the runner), so one slow process cannot fill the gateway's memory.
     """
 
-    def __init__(self, carrier: Carrier) -> None:
-        super().__init__()
-        self.number = 0
-        self._carrier = carrier
-        self._stdin = Stdin(carrier)
+    def __init__(self, client: StreamClient) -> None:
+        super().__init__(client)
         self._unread: deque[tuple[str, bytes]] = deque()
         self._unread_bytes = 0
         self._arrived = asyncio.Event()
@@ -677,25 +648,21 @@ class SandboxProcess(Exchange):
         self._unread_bytes += len(data)
         self._arrived.set()
         if self._unread_bytes > UNREAD_MAX_BYTES:
-            self._carrier.pause_reading()
-
-    def taken(self, count: int | None) -> None:
-        self._stdin.taken(count)
+            self._client.pause_reading()
 
     def ended(self, end: RunnerEnd | Exception) -> None:
-        self._stdin.taken(None)
         super().ended(end)
         self._arrived.set()
 
     async def write_stdin(self, data: bytes) -> None:
         """Append to its standard input; raises ActionFailed(environment_lost) if sandbox or process is gone."""
-        await self._stdin.feed(self.number, data)
-        if self._stdin.refused:
+        await self.stdin.feed(self.number, data)
+        if self.stdin.refused:
             raise lost("the process reads no more")
 
     async def close_stdin(self) -> None:
         """End its standard input; idempotent."""
-        await self._stdin.end(self.number)
+        await self.stdin.end(self.number)
 
     async def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
         """Yield (``stdout`` | ``stderr``, bytes) in order until it has ended. One reader at a time."""
@@ -705,7 +672,7 @@ class SandboxProcess(Exchange):
                 name, data = self._unread.popleft()
                 self._unread_bytes -= len(data)
                 if self._unread_bytes <= UNREAD_MAX_BYTES // 2:
-                    self._carrier.resume_reading()
+                    self._client.resume_reading()
                 yield name, data
             if self.end.done():
                 return
@@ -721,14 +688,14 @@ class SandboxProcess(Exchange):
     async def kill(self) -> None:
         """SIGKILL its whole process tree, setsid children included, and return when it is gone; idempotent."""
         self._drop()
-        await self._carrier.kill(self.number, self.end)
+        await self._client.kill(self.number, self.end)
 
     def _drop(self) -> None:
         """Drop what nobody reads any more: the connection must go on for the others."""
         self._dropping = True
         self._unread.clear()
         self._unread_bytes = 0
-        self._carrier.resume_reading()
+        self._client.resume_reading()
 
 
 #: Seconds beyond a command's own bounds after which a silent runner is taken for dead.
@@ -858,7 +825,7 @@ class StreamClient(asyncio.BufferedProtocol):
         self, path: str, content: FileContent, *, mode: int | None, locked: bool = False, user: str = ""
     ) -> bool:
         """Raises NotFound, TooLarge, InvalidInput, and what the content raises: then nothing of it stays."""
-        answer = RunnerAnswer()
+        answer = Exchange()
         number = self._begin(wire.WRITE, {"path": path, "mode": mode, "locked": locked, "user": user}, answer)
         try:
             async for piece in content.pieces():
@@ -873,7 +840,7 @@ class StreamClient(asyncio.BufferedProtocol):
 
     async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
         """Raises NotFound, InvalidInput."""
-        return (await self._ask(wire.LIST, {"path": path, "user": user}, RunnerAnswer())).files(path)
+        return (await self._ask(wire.LIST, {"path": path, "user": user}, Exchange())).files(path)
 
     def keep(self, claims: str, *, detached: bool) -> None:
         """Say whether commands whose claims begin so are kept for the next gateway; there is no answer."""
@@ -886,7 +853,7 @@ class StreamClient(asyncio.BufferedProtocol):
 
         What does not stand ``still`` then is ended.
         """
-        await self._ask(wire.REST, {"resting": resting, "still": still}, RunnerAnswer())
+        await self._ask(wire.REST, {"resting": resting, "still": still}, Exchange())
 
     def lend(self, fd: int) -> bool:
         """Lend the runner a descriptor, which it thaws its sandbox with at its end; return False if none can pass."""
@@ -907,7 +874,7 @@ class StreamClient(asyncio.BufferedProtocol):
         With ``clear_bytes`` what they left in memory goes as well (`runtimes.sandbox.runner.runner.clear_shared`).
         """
         asked = {} if clear_bytes is None else {"clear_bytes": clear_bytes}
-        return (await self._ask(wire.SWEEP, asked, RunnerAnswer())).swept
+        return (await self._ask(wire.SWEEP, asked, Exchange())).swept
 
     def steer(self, number: int, request: Mapping[str, object]) -> None:
         """Do to a session what is asked; there is no answer."""
@@ -1021,10 +988,10 @@ class StreamClient(asyncio.BufferedProtocol):
         if not self._writable.is_set():
             await self._writable.wait()
 
-    async def _ask(self, kind: int, request: Mapping[str, object], answer: RunnerAnswer) -> RunnerEnd:
+    async def _ask(self, kind: int, request: Mapping[str, object], answer: Exchange) -> RunnerEnd:
         return await self._await_answer(self._begin(kind, request, answer), answer)
 
-    async def _await_answer(self, number: int, answer: RunnerAnswer) -> RunnerEnd:
+    async def _await_answer(self, number: int, answer: Exchange) -> RunnerEnd:
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await answer.end

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from manager.errors import ActionFailed, Reason
 from runtimes.sandbox.command import Command, FileContent
 from runtimes.sandbox.docker.attach import SIGN_OF_LIFE, AttachByteStream, AttachClient
+from runtimes.sandbox.docker.engine import DockerEngine
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.client import RUNNER, StreamClient
 from runtimes.sandbox.runner.runner import ANSWER_BYTES, MARK_BYTES, Attachment, Silence
@@ -123,7 +125,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[PipeEngine]:
 
 
 def stream(engine: PipeEngine, *, token: str = "token", life_s: float = 60.0) -> AttachByteStream:
-    return AttachByteStream(engine, "c", token=token, life_s=life_s)
+    return AttachByteStream(cast(DockerEngine, engine), "c", token=token, life_s=life_s)
 
 
 async def attach(
