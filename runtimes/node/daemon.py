@@ -66,7 +66,6 @@ from runtimes.node.protocol import (
     AttemptStarted,
     CancelAttempt,
     ChannelError,
-    DefineFunction,
     ErrorFacts,
     ExecuteAttempt,
     FileTransfer,
@@ -134,8 +133,6 @@ class NodeAttempt:
 
     execute: ExecuteAttempt
     function: FunctionSpec
-    #: The same as it travelled.
-    function_bytes: bytes
     log: LogSpool
     task: asyncio.Task[None] | None = None
     #: Done once the gateway has said whether it may begin.
@@ -957,7 +954,7 @@ def _size_of(place: Path) -> int:
 #: The kinds whose functions a node executes for a gateway. The others need what only the gateway has: its own address
 #: towards the world.
 SERVED: tuple[str, ...] = ("exec", "pytest", "handler", "model")
-#: Most attempts that run, or whose end is not acknowledged, and most functions that are known at once.
+#: Most attempts that run, or whose end is not acknowledged, and most functions that are kept read.
 ATTEMPTS_MAX, FUNCTIONS_MAX = 16384, 4096
 DAEMON_COMPONENT = "node.daemon"
 #: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
@@ -1055,8 +1052,8 @@ class NodeDaemon:
         #: Attempts whose end is on record: forgotten soon, many at once, and not between two that begin.
         self._settled: dict[str, NodeAttempt] = {}
         self._settling: asyncio.TimerHandle | None = None
-        #: What gateways have defined, by digest, the youngest last: as it travelled, and as it is or why it is not.
-        self._functions: dict[str, tuple[bytes, FunctionSpec | CodedError]] = {}
+        #: Functions as they are here, by their bytes.
+        self._functions: dict[bytes, FunctionSpec] = {}
         #: Requests that are under way, by number.
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._transfers = TransferServer(self._files, lambda digest, chunks: self._handlers.take(digest, chunks))
@@ -1168,7 +1165,6 @@ class NodeDaemon:
         self._reported = {facts.trajectory: facts for facts in self._trajectories()}
         resumable = self._environments.resumable()
         for entry in self._journal.entries:
-            self._define(DefineFunction(entry.execute.function, entry.function))
             attempt = self._enter(entry.execute, resumed=True)
             if attempt is None:
                 continue
@@ -1378,8 +1374,6 @@ class NodeDaemon:
                 self._permit(message)
             case AcknowledgeEnd():
                 self._acknowledged(message.claim)
-            case DefineFunction():
-                self._define(message)
             case AttachAttempt():
                 self._attach(message)
             case CancelAttempt():
@@ -1423,15 +1417,15 @@ class NodeDaemon:
         name, executor, snapshots = request.name, self._runtimes.executor, self._runtimes.snapshots
         match request.verb:
             case "open":
-                await executor.open_trajectory(name, request.task, self._function(request.function)[1])
+                await executor.open_trajectory(name, request.task, self._function(request.function))
                 self._report_sandbox(name)
             case "end":
                 await executor.end_trajectory(name)
                 self._report_sandbox(name)
             case "prepare":
-                await self._prepare(self._function(request.function)[1])
+                await self._prepare(self._function(request.function))
             case "replicate":
-                function, chunk = self._function(request.function)[1], request.chunk
+                function, chunk = self._function(request.function), request.chunk
                 return chunk is not None and await executor.replicate(function, name, "", chunk)
             case "choose":
                 self._environments.choose(name, msgspec.json.decode(request.body, type=SandboxSpec))
@@ -1483,29 +1477,19 @@ class NodeDaemon:
 
     # --- functions
 
-    def _define(self, message: DefineFunction) -> None:
-        """Keep a function as it travelled, as the youngest; one of another version too, which `_function` refuses."""
-        digest, data = message.digest, message.function
-        self._functions.pop(digest, None)
-        while len(self._functions) >= FUNCTIONS_MAX:
-            del self._functions[next(iter(self._functions))]
-        kind = KINDS.get(msgspec.json.decode(data, type=_FunctionKind).runtime)
-        try:
-            function = read_function(data, FunctionSpec if kind is None else kind.function)
-            self._functions[digest] = (data, self._handlers.placed(function))
-        except ChannelError as error:  # the others run here all the same
-            refusal = InvalidConfig(f"{error.message}; upgrade the node", component=COMPONENT)
-            self._functions[digest] = (data, refusal)
-
-    def _function(self, digest: str) -> tuple[bytes, FunctionSpec]:
-        """Return a function, as it travelled too; raises ChannelError if it was never defined, or InvalidConfig."""
-        known = self._functions.get(digest)
+    def _function(self, data: bytes) -> FunctionSpec:
+        """Return a function that travelled as it is here; raises InvalidConfig for one of another version."""
+        known = self._functions.get(data)
         if known is None:
-            raise ChannelError(f"function {digest} was never defined")
-        data, function = known
-        if isinstance(function, CodedError):
-            raise function
-        return data, function
+            try:
+                kind = KINDS.get(msgspec.json.decode(data, type=_FunctionKind).runtime)
+                known = self._handlers.placed(read_function(data, FunctionSpec if kind is None else kind.function))
+            except (ChannelError, msgspec.MsgspecError) as error:
+                raise InvalidConfig(f"{error}; upgrade the node", component=COMPONENT) from None
+            while len(self._functions) >= FUNCTIONS_MAX:
+                del self._functions[next(iter(self._functions))]
+            self._functions[data] = known
+        return known
 
     # --- attempts
 
@@ -1526,7 +1510,7 @@ class NodeDaemon:
         """Make room for an attempt; one that cannot be had ends at once."""
         claim = execute.claim
         try:
-            data, function = self._function(execute.function)
+            function = self._function(execute.function)
             if len(self._attempts) >= ATTEMPTS_MAX:
                 raise StorageUnavailable(f"the node has {ATTEMPTS_MAX} attempts", component=COMPONENT)
             more = partial(self._log_grew, claim)
@@ -1538,7 +1522,7 @@ class NodeDaemon:
             refused = Outcome(state=State.FAILED, reason=Reason.ENVIRONMENT_LOST, message=message, component=COMPONENT)
             self._send(end_of(claim, refused, 0))
             return None
-        attempt = NodeAttempt(execute=execute, function=function, function_bytes=data, log=log)
+        attempt = NodeAttempt(execute=execute, function=function, log=log)
         self._attempts[claim] = attempt
         return attempt
 
@@ -1600,7 +1584,7 @@ class NodeDaemon:
         if go.refusal is not None:
             raise as_failure(error_of(go.refusal))
         try:
-            self._journal.begin(attempt.execute, attempt.function_bytes, lasting=go.lasting)
+            self._journal.begin(attempt.execute, lasting=go.lasting)
         except OSError as error:
             self.fitness.refused(error)
             message = f"the node cannot write down that it begins: {error}"

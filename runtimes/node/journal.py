@@ -3,7 +3,7 @@
 An attempt is written down before it begins and when it has ended, until the gateway has that end on record: no daemon
 of this state directory begins it again, and the next one reports its end if this one is killed. What a kill leaves is
 in the kernel's hands, so nothing is synced. A file that a crash of the machine has damaged is begun anew, as another
-life of the state directory.
+life of the state directory. The file belongs to one process: SQLite then takes no lock for each write.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from runtimes.node.protocol import RECORD, STREAM_CODES, AttemptEnd, ExecuteAtte
 NAME = "journal"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SCHEMA = """
+PRAGMA locking_mode = EXCLUSIVE;
 PRAGMA auto_vacuum = INCREMENTAL;
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = OFF;
 PRAGMA journal_size_limit = 4194304;
 CREATE TABLE IF NOT EXISTS life (born TEXT NOT NULL, boot TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS attempts (claim TEXT PRIMARY KEY, attempt BLOB, function BLOB, lasting INT, ended BLOB)
-    WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS attempts (claim TEXT PRIMARY KEY, attempt BLOB, lasting INT, ended BLOB) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS logs (claim TEXT, place INT, records BLOB, PRIMARY KEY (claim, place)) WITHOUT ROWID;
 """
+#: Seconds for which a file that another process has is waited for: that of a daemon which is ending.
+BUSY_S = 5.0
 #: Free pages that are given back at once.
 VACUUM_PAGES = 256
 #: Streams that a command which is taken over repeats from its start.
@@ -47,8 +49,6 @@ class JournalEntry(NamedTuple):
     """One attempt that has begun."""
 
     execute: ExecuteAttempt
-    #: As it travelled.
-    function: bytes
     lasting: bool
     end: AttemptEnd | None
 
@@ -61,6 +61,8 @@ class AttemptJournal:
         boot = boot_id.read_text(encoding="ascii").strip()
         try:
             self._database, self.epoch, self.entries = self._opened(boot)
+        except sqlite3.OperationalError as error:  # a full disk, or a file that another process has
+            raise OSError(f"{self._path}: {error}") from error
         except (sqlite3.DatabaseError, msgspec.MsgspecError):
             for file in directory.glob(f"{NAME}*"):
                 file.unlink()
@@ -69,7 +71,7 @@ class AttemptJournal:
 
     def _opened(self, boot: str) -> tuple[sqlite3.Connection, str, list[JournalEntry]]:
         """Return the connection, the life of the directory on this boot, and the attempts that daemons before left."""
-        database = sqlite3.connect(self._path, isolation_level=None)
+        database = sqlite3.connect(self._path, timeout=BUSY_S, isolation_level=None)
         try:
             database.executescript(SCHEMA)
             row = database.execute("SELECT born, boot FROM life").fetchone() or (secrets.token_hex(8), "")
@@ -78,15 +80,14 @@ class AttemptJournal:
                     raise sqlite3.DatabaseError("damaged by a crash of the machine")
                 database.execute("DELETE FROM life")
                 database.execute("INSERT INTO life VALUES (?, ?)", (row[0], boot))
-            rows = database.execute("SELECT attempt, function, lasting, ended FROM attempts")
+            rows = database.execute("SELECT attempt, lasting, ended FROM attempts")
             entries = [
                 JournalEntry(
                     msgspec.msgpack.decode(attempt, type=ExecuteAttempt),
-                    function,
                     bool(lasting),
                     None if ended is None else msgspec.msgpack.decode(ended, type=AttemptEnd),
                 )
-                for attempt, function, lasting, ended in rows
+                for attempt, lasting, ended in rows
             ]
             database.execute("DELETE FROM logs WHERE claim NOT IN (SELECT claim FROM attempts)")
         except BaseException:
@@ -94,10 +95,10 @@ class AttemptJournal:
             raise
         return database, f"{boot}/{row[0]}", entries
 
-    def begin(self, execute: ExecuteAttempt, function: bytes, *, lasting: bool) -> None:
+    def begin(self, execute: ExecuteAttempt, *, lasting: bool) -> None:
         """Write down that an attempt is about to begin: whatever happens, it does not begin again."""
-        row = (execute.claim, msgspec.msgpack.encode(execute), function, lasting)
-        self._write("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?, ?, NULL)", [row])
+        row = (execute.claim, msgspec.msgpack.encode(execute), lasting)
+        self._write("INSERT OR REPLACE INTO attempts (claim, attempt, lasting) VALUES (?, ?, ?)", [row])
 
     def set_lasting(self, claim: str, lasting: bool) -> None:
         """Write down whether it outlives its caller."""

@@ -356,21 +356,14 @@ class Beat(Message):
 # --- actions, to the node
 
 
-class DefineFunction(Message):
-    """What a digest stands for from now on."""
-
-    digest: str
-    function: bytes
-
-
 class ExecuteAttempt(Message):
     """Begin an attempt; one that is known is only attached."""
 
     claim: str
     action: Action
     lease: Lease
-    #: Digest of its function.
-    function: str
+    #: `function_bytes` of its function.
+    function: bytes
     #: `pack`ed.
     input: bytes
     traceparent: str | None
@@ -462,8 +455,8 @@ class NodeRequest(Message):
     verb: str
     name: str = ""
     task: str = ""
-    #: Digest of a function.
-    function: str = ""
+    #: `function_bytes`, if it is about one.
+    function: bytes = b""
     body: bytes = b""
     chunk: Chunk | None = None
 
@@ -505,7 +498,6 @@ KINDS: Mapping[int, type[Message]] = dict(
             NodeRefused,
             Inventory,
             Beat,
-            DefineFunction,
             ExecuteAttempt,
             AttachAttempt,
             AttemptPermit,

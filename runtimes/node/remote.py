@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -38,7 +37,6 @@ from runtimes.node.protocol import (
     AttemptStarted,
     CancelAttempt,
     ChannelError,
-    DefineFunction,
     ErrorFacts,
     ExecuteAttempt,
     FileTransfer,
@@ -569,8 +567,8 @@ async def _whole(data: bytes) -> AsyncIterator[bytes]:
 
 #: Times that an idempotent attempt is begun on the same node, if the daemon loses it each time.
 CALL_TRIES_MAX = 3
-#: Functions that a link keeps in mind as defined; the daemon remembers more of them.
-DEFINED_MAX = 1024
+#: Functions whose bytes are kept.
+FUNCTIONS_MAX = 1024
 #: Of one node: as many as a gateway has in all by default (``scheduler.trajectories_max``), more than a machine runs.
 TRAJECTORIES_MAX = 65536
 #: Of one node; its own bound (``sandbox.snapshots.count_max``) is far below.
@@ -582,7 +580,6 @@ class OpenRequest:
     """One request that waits for its answer."""
 
     request: NodeRequest
-    function: FunctionSpec | None
     answer: asyncio.Future[NodeAnswer]
 
 
@@ -625,9 +622,8 @@ class RemoteNode:
         self._unrecorded: set[str] = set()
         #: Claims that nobody wants any more, to be told when there is a link.
         self._unwanted: dict[str, None] = {}
-        #: Functions of this link, the youngest last; and how functions travel, by identity (never changed in place).
-        self._defined: dict[str, None] = {}
-        self._digests: dict[int, tuple[FunctionSpec, str, bytes]] = {}
+        #: How functions travel, by identity (never changed in place).
+        self._functions: dict[int, tuple[FunctionSpec, bytes]] = {}
         #: Of requests and transfers: random at first, so that no number is one of a gateway before.
         self._number = secrets.randbits(48)
         self._requests: dict[int, OpenRequest] = {}
@@ -660,7 +656,6 @@ class RemoteNode:
         self._recovering = self._recovering or recovering
         self._epoch, self._trajectories = inventory.epoch, trajectories
         self._attempts = {facts.claim: facts for facts in inventory.attempts}
-        self._defined = {}
         self.models.attach()
         for session in self._sessions.values():
             session.attach()
@@ -792,9 +787,9 @@ class RemoteNode:
         self._number += 1
         number = self._number
         answer: asyncio.Future[NodeAnswer] = self._loop.create_future()
-        digest = "" if function is None else self._travelling(function)[0]
-        request = NodeRequest(number, verb, name, task, digest, body, chunk)
-        self._requests[number] = each = OpenRequest(request, function, answer)
+        data = b"" if function is None else self._function_bytes(function)
+        request = NodeRequest(number, verb, name, task, data, body, chunk)
+        self._requests[number] = each = OpenRequest(request, answer)
         answer.add_done_callback(lambda _: self._requests.pop(number, None))
         self._send_request(each)
         return each
@@ -815,8 +810,6 @@ class RemoteNode:
 
     def _send_request(self, each: OpenRequest) -> None:
         if self._link is not None and not each.answer.done():
-            if each.function is not None:
-                self._define(each.function)
             self._link.send(each.request)
 
     def _take_answer(self, message: NodeAnswer) -> None:
@@ -843,31 +836,17 @@ class RemoteNode:
         else:
             await self.request("prepare", function.name, function=function)
 
-    def _define(self, function: FunctionSpec) -> str:
-        """Send the node the function, unless this link has it; return its digest, by which it is named.
-
-        Raises Unsupported for a function of a kind that cannot travel.
-        """
-        digest, data = self._travelling(function)
-        if digest in self._defined or self._link is None:
-            return digest
-        while len(self._defined) >= DEFINED_MAX:
-            del self._defined[next(iter(self._defined))]
-        self._defined[digest] = None
-        self._link.send(DefineFunction(digest, data))
-        return digest
-
-    def _travelling(self, function: FunctionSpec) -> tuple[str, bytes]:
-        known = self._digests.get(id(function))
+    def _function_bytes(self, function: FunctionSpec) -> bytes:
+        """Return a function as it travels; raises Unsupported for one of a kind that cannot."""
+        known = self._functions.get(id(function))
         if known is not None and known[0] is function:
-            return known[1], known[2]
+            return known[1]
         self.check(function)
         data = function_bytes(function)
-        digest = hashlib.sha256(data).hexdigest()[:32]
-        while len(self._digests) >= DEFINED_MAX:
-            del self._digests[next(iter(self._digests))]
-        self._digests[id(function)] = (function, digest, data)
-        return digest, data
+        while len(self._functions) >= FUNCTIONS_MAX:
+            del self._functions[next(iter(self._functions))]
+        self._functions[id(function)] = (function, data)
+        return data
 
     # --- files
 
@@ -979,7 +958,7 @@ class RemoteNode:
                 claim,
                 action if action.elasticity is None else replace(action, elasticity=None),
                 lease,
-                "",
+                b"",
                 pack(call.input),
                 call.traceparent,
                 call.tracestate,
@@ -1031,8 +1010,7 @@ class RemoteNode:
             self._end(remote, failed(Unsupported(message, component=COMPONENT)))
             return
         try:
-            function = self._handlers.named(remote.function)
-            remote.execute.function = self._define(function)
+            remote.execute.function = self._function_bytes(self._handlers.named(remote.function))
         except (Unsupported, ActionFailed) as error:
             self._end(remote, failed(error))
             return

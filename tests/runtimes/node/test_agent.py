@@ -22,8 +22,9 @@ from tests.runtimes.node.session import STUCK_S
 from tests.runtimes.node.test_handlers import function
 from tests.runtimes.node.test_protocol import ACTION, LEASE
 
-EXECUTE = protocol.ExecuteAttempt("a.1/", ACTION, LEASE, "f", protocol.pack({}), None, None, {})
 HANDLER = protocol.function_bytes(function("0" * 64))
+COMMAND = protocol.function_bytes(FunctionSpec(name="f", runtime="exec"))
+EXECUTE = protocol.ExecuteAttempt("a.1/", ACTION, LEASE, HANDLER, protocol.pack({}), None, None, {})
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ async def daemon(tmp_path: Path) -> AsyncIterator[NodeDaemon]:
 async def end_of(daemon: NodeDaemon, *messages: protocol.CancelAttempt) -> Outcome | None:
     """Have an attempt executed, and told more in the same turn; return how it has ended once its task is over."""
     link, _ = pair()
-    for message in (protocol.DefineFunction("f", HANDLER), EXECUTE, *messages):
+    for message in (EXECUTE, *messages):
         daemon._handle(link, message)
     attempt = daemon._attempts[EXECUTE.claim]
     assert attempt.task is not None
@@ -85,9 +86,10 @@ async def test_ends_are_written_down_behind_their_telling_and_before_they_are_fo
     daemon = daemon_on(Machine(), tmp_path)
     await daemon.start()
     link, _ = pair()
-    daemon._handle(link, protocol.DefineFunction("f", protocol.function_bytes(FunctionSpec(name="f", runtime="exec"))))
     for claim in ("kept.1/", "told.1/"):
-        daemon._handle(link, replace(EXECUTE, claim=claim, action=dataclasses.replace(ACTION, id=claim[:4])))
+        daemon._handle(
+            link, replace(EXECUTE, claim=claim, function=COMMAND, action=dataclasses.replace(ACTION, id=claim[:4]))
+        )
         daemon._handle(link, protocol.AttemptPermit(claim, False, None))
     attempts = dict(daemon._attempts)
     await asyncio.wait([attempt.task for attempt in attempts.values() if attempt.task is not None], timeout=STUCK_S)
@@ -100,11 +102,10 @@ async def test_ends_are_written_down_behind_their_telling_and_before_they_are_fo
 async def test_a_function_that_it_cannot_read_is_refused_and_nothing_else(daemon: NodeDaemon) -> None:
     link, _ = pair()
     unread = HANDLER.replace(b'"name"', b'"mane"')
-    for message in (protocol.DefineFunction("other", unread), replace(EXECUTE, claim="b.1/", function="other")):
-        daemon._handle(link, message)
+    daemon._handle(link, replace(EXECUTE, claim="b.1/", function=unread))
     assert not daemon.busy, "it has ended, and the link lives"
     with pytest.raises(InvalidConfig, match="upgrade the node"):
-        daemon._function("other")
+        daemon._function(unread)
     assert await end_of(daemon) is not None
 
 
@@ -118,8 +119,8 @@ async def test_what_a_daemon_wrote_that_it_begins_and_never_began_is_begun_by_th
     if started:
         machine.begun["a.1/"] = 1
     journal = AttemptJournal(tmp_path)
-    execute = replace(EXECUTE, action=dataclasses.replace(ACTION, id="a", trajectory=trajectory))
-    journal.begin(execute, protocol.function_bytes(FunctionSpec(name="f", runtime="exec")), lasting=True)
+    execute = replace(EXECUTE, function=COMMAND, action=dataclasses.replace(ACTION, id="a", trajectory=trajectory))
+    journal.begin(execute, lasting=True)
     journal.close()
     daemon = daemon_on(machine, tmp_path)
     await daemon.start()

@@ -399,9 +399,7 @@ async def test_changed_code_is_sent_beside_the_one_before_and_each_revision_runs
     assert len(sent(tmp_path)) == 2
 
 
-@pytest.mark.parametrize(
-    "message", [TransferRequest, TransferPiece, TransferEnded, protocol.NodeAnswer, protocol.DefineFunction]
-)
+@pytest.mark.parametrize("message", [TransferRequest, TransferPiece, TransferEnded, protocol.NodeAnswer])
 @pytest.mark.parametrize("fault", ["cut", "daemon"])
 async def test_files_arrive_whatever_is_cut_off_in_the_middle(
     session: Session, judge: FunctionSpec, tmp_path: Path, message: type[Message], fault: str
@@ -436,7 +434,7 @@ async def test_a_kind_that_nodes_do_not_execute_is_refused_by_name_and_nothing_i
     refused, kept = session.start("a", asked), session.start("b")
     await session.play(lambda: settled(session))
     assert (refused.ends[0].state, kept.ends[0].state) == (State.FAILED, State.SUCCEEDED)
-    assert session.kinds[protocol.DefineFunction] == 1, "that of the command"
+    assert session.kinds[protocol.ExecuteAttempt] == 1, "that of the command"
 
 
 async def test_files_larger_than_travel_are_refused_and_nothing_is_sent(session: Session, judge: FunctionSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from manager.action import Outcome, State
 from manager.function import FunctionSpec
 from runtimes.node import daemon, protocol
+from runtimes.node import journal as journal_module
 from runtimes.node.daemon import LogShipper, NodeAttempt
 from runtimes.node.journal import PENDING_BYTES, TEXT_BYTES, AttemptJournal, LogSpool
 from runtimes.node.protocol import Message, records
@@ -24,7 +26,7 @@ LIMIT_BYTES = 4 * 2**20
 
 
 def execute(claim: str) -> protocol.ExecuteAttempt:
-    return protocol.ExecuteAttempt(claim, ACTION, LEASE, "digest", b"m\x80", None, None, {})
+    return protocol.ExecuteAttempt(claim, ACTION, LEASE, b"{}", b"m\x80", None, None, {})
 
 
 def end(claim: str) -> protocol.AttemptEnd:
@@ -33,6 +35,11 @@ def end(claim: str) -> protocol.AttemptEnd:
 
 def claims(journal: AttemptJournal) -> set[str]:
     return {entry.execute.claim for entry in journal.entries}
+
+
+def next_journal(directory: Path) -> AttemptJournal:
+    """Return the journal that the next daemon has: nothing was closed, what a kill leaves is all that it reads."""
+    return AttemptJournal(Path(shutil.copytree(directory, directory.with_name(f"{directory.name}-next"))))
 
 
 def spool(journal: AttemptJournal, *, limit_bytes: int = LIMIT_BYTES, resumed: bool = False) -> LogSpool:
@@ -50,23 +57,22 @@ def output(log: LogSpool, begin: int = 0, most_bytes: int = 100) -> list[tuple[s
 
 def test_a_journal_tells_the_next_daemon_what_has_begun_and_how_it_ended(tmp_path: Path) -> None:
     journal = AttemptJournal(tmp_path)
-    journal.begin(execute("a.1/"), b"{}", lasting=True)
-    journal.begin(execute("b.1/"), b"{1}", lasting=False)
-    journal.begin(execute("c.1/"), b"{}", lasting=False)
+    journal.begin(execute("a.1/"), lasting=True)
+    journal.begin(execute("b.1/"), lasting=False)
+    journal.begin(execute("c.1/"), lasting=False)
     journal.end([end("a.1/"), end("c.1/")])
     journal.forget(["c.1/"])
     journal.set_lasting("b.1/", True)
-    # Nothing is closed: whatever a kill leaves is all that the next one reads.
-    first, second = sorted(AttemptJournal(tmp_path).entries, key=lambda entry: entry.execute.claim)
-    assert (first.execute, first.function, first.lasting, first.end) == (execute("a.1/"), b"{}", True, end("a.1/"))
-    assert (second.execute, second.function, second.lasting, second.end) == (execute("b.1/"), b"{1}", True, None)
+    first, second = sorted(next_journal(tmp_path).entries, key=lambda entry: entry.execute.claim)
+    assert (first.execute, first.lasting, first.end) == (execute("a.1/"), True, end("a.1/"))
+    assert (second.execute, second.lasting, second.end) == (execute("b.1/"), True, None)
 
 
 def test_a_journal_gives_back_what_its_attempts_and_logs_took(tmp_path: Path) -> None:
     journal = AttemptJournal(tmp_path)
-    journal.begin(execute("kept.1/"), b"{}", lasting=True)
+    journal.begin(execute("kept.1/"), lasting=True)
     for number in range(100):
-        journal.begin(execute(f"{number}.1/"), b"{}", lasting=True)
+        journal.begin(execute(f"{number}.1/"), lasting=True)
         journal.append_log(f"{number}.1/", 0, bytes(100_000))
         journal.end([end(f"{number}.1/")])
         journal.forget([f"{number}.1/"])
@@ -82,7 +88,7 @@ def test_a_file_that_a_crash_of_the_machine_has_damaged_is_begun_anew_as_another
     boot = tmp_path / "boot_id"
     boot.write_text("one\n")
     journal = AttemptJournal(tmp_path, boot)
-    journal.begin(execute("a.1/"), b"{}", lasting=True)
+    journal.begin(execute("a.1/"), lasting=True)
     journal.close()
     boot.write_text("two\n")
     with (tmp_path / "journal").open("r+b") as file:
@@ -91,21 +97,38 @@ def test_a_file_that_a_crash_of_the_machine_has_damaged_is_begun_anew_as_another
     after = AttemptJournal(tmp_path, boot)
     assert claims(after) == set()
     assert after.epoch.partition("/")[2] != journal.epoch.partition("/")[2]
-    after.begin(execute("b.1/"), b"{}", lasting=True)
+    after.begin(execute("b.1/"), lasting=True)
+    after.close()
     assert claims(AttemptJournal(tmp_path, boot)) == {"b.1/"}
 
 
 def test_an_epoch_ends_with_the_directory_and_with_the_machines_life(tmp_path: Path) -> None:
     boot = tmp_path / "boot_id"
-    boot.write_text("one\n")
-    first = AttemptJournal(tmp_path, boot).epoch
-    assert AttemptJournal(tmp_path, boot).epoch == first
-    boot.write_text("two\n")
-    assert AttemptJournal(tmp_path, boot).epoch != first
+
+    def epoch(directory: Path, boot_id: str) -> str:
+        boot.write_text(f"{boot_id}\n")
+        journal = AttemptJournal(directory, boot)
+        journal.close()
+        return journal.epoch
+
+    first = epoch(tmp_path, "one")
+    assert epoch(tmp_path, "one") == first
+    assert epoch(tmp_path, "two") != first
     other = tmp_path / "other"
     other.mkdir()
-    boot.write_text("one\n")
-    assert AttemptJournal(other, boot).epoch != first
+    assert epoch(other, "one") != first
+
+
+def test_a_file_that_another_process_has_is_refused_and_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "BUSY_S", 0.0)
+    journal = AttemptJournal(tmp_path)
+    journal.begin(execute("a.1/"), lasting=True)
+    with pytest.raises(OSError, match="locked"):
+        AttemptJournal(tmp_path)
+    journal.close()
+    assert claims(AttemptJournal(tmp_path)) == {"a.1/"}
 
 
 async def test_a_log_gives_every_record_from_any_place_written_or_not(tmp_path: Path) -> None:
@@ -127,13 +150,13 @@ async def test_what_a_killed_daemon_has_not_written_is_made_whole_by_what_is_rep
         directory = tmp_path / str(written)
         directory.mkdir()
         journal = AttemptJournal(directory)
-        journal.begin(execute("a.1/"), b"{}", lasting=True)
+        journal.begin(execute("a.1/"), lasting=True)
         log = spool(journal)
         for number, (stream, text) in enumerate(words):
             if number == written:
                 log.flush()
             log.write(stream, text)
-        again = spool(AttemptJournal(directory), resumed=True)
+        again = spool(next_journal(directory), resumed=True)
         again.write("stderr", "zwei ü\n")
         again.write("stdout", "eins\ndrei ✓\nvier")
         by_stream = {
@@ -146,7 +169,7 @@ async def test_the_log_of_an_attempt_that_never_began_is_no_part_of_its_next_try
     log = spool(AttemptJournal(tmp_path))
     log.write("system", "an image is pulled")
     log.flush()
-    assert output(spool(AttemptJournal(tmp_path), resumed=True)) == []
+    assert output(spool(next_journal(tmp_path), resumed=True)) == []
 
 
 async def test_a_log_is_bounded_and_counts_what_it_drops(tmp_path: Path) -> None:
@@ -215,10 +238,10 @@ class ShippingNode:
         self.changed.set()
 
     def attempt(self, claim: str) -> NodeAttempt:
-        execute = protocol.ExecuteAttempt(claim, ACTION, LEASE, "f", protocol.pack({}), None, None, {})
+        execute = protocol.ExecuteAttempt(claim, ACTION, LEASE, b"{}", protocol.pack({}), None, None, {})
         log = LogSpool(self._journal, claim, 2**20, lambda: None)
         function = FunctionSpec(name="shell", runtime="exec")
-        return NodeAttempt(execute=execute, function=function, function_bytes=b"", log=log, attached=True)
+        return NodeAttempt(execute=execute, function=function, log=log, attached=True)
 
     async def until_heard(self, number: int) -> list[type[Message]]:
         async with asyncio.timeout(STUCK_S):

@@ -50,7 +50,7 @@ LEASE = Lease(
 )
 
 EXECUTE = protocol.ExecuteAttempt(
-    "a.1/", ACTION, LEASE, "d", protocol.pack({"command": "true"}), None, None, {"k": "v"}
+    "a.1/", ACTION, LEASE, b"{}", protocol.pack({"command": "true"}), None, None, {"k": "v"}
 )
 
 OUTCOME = Outcome(

@@ -102,7 +102,7 @@ async def test_what_runs_in_no_sandbox_is_let_go_before_it_asks(runtime: str, to
     execution = asyncio.create_task(node.execute(ACTION, LEASE, call))
     for _ in range(5):
         await asyncio.sleep(0)
-    assert kinds == [protocol.DefineFunction, protocol.ExecuteAttempt, *([protocol.AttemptPermit] if told else [])]
+    assert kinds == [protocol.ExecuteAttempt, *([protocol.AttemptPermit] if told else [])]
     await node.close()
     with pytest.raises(asyncio.CancelledError):
         await execution
@@ -249,7 +249,6 @@ async def test_what_a_gateway_before_began_is_begun_anew_only_in_a_life_in_which
     node.connect(near, inventory(), recovering=True)
     await node.end_unclaimed({"a.1/"})
     if sent:
-        await far.receive(protocol.DefineFunction, STUCK_S)
         await far.receive(protocol.ExecuteAttempt, STUCK_S)
     else:
         assert (await waiting).reason is Reason.NODE_LOST
@@ -313,7 +312,3 @@ async def test_a_frame_of_the_wrong_side_cuts_the_link(session: Session) -> None
     link, _ = pair()
     with pytest.raises(protocol.ChannelError):
         session.daemon._handle(link, protocol.AttemptReady("a.1/"))
-    with pytest.raises(protocol.ChannelError, match="never defined"):
-        session.daemon._handle(
-            link, protocol.ExecuteAttempt("a.1/", ACTION, LEASE, "unknown", b"m\x80", None, None, {})
-        )
