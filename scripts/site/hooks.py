@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import posixpath
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -25,7 +27,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what lies outside."""
     for source, name in OUTSIDE.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "PROMISES.md", content=_promises()))
     return files
+
+
+def _promises() -> str:
+    """The page of promises, made from the marks on the tests."""
+    command = [sys.executable, "-m", "scripts.promises"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:

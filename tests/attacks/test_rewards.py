@@ -34,6 +34,8 @@ def require_playable(attack: RewardAttack, environments: Environments) -> None:
         pytest.skip("this machine's process sandboxes have no root of their own")
 
 
+@pytest.mark.promise("An agent cannot turn its 0.0 into no reward by its files, disk, memory or names.")
+@pytest.mark.promise("Processes and files of an agent forge no reward in its own sandbox.")
 @pytest.mark.parametrize(("provider", "attack"), turns(each for each in EVERY if each.held), indirect=["provider"])
 async def test_a_reward_is_not_forged_where_the_agent_worked(
     environments: Environments, spec: SandboxSpec, attack: RewardAttack
@@ -44,6 +46,10 @@ async def test_a_reward_is_not_forged_where_the_agent_worked(
     assert re.search(attack.note, str(value["note"])), value["note"]
 
 
+@pytest.mark.promise("Root inside cannot take the runner's limits away.")
+@pytest.mark.promise(
+    "With `grade: fresh` the suite runs in an unused sandbox, and the agent's sandbox does not change."
+)
 @pytest.mark.parametrize(
     ("provider", "attack"), turns((each for each in EVERY if each.fresh), 1), indirect=["provider"]
 )
@@ -56,6 +62,9 @@ async def test_a_reward_is_not_forged_where_the_agent_never_was(
     assert value["note"]
 
 
+@pytest.mark.promise(
+    "No variant of an attack on the start, on imports or on options forges a reward or an entry of `checked`."
+)
 @pytest.mark.parametrize(("provider", "variant"), turns(variants(SEED, VARIANTS, SAME)), indirect=["provider"])
 async def test_no_variant_of_an_attack_forges_a_reward_or_what_is_checked(
     environments: Environments, spec: SandboxSpec, variant: Variant
@@ -83,6 +92,7 @@ async def test_what_a_variant_plants_forges_the_report_where_it_is_let_in(
     assert "solution_apart" not in value["checked"]  # type: ignore[operator]
 
 
+@pytest.mark.promise("A right solution has its reward.")
 @pytest.mark.parametrize("function", [SAME, FRESH], ids=["same_sandbox", "fresh"])
 @pytest.mark.parametrize("cores", [1, 2])
 async def test_a_right_solution_has_its_reward(

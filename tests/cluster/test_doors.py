@@ -42,6 +42,9 @@ def typed(gateway: ClusterGateway, command: str) -> Any:
     return asked(gateway, "run_in_session", command=command, timeout=60)["output"]
 
 
+@pytest.mark.promise(
+    "The facades of SWE-ReX and Docker work over a node as on the gateway's machine, and over the death of its daemon."
+)
 def test_a_swe_rex_session_on_a_node_goes_on_over_the_death_of_its_daemon_and_of_the_gateway(
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_decorated_function_runs_on_a_node_and_after_a_change_its_new_code_doe
         assert client.invoke("judge", {"text": "four"}).raise_for_failure().result == {"score": -1}
 
 
+@pytest.mark.promise("A handler on a daemon that is killed is not begun again unless it is idempotent.")
 def test_a_handler_that_ran_on_a_killed_daemon_is_lost_once_and_an_idempotent_one_runs_again(
     gateway: ClusterGateway, node: DaemonProcess
 ) -> None:
@@ -126,6 +127,7 @@ def test_requirements_that_a_node_cannot_have_are_told_and_it_is_not_able(
     until(told, "the node says what it is missing")
 
 
+@pytest.mark.promise("A handler on a node outlives a killed gateway, and its log is whole.")
 def test_a_handler_outlives_its_gateway_and_the_next_one_hears_its_end_and_its_whole_log(
     gateway: ClusterGateway, node: DaemonProcess
 ) -> None:

@@ -115,6 +115,9 @@ def test_a_trajectory_on_a_node_is_kept_there_and_its_forks_begin_there(
             client.trajectory("none", function="there", snapshot=snapshot.snapshot).open()
 
 
+@pytest.mark.promise(
+    "Snapshots on a node outlive daemon and gateway; deleted and unreported ones go when the node joins."
+)
 def test_a_snapshot_outlives_daemon_and_gateway_and_what_was_deleted_meanwhile_goes(
     start_gateway: StartGateway, make_node: MakeNode, kept: Kept
 ) -> None:
@@ -227,6 +230,7 @@ def test_what_a_killed_gateway_was_not_told_of_is_removed_when_its_node_joins_th
         client.remove_snapshot(*known(client))
 
 
+@pytest.mark.promise("A snapshot whose node is lost is refused as lost, and nobody waits for it.")
 def test_a_snapshot_of_a_lost_node_says_so_and_is_there_again_with_its_node(
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:

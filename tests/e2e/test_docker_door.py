@@ -92,6 +92,7 @@ def test_a_container_outlives_a_gateway_that_is_killed(cli: DockerCommandLine) -
     assert cli("ps", "-aq").stdout == ""
 
 
+@pytest.mark.promise("A command over Docker's facade ends with its gateway, and the next one does not wait for it.")
 @pytest.mark.slow
 def test_a_command_ends_with_the_gateway_whose_client_heard_it(cli: DockerCommandLine) -> None:
     """Nobody hears it any more: it holds up no other, and is not there beside the next."""

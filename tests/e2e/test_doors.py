@@ -11,6 +11,7 @@ from tangram import Client, UnsatisfiableError
 from tests.e2e.gateway import GatewayProcess, document
 
 
+@pytest.mark.promise("A configuration is applied all or nothing, and drops nothing that runs.")
 def test_a_reload_serves_new_invocations_and_drops_none(gateway: GatewayProcess, client: Client) -> None:
     with client.trajectory("reload", function="shell") as sandbox:
         sandbox.exec("mkfifo go")
@@ -36,6 +37,7 @@ def test_a_bad_reload_changes_nothing_and_names_the_place(gateway: GatewayProces
     assert [each.name for each in client.functions()] == before
 
 
+@pytest.mark.promise("Accepted asynchronous work survives kill -9, and nothing runs twice by mistake.")
 def test_accepted_work_survives_a_kill(tmp_path: Path) -> None:
     process = GatewayProcess(tmp_path, document("process", tmp_path / "state"), fresh=True)
     process.start()

@@ -93,6 +93,7 @@ def looked(served: GatewayProcess) -> Iterator[LookedAt]:
         assert found.tree() ^ before == set()
 
 
+@pytest.mark.promise("A call leaves in a sandbox only what was requested, over whatever API and however it ends.")
 def test_commands_leave_nothing_however_they_end(looked: LookedAt) -> None:
     box = looked.box
     box.exec("cat >/dev/null", stdin="x" * 2**20)

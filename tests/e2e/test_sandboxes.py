@@ -38,6 +38,7 @@ def trajectory(client: Client) -> Iterator[Trajectory]:
         yield opened
 
 
+@pytest.mark.promise("A trajectory has one sandbox, and its files survive from action to action.")
 def test_files_survive_from_action_to_action(trajectory: Trajectory) -> None:
     assert trajectory.exec("echo kept > note.txt").result["exit_code"] == 0
     assert trajectory.exec("cat note.txt").result["stdout"] == "kept\n"
@@ -93,12 +94,14 @@ def test_the_nine_verbs_of_an_adapter_work_in_a_real_sandbox(client: Client, tmp
     assert box not in {each.trajectory for each in client.trajectories()}
 
 
+@pytest.mark.promise("A non-zero exit status is data.")
 def test_a_non_zero_exit_is_data(trajectory: Trajectory) -> None:
     ended = trajectory.exec("echo out; echo err >&2; exit 7")
     assert ended.state == "succeeded"
     assert (ended.result["exit_code"], ended.result["stdout"], ended.result["stderr"]) == (7, "out\n", "err\n")
 
 
+@pytest.mark.promise("ACT is queue + overhead + execution, from acceptance to the end, over all tries and restarts.")
 def test_the_three_times_are_told_and_cores_are_granted(trajectory: Trajectory) -> None:
     ended = trajectory.exec("true")
     assert ended.units == {"cpu": 1}
@@ -106,6 +109,7 @@ def test_the_three_times_are_told_and_cores_are_granted(trajectory: Trajectory) 
     assert ended.overhead_s >= 0
 
 
+@pytest.mark.promise("The actions of a trajectory run in order, one at a time.")
 def test_actions_of_one_trajectory_run_in_order_one_at_a_time(client: Client, trajectory: Trajectory) -> None:
     command = "echo in-{0} >> order; echo out-{0} >> order"
     accepted = [
@@ -117,6 +121,7 @@ def test_actions_of_one_trajectory_run_in_order_one_at_a_time(client: Client, tr
     assert trajectory.download("order").decode().split() == expected
 
 
+@pytest.mark.promise("Between actions background processes stand still, run or end, as configured.")
 def test_background_processes_live_by_policy(client: Client) -> None:
     name = f"daemon-{uuid.uuid4().hex[:8]}"
     with client.trajectory(name, function="daemon") as sandbox:
@@ -126,6 +131,7 @@ def test_background_processes_live_by_policy(client: Client) -> None:
         )
 
 
+@pytest.mark.promise("The files of the host are not seen, and no path leads out.")
 def test_paths_cannot_leave_the_sandbox(gateway: GatewayProcess, trajectory: Trajectory) -> None:
     trajectory.exec("ln -s /etc/passwd leak; ln -s / root")
     with httpx.Client(base_url=gateway.url, auth=Bearer(None)) as raw:
@@ -141,6 +147,7 @@ def test_paths_cannot_leave_the_sandbox(gateway: GatewayProcess, trajectory: Tra
         assert leaked == trajectory.exec("cat /etc/passwd").result["stdout"].encode()
 
 
+@pytest.mark.promise("`timeout` bounds the execution, and kills every process of it.")
 def test_a_timeout_kills_and_says_so(client: Client, trajectory: Trajectory) -> None:
     ended = trajectory.exec("setsid sleep 1000 & echo started; sleep 1000", timeout_s=0.5)
     assert (ended.state, ended.reason) == ("timed_out", "timeout")
@@ -148,6 +155,7 @@ def test_a_timeout_kills_and_says_so(client: Client, trajectory: Trajectory) -> 
     assert client.get(ended.id).state == "timed_out"
 
 
+@pytest.mark.promise("A log can be followed live.")
 def test_the_first_line_reaches_a_follower_before_the_action_ends(client: Client, trajectory: Trajectory) -> None:
     trajectory.exec("mkfifo go")
     accepted = client.submit("shell", {"command": "echo first; read word < go; echo $word"}, trajectory=trajectory.id)
@@ -158,6 +166,7 @@ def test_the_first_line_reaches_a_follower_before_the_action_ends(client: Client
     assert client.wait(accepted.id).state == "cancelled"
 
 
+@pytest.mark.promise("A reward is the verdict of the tests.")
 def test_a_reward_is_the_tests_own_report(client: Client, trajectory: Trajectory) -> None:
     trajectory.upload("test_it.py", SUITE)
     wanted = {"fail_to_pass": ["test_it.py::test_works"], "pass_to_pass": ["test_it.py::test_odd_names[a b]"]}
@@ -169,6 +178,7 @@ def test_a_reward_is_the_tests_own_report(client: Client, trajectory: Trajectory
     assert (after["reward"], after["resolved"]) == (1.0, True)
 
 
+@pytest.mark.promise("A suite that found none of the requested tests has no reward, and a reason, never a silent zero.")
 def test_a_suite_that_runs_nothing_gets_no_reward(trajectory: Trajectory) -> None:
     trajectory.upload("test_it.py", "import os\nos._exit(0)\n")
     ended = trajectory.invoke("tests", {"fail_to_pass": ["test_it.py::test_works"]})
@@ -185,6 +195,7 @@ def test_a_handler_is_imported_once_and_its_prints_are_the_log(client: Client) -
     assert "careful with 3" in text
 
 
+@pytest.mark.promise("An ended trajectory is gone; a caller that expected it to live gets 410.")
 def test_an_ended_trajectory_is_gone(client: Client) -> None:
     name = f"gone-{uuid.uuid4().hex[:8]}"
     with client.trajectory(name, function="shell") as sandbox:

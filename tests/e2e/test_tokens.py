@@ -36,6 +36,7 @@ def tangram(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.promise("The first start writes the tokens, for its own user alone.")
 def test_what_the_first_start_writes_is_its_users_alone(gateway: GatewayProcess) -> None:
     state = gateway.directory / "state"
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
@@ -47,6 +48,7 @@ def test_what_the_first_start_writes_is_its_users_alone(gateway: GatewayProcess)
     assert any("was open to others" in line for line in gateway.log)
 
 
+@pytest.mark.promise("The client and the command line of the same user need nothing.")
 def test_the_client_and_the_command_line_need_nothing(gateway: GatewayProcess) -> None:
     with Client(gateway.url) as client:
         assert client.invoke("shell", {"command": "echo hello"}).result["stdout"] == "hello\n"
@@ -54,6 +56,7 @@ def test_the_client_and_the_command_line_need_nothing(gateway: GatewayProcess) -
     assert (done.returncode, '"hello\\n"' in done.stdout) == (0, True), done.stderr
 
 
+@pytest.mark.promise("Without a token only health is answered, on loopback too.")
 def test_who_is_not_its_user_needs_a_token(gateway: GatewayProcess, tmp_path: Path) -> None:
     stranger = {"XDG_STATE_HOME": str(tmp_path), "TANGRAM_SERVER": gateway.url}
     refused = tangram("ps", **stranger)

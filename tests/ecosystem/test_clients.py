@@ -112,6 +112,7 @@ async def test_harbors_oracle_gets_the_reward_that_its_verifier_writes(
     assert told["trials"] == {"good": [{"reward": 1.0}, None], "bad": [{"reward": 0.0}, None]}, told["said"]
 
 
+@pytest.mark.promise("verl's reward loop has the rewards that functions gave, and raises where there is none.")
 @pytest.mark.far
 async def test_verls_reward_loop_has_the_rewards_that_functions_give_and_raises_what_is_no_reward(
     plug: Callable[..., Any], tmp_path: Path

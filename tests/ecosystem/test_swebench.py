@@ -117,6 +117,7 @@ def patch(code: str) -> str:
                       *(f"+{line}" for line in new), ""])  # fmt: skip
 
 
+@pytest.mark.promise("The SWE-bench harness gives the same verdicts over Docker's facade as over the real engine.")
 async def test_the_harness_gives_the_verdicts_that_it_gives_over_the_engine(
     boxes: GatewayProcess, client: Callable[[str], ClientEnvironment], image: str, tmp_path: Path
 ) -> None:

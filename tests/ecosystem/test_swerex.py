@@ -113,6 +113,9 @@ def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     assert status == 0, "\n".join(gateway.log[-30:])
 
 
+@pytest.mark.promise(
+    "The facades of SWE-ReX and Docker work over a node as on the gateway's machine, and over the death of its daemon."
+)
 async def test_swe_rex_is_answered_as_by_its_own_server(
     elsewhere: ClusterGateway, client: Callable[[str], ClientEnvironment], tmp_path: Path
 ) -> None:

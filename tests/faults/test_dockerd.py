@@ -94,6 +94,7 @@ def at_peace(gateway: GatewayProcess, engine: PrivateDocker) -> None:
     until(lambda: untraceable(engine), "no container, process or control group is left")
 
 
+@pytest.mark.promise("A killed engine disturbs no living sandbox.")
 def test_a_killed_engine_disturbs_no_living_sandbox_and_is_found_again(
     gateway: GatewayProcess, engine: PrivateDocker
 ) -> None:

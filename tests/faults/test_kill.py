@@ -50,6 +50,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.promise("Accepted asynchronous work survives kill -9, and nothing runs twice by mistake.")
 def test_killed_again_and_again_it_loses_nothing_and_runs_nothing_twice(gateway: GatewayProcess, deeds: Deeds) -> None:
     submitters = [Submitter(lambda: gateway.url, function) for function in ("once", "once", "again", "again")]
     for submitter in submitters:
@@ -177,6 +178,7 @@ def output(client: Client, command: str, trajectory: str = "t") -> str:
     return str(ended.result["stdout"])
 
 
+@pytest.mark.promise("A rolling restart under load loses nothing.")
 def test_a_rolling_restart_under_load_loses_nothing(gateway: GatewayProcess, deeds: Deeds) -> None:
     submitters = [Submitter(lambda: gateway.url, function) for function in ("once", "once", "again")]
     for submitter in submitters:
@@ -200,6 +202,7 @@ def test_a_rolling_restart_under_load_loses_nothing(gateway: GatewayProcess, dee
     until(lambda: at_rest(gateway), "the gateway is at rest")
 
 
+@pytest.mark.promise("A trajectory goes on with its files after kill -9 and SIGTERM.")
 def test_a_trajectory_goes_on_with_its_files_after_a_kill_and_after_sigterm(gateway: GatewayProcess) -> None:
     with Client(gateway.url) as client:
         client.invoke("shell", {"command": "echo kept > note"}, trajectory="t", task="rl")
@@ -216,6 +219,9 @@ def test_a_trajectory_goes_on_with_its_files_after_a_kill_and_after_sigterm(gate
     assert runner_pids(gateway) == []
 
 
+@pytest.mark.promise(
+    "A lost sandbox is reported to every action accepted before that, and none of them runs in an empty one instead."
+)
 def test_a_sandbox_that_died_with_its_gateway_is_told_once_and_never_passed_over(gateway: GatewayProcess) -> None:
     with Client(gateway.url) as client:
         output(client, "echo kept > note")
@@ -231,6 +237,7 @@ def test_a_sandbox_that_died_with_its_gateway_is_told_once_and_never_passed_over
         client.end_trajectory("t")
 
 
+@pytest.mark.promise("Ctrl-C leaves no sandbox behind.")
 def test_ctrl_c_leaves_no_sandbox_behind(gateway: GatewayProcess) -> None:
     with Client(gateway.url) as client:
         output(client, "echo kept > note")
@@ -244,6 +251,7 @@ def test_ctrl_c_leaves_no_sandbox_behind(gateway: GatewayProcess) -> None:
             raise AssertionError("nobody is told that the sandbox of an open trajectory is gone") from None
 
 
+@pytest.mark.promise("The trajectories of a client that was killed end with its lease, those of one that lives do not.")
 def test_what_a_killed_client_left_ends_with_its_lease(gateway: GatewayProcess) -> None:
     with Client(gateway.url, lease_s=1.0) as client, client.trajectory("held") as held:
         argv = [sys.executable, "-c", LEFT, gateway.url]

@@ -39,6 +39,7 @@ def submit(gateway: GatewayProcess, name: str) -> httpx.Response:
     return HTTP.post(path, params={"mode": "async"}, json={"name": name, "ballast": "x" * 8192})
 
 
+@pytest.mark.promise("While the disk refuses, accepted work waits and reads go on.")
 def test_a_full_disk_is_a_503_with_its_reason_and_what_was_accepted_is_done_once_there_is_room(
     tmp_path: Path, small_disk: Path, deeds: Deeds
 ) -> None:
@@ -112,6 +113,7 @@ def test_more_connections_than_descriptors_are_told_503_and_none_is_reset(tmp_pa
         gateway.stop()
 
 
+@pytest.mark.promise("A corrupt database is refused with its file and the remedy.")
 def test_a_corrupt_database_is_refused_at_the_start_with_its_file_and_the_remedy(gateway: GatewayProcess) -> None:
     assert gateway.stop() == 0
     file = gateway.directory / "state" / "tangram.sqlite"

@@ -57,6 +57,7 @@ def busy_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.promise("A killed model worker costs its action one more try, and others nothing.")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_killed_or_stopped_worker_costs_its_action_one_more_try_and_others_nothing(
     gateway: GatewayProcess, checkpoint: Path, number: signal.Signals

@@ -108,6 +108,7 @@ def tale(name: str) -> tuple[str, str]:
     return told, "".join(f"fehl {number}\n" for number in range(1, LINES + 1))
 
 
+@pytest.mark.promise("A running command of a durable call goes on over a kill and is taken over with its whole output.")
 @pytest.mark.parametrize("restart", [restarted_by_kill, rolled])
 def test_long_commands_under_load_end_as_they_should(
     gateway: GatewayProcess, restart: Callable[[GatewayProcess], None]

@@ -60,6 +60,7 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (128, 128)
 """
 
 
+@pytest.mark.promise("After a fault in a decision callers are answered, the process fails, and the next one goes on.")
 async def test_after_a_bug_callers_are_answered_the_process_fails_and_the_next_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_pages_key_opens_once_and_in_time() -> None:
     assert late.open(late.key) is None
 
 
+@pytest.mark.promise("Beyond loopback, tokens in clear text must be configured.")
 def test_without_tokens_or_in_clear_text_only_this_machine_is_served() -> None:
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         check_listeners(ServerConfig(host=host))
@@ -169,6 +170,7 @@ def test_its_users_clients_find_the_token_by_the_address_while_it_serves(tmp_pat
         assert list(links_dir().iterdir()) == []
 
 
+@pytest.mark.promise("The client sends no token to a stranger on the port of a killed gateway.")
 def test_a_token_is_not_sent_to_whoever_took_the_port_of_a_killed_gateway(tmp_path: Path, home: Path) -> None:
     tokens = open_tokens(tmp_path, "")
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -40,6 +40,7 @@ class LeaseBench:
         return set(self.used_s)
 
 
+@pytest.mark.promise("The trajectories of a client that was killed end with its lease, those of one that lives do not.")
 async def test_what_its_client_and_everybody_else_have_forgotten_ends() -> None:
     world = LeaseBench("forgotten", "renewed", "used", "never leased")
     assert world.leases.renew(["forgotten", "renewed", "used"], 10.0) == []

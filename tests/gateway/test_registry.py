@@ -522,6 +522,7 @@ async def slow_gateway(tmp_path: Path) -> AsyncIterator[SlowGateway]:
         yield SlowGateway(gateway, runtime)
 
 
+@pytest.mark.promise("The gateway accepts before its functions are prepared, and what it accepts then runs in order.")
 async def test_what_is_accepted_for_a_function_that_is_being_prepared_runs_in_order_when_it_is(
     slow_gateway: SlowGateway,
 ) -> None:

@@ -121,6 +121,7 @@ async def test_files_that_are_renewed_are_served_without_a_restart(
     assert told().count("a renewed certificate is served") == 2, "once for each door"
 
 
+@pytest.mark.promise("HTTP and gRPC speak TLS, and accept only callers with a certificate where that is configured.")
 async def test_who_brings_no_certificate_comes_in_only_where_none_is_asked_for(
     served: RunningGateway, pki: Path
 ) -> None:

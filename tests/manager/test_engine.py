@@ -468,6 +468,7 @@ def test_it_tells_the_machine_s_time_while_nobody_sets_it() -> None:
         assert clock() == pytest.approx(machine.wall_s)
 
 
+@pytest.mark.promise("The time of day never jumps: ages, keys and retention pass with time.")
 @pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
 def test_a_jump_of_the_machine_s_clock_is_followed_slowly_and_never_backwards(jump_s: float) -> None:
     machine = TwoClocks()

@@ -293,6 +293,7 @@ async def test_cookies_of_one_call_never_reach_another(runtime: ApiRuntime) -> N
     assert ["Cookie" in head for head in server.heads] == [False, False]
 
 
+@pytest.mark.promise("A secret shows in no log, error or result.")
 async def test_a_secret_shows_in_no_log_no_error_and_no_result(
     runtime: ApiRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,6 +71,7 @@ async def test_other_errors_are_mapped_and_bugs_are_internal() -> None:
     assert "ZeroDivisionError" in (await outcome_of(ScriptStep(error=ZeroDivisionError()))).message
 
 
+@pytest.mark.promise("A full disk or too few descriptors are never the fault of the work.")
 @pytest.mark.parametrize("error", [OSError(number, os.strerror(number)) for number in EXHAUSTED] + [MemoryError()])
 async def test_a_machine_that_runs_short_is_never_the_fault_of_the_work(error: Exception) -> None:
     outcome = await outcome_of(ScriptStep(error=error))
@@ -85,6 +86,7 @@ async def test_the_timeout_runs_from_the_beginning_of_the_work() -> None:
     assert outcome.execution_s >= 0.02
 
 
+@pytest.mark.promise("Making a sandbox ready has a bound of its own, five minutes.")
 async def test_work_that_never_gets_ready_has_a_deadline_of_its_own() -> None:
     outcome = await outcome_of(ScriptStep(overhead_s=60), deadlines=Deadlines(prepare_s=0.02))
     assert "not ready" in outcome.message

@@ -83,6 +83,7 @@ def share(spec: ManagerSpec, seed: int) -> FairShares:
     return checker
 
 
+@pytest.mark.promise("Tasks share by their weights, to within one action.")
 @pytest.mark.parametrize(
     "first", [0, pytest.param(15, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.slow)]
 )
@@ -188,6 +189,7 @@ def jobs_of(costs: list[dict[str, int]]) -> st.SearchStrategy[Jobs]:
     return st.lists(st.tuples(st.integers(0, 12), st.sampled_from(costs), st.integers(1, 9)), min_size=1, max_size=25)
 
 
+@pytest.mark.promise("No action of a trajectory or of one core starts later than under strict order.")
 @given(jobs_of(COSTS))
 def test_no_action_of_a_trajectory_starts_later_than_under_strict_order(jobs: Jobs) -> None:
     check(jobs, pinned=True)

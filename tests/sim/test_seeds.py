@@ -14,6 +14,7 @@ FIRST = int(os.environ.get("SIM_FIRST", "0"))
 SLICES = 5
 
 
+@pytest.mark.promise("Every invariant of decisions holds in random worlds, and a simulation repeats byte for byte.")
 @pytest.mark.parametrize("slice_", range(SLICES))
 def test_every_promise_holds_in_every_world(slice_: int) -> None:
     for seed in range(FIRST + slice_, FIRST + SEEDS, SLICES):

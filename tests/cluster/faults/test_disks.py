@@ -22,6 +22,7 @@ def mounted() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.promise("A node whose disk is full gets no actions, reports why, and serves again by itself.")
 def test_a_node_whose_disk_is_full_is_closed_says_why_and_opens_by_itself_once_there_is_room(
     mounted: ExitStack, start_gateway: StartGateway, make_node: MakeNode, tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ async def provider(engine: PrivateDocker, tmp_path: Path) -> AsyncIterator[Provi
     await made.close()
 
 
+@pytest.mark.promise("`tangram clean` shows and removes what killed gateways left.")
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.xdist_group("private-engine")

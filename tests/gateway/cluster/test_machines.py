@@ -55,6 +55,7 @@ async def test_a_machine_whose_engine_is_gone_says_so_with_the_remedy_until_it_i
     assert (node["state"], node["why"], node["since_s"]) == ("ready", "", 0.0)
 
 
+@pytest.mark.promise("Work that has not begun waits for an engine that is away, and then goes on by itself.")
 async def test_what_has_not_begun_waits_for_the_engine_and_says_so_and_what_needs_none_goes_on(
     gateway: RunningGateway, engine: EngineWords
 ) -> None:

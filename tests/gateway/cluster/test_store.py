@@ -164,6 +164,7 @@ async def test_what_a_node_claims_to_have_of_another_stays_the_others(store: Sto
     assert snapshots.get(FIRST).node == "n1"
 
 
+@pytest.mark.promise("A snapshot whose node is lost is refused as lost, and nobody waits for it.")
 async def test_what_begins_with_a_snapshot_ends_when_that_is_lost_and_nothing_removes_it_meanwhile(
     store: Store,
 ) -> None:

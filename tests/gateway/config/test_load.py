@@ -136,6 +136,7 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
     assert str(config.origins["b"]) == f"{tmp_path}/functions/b/function.yaml:2"
 
 
+@pytest.mark.promise("Mistakes in a configuration are reported with file, line and remedy, all at once.")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

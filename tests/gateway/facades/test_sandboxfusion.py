@@ -49,6 +49,7 @@ async def run(running: RunningGateway, code: str, language: str = "python", **gi
     return told
 
 
+@pytest.mark.promise("A program cannot fake an error of SandboxFusion.")
 async def test_a_program_is_judged_by_its_own_end(door: RunningGateway) -> None:
     for code, status, return_code, stdout, stderr in [
         ("print(input())", "Success", 0, "7\n", ""),

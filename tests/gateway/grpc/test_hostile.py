@@ -101,6 +101,7 @@ async def test_a_message_that_is_none_is_the_senders_fault(gateway: RunningGatew
     await lives(gateway)
 
 
+@pytest.mark.promise("Connections, bodies, frames and slow readers are bounded, and others go on.")
 async def test_random_frames_close_their_own_connection_at_most(gateway: RunningGateway) -> None:
     for sent in (
         b"\x00\xff" * 400,

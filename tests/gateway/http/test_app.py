@@ -57,6 +57,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[RunningGateway]:
         yield running
 
 
+@pytest.mark.promise("Without a token only health is answered, on loopback too.")
 async def test_who_has_no_token_gets_nothing_but_its_health(guarded: RunningGateway) -> None:
     async with stranger(guarded) as http:
         refused = await http.post(CALL, json={})
@@ -78,6 +79,7 @@ async def test_with_a_bearer_no_content_type_and_no_origin_matters(guarded: Runn
             assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.promise("The invoke token changes nothing for everybody.")
 async def test_the_invoke_token_changes_nothing_for_everybody(guarded: RunningGateway) -> None:
     assert guarded.app.tokens is not None
     async with stranger(guarded) as http:
@@ -90,6 +92,7 @@ async def test_the_invoke_token_changes_nothing_for_everybody(guarded: RunningGa
         assert (await http.delete("/v1/dead-letters")).status_code == 200
 
 
+@pytest.mark.promise("A web page of another origin gets nothing, with `auth: none` too.")
 async def test_without_tokens_a_web_page_still_gets_nothing(gateway: RunningGateway) -> None:
     for method, headers in PAGES:
         path = CALL if method == "POST" else "/v1/functions"
@@ -172,6 +175,7 @@ async def test_null_is_no_value_of_a_query(gateway: RunningGateway) -> None:
             assert (refused.status_code, refused.json()["errors"]) == (422, {"path": name}), name
 
 
+@pytest.mark.promise("An unknown query parameter is refused by name.")
 async def test_what_nobody_reads_of_a_query_is_refused_by_name(gateway: RunningGateway) -> None:
     for path, name in (
         ("/v1/invocations?sate=queued", "sate"),
@@ -221,6 +225,7 @@ async def test_a_trajectory_too_many_is_refused_and_those_that_live_go_on(tmp_pa
         assert (await gateway.invoke({}, headers={"X-Trajectory-Id": "second"})).status_code == 200
 
 
+@pytest.mark.promise("A refusal for lack of capacity is 429 or 503 with Retry-After, and nothing was started.")
 @pytest.mark.slow
 async def test_ten_times_what_may_wait_is_refused_before_any_work_and_leaves_nothing_behind(tmp_path: Path) -> None:
     bounded = {"bounded": function("bounded", max_queued=16)}
@@ -293,6 +298,7 @@ async def test_files_are_written_as_they_come_and_hold_nothing_here(tmp_path: Pa
         assert (written.status_code, written.json()["size_bytes"]) == (201, 100_000)
 
 
+@pytest.mark.promise("Inputs are bounded in bytes, as they arrive and while they live.")
 @pytest.mark.parametrize("path", ["functions/echo/invocations", "invocations:batch"])
 async def test_inputs_that_arrive_are_bounded_in_bytes(tmp_path: Path, path: str) -> None:
     async with serving(GatewayBench(tmp_path, server={"inputs_max": 1000})) as gateway:

@@ -116,6 +116,7 @@ async def at_rest(gateway: RunningGateway) -> None:
     assert (gateway.app.admission.queued, gateway.app.held.bytes) == (0, 0)
 
 
+@pytest.mark.promise("An invocation that is reported as cancelled has ended.")
 @pytest.mark.slow
 @pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
 async def test_a_cancelled_invocation_has_ended_when_it_is_told_so(tmp_path: Path, situation: Situation) -> None:

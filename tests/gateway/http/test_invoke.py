@@ -42,6 +42,7 @@ async def test_a_sync_call_answers_with_the_record_and_its_times(gateway: Runnin
     assert sum(parts) == pytest.approx(record["act_ms"], abs=0.01)
 
 
+@pytest.mark.promise("The record of an invocation exists from its acceptance on.")
 async def test_an_async_call_is_accepted_and_can_be_waited_for(gateway: RunningGateway) -> None:
     accepted = await gateway.invoke({"held": True}, mode="async")
     assert accepted.status_code == 202
@@ -75,6 +76,7 @@ async def test_a_stream_sends_the_first_line_before_the_action_ends(gateway: Run
     assert last["invocation"]["state"] == "succeeded"
 
 
+@pytest.mark.promise("A failure has a reason from a closed list, with a status for each.")
 async def test_a_failure_has_the_status_of_its_reason(gateway: RunningGateway) -> None:
     for reason, status in [
         (Reason.HANDLER_ERROR, 200),
@@ -101,6 +103,7 @@ async def test_an_execution_beyond_its_timeout_is_504_and_a_wait_beyond_its_own_
     assert (too_late.status_code, too_late.json()["code"]) == (408, "queue_timeout")
 
 
+@pytest.mark.promise("A caller that disconnects cancels its invocation, unless it chose otherwise.")
 async def test_a_client_that_disconnects_takes_its_invocation_with_it(gateway: RunningGateway) -> None:
     call = asyncio.create_task(gateway.invoke({"hangs": True}))
     await until(lambda: bool(gateway.runtime.running))
@@ -122,6 +125,9 @@ async def test_a_client_may_ask_that_its_invocation_goes_on(gateway: RunningGate
     assert record["state"] == "succeeded"
 
 
+@pytest.mark.promise(
+    "The same key and body return the first invocation, in every mode and over every API; another body is 422."
+)
 async def test_the_same_key_latches_on_and_another_body_is_refused(gateway: RunningGateway) -> None:
     key = {"Idempotency-Key": "k-1"}
     first = asyncio.create_task(gateway.invoke({"held": True}, headers=key))
@@ -205,6 +211,7 @@ async def test_cancel_ends_a_running_invocation_and_is_409_afterwards(gateway: R
     assert (again.status_code, again.json()["code"]) == (409, "conflict")
 
 
+@pytest.mark.promise("A refusal for lack of capacity is 429 or 503 with Retry-After, and nothing was started.")
 async def test_a_full_function_is_429_with_a_time_to_come_back(gateway: RunningGateway) -> None:
     cores = gateway.app.node.cores
     for _ in range(cores):
@@ -274,6 +281,7 @@ async def test_while_it_drains_new_work_is_503_and_running_work_ends(tmp_path: P
         assert (await running).json()["state"] == "succeeded"
 
 
+@pytest.mark.promise("A batch is accepted with one commit, and each call has its own verdict.")
 async def test_each_call_of_a_batch_has_its_own_verdict(gateway: RunningGateway) -> None:
     calls: list[object] = [
         {"function": "echo", "input": {"n": 1}},
@@ -389,6 +397,7 @@ async def test_a_dead_letter_goes_to_the_new_revision_and_remembers_the_old_one(
     assert record.options["redrive_of"] == dead["id"]
 
 
+@pytest.mark.promise("A dead letter is sent again once, or removed from the list.")
 async def test_a_dead_letter_that_two_send_again_at_once_runs_once(gateway: RunningGateway) -> None:
     dead = (await gateway.invoke({"reason": "handler_error"}, mode="async", wait="5s")).json()["id"]
     letters = DeadLetters(gateway.app.invocations, gateway.app.store)
@@ -397,6 +406,7 @@ async def test_a_dead_letter_that_two_send_again_at_once_runs_once(gateway: Runn
     assert gateway.runtime.leases.keys() == {dead, again}
 
 
+@pytest.mark.promise("A task's cap bounds it, and its children still run.")
 async def test_a_child_runs_although_its_parent_holds_all_that_its_task_may_have(tmp_path: Path) -> None:
     bench = GatewayBench(tmp_path, tasks={"rl": TaskSpec(caps={"cpu": 1})})
     async with serving(bench) as gateway:

@@ -404,6 +404,7 @@ def request_text(body: str, length: int | None = None) -> str:
     return f"POST /v1/functions/echo/invocations HTTP/1.1\r\n{about}\r\n\r\n{body}"
 
 
+@pytest.mark.promise("Connections, bodies, frames and slow readers are bounded, and others go on.")
 async def test_a_connection_too_many_is_refused_until_another_closes(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path, server={"connections_max": 1})) as gateway:
         async with connected(
@@ -483,6 +484,7 @@ async def long_log(gateway: RunningGateway) -> str:
 LOUD = {"loud": function("loud", log_limit_bytes=2**30)}
 
 
+@pytest.mark.promise("A follower that is too slow receives `dropped`, and where to go on.")
 @pytest.mark.slow
 async def test_a_follower_that_does_not_read_is_dropped_with_a_record_that_says_so(tmp_path: Path) -> None:
     bounds = {"stall_s": 1.0}

@@ -91,6 +91,7 @@ def ask_everything(document: schemathesis.BaseSchema) -> int:
     return asked
 
 
+@pytest.mark.promise("The OpenAPI document names every answer.")
 @pytest.mark.slow
 def test_every_answer_is_one_that_the_document_names(document: schemathesis.BaseSchema) -> None:
     assert ask_everything(document.exclude(operation_id=list(UNASKED))) > 100

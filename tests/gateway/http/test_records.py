@@ -31,6 +31,7 @@ def subclasses(kind: type[CodedError]) -> list[type[CodedError]]:
     return [kind, *(deeper for each in kind.__subclasses__() for deeper in subclasses(each))]
 
 
+@pytest.mark.promise("A failure has a reason from a closed list, with a status for each.")
 def test_every_error_and_every_reason_has_a_face() -> None:
     crossing = subclasses(CodedError)
     assert {kind.code for kind in crossing} <= ERROR_STATUSES.keys()
@@ -69,6 +70,7 @@ async def test_odd_queries_are_422_and_unknown_ids_404(gateway: RunningGateway) 
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 
 
+@pytest.mark.promise("A log can be read again from any offset, and ends with `eof`.")
 async def test_a_log_is_read_again_from_any_offset_and_ends_with_eof(gateway: RunningGateway) -> None:
     record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
     whole = await gateway.http.get(f"/v1/invocations/{record_id}/logs")
@@ -80,6 +82,7 @@ async def test_a_log_is_read_again_from_any_offset_and_ends_with_eof(gateway: Ru
     assert lines[-1]["state"] == "succeeded"
 
 
+@pytest.mark.promise("A log that retention removed reads as `expired`.")
 async def test_a_log_that_retention_removed_says_so_to_every_reader(gateway: RunningGateway) -> None:
     record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
     await gateway.app.store.commit()
@@ -107,6 +110,7 @@ async def test_a_follower_gets_lines_live_as_server_sent_events(gateway: Running
         assert "event: eof" in [line async for line in lines]
 
 
+@pytest.mark.promise("Server-Sent Events are resumed by `Last-Event-ID`.")
 async def test_a_reconnecting_event_source_goes_on_after_its_last_event(gateway: RunningGateway) -> None:
     record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
     headers = {"Accept": "text/event-stream", "Last-Event-ID": "0"}
@@ -114,6 +118,7 @@ async def test_a_reconnecting_event_source_goes_on_after_its_last_event(gateway:
     assert [line for line in text.splitlines() if line.startswith("id: ")] == ["id: 1", "id: 2"]
 
 
+@pytest.mark.promise("A path of a file is absolute, or begins at the sandbox's own working directory.")
 async def test_a_relative_path_begins_at_the_sandboxs_own_working_directory(tmp_path: Path) -> None:
     bed = replace(FUNCTIONS["shell"], name="bed", sandbox=SandboxSpec(workdir="/testbed"))
     async with serving(GatewayBench(tmp_path, functions={"bed": bed})) as gateway:

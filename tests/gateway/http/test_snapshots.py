@@ -117,6 +117,9 @@ async def taken(gateway: RunningGateway, trajectory: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.promise(
+    "A fork begins with its source's files and has no more than its function allows; later changes stay apart."
+)
 async def test_a_fork_is_as_it_was_and_both_go_their_own_way(
     running: RunningGateway, kind: str, tmp_path: Path
 ) -> None:
@@ -170,6 +173,7 @@ async def test_a_snapshot_sees_what_was_asked_for_before_it(running: RunningGate
     assert await said(running, "two", "cat file") == "done\n"
 
 
+@pytest.mark.promise("Snapshots outlive the gateway, stay within their bounds, and none in use goes.")
 async def test_the_next_gateway_knows_a_snapshot_and_what_needs_it(bench: GatewayBench) -> None:
     async with serving(bench) as running:
         await said(running, "one", "echo kept > file; echo there > /tmp/file")

@@ -56,6 +56,9 @@ def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.invocations.callbacks.BACKOFF_S", 0.001)
 
 
+@pytest.mark.promise(
+    "Callbacks are signed, sent once the end is durable, and at least once; tries are counted over restarts."
+)
 async def test_an_ended_record_is_posted_signed_and_again_until_it_is_taken(tmp_path: Path, receiver: Receiver) -> None:
     callbacks = {"allow": ["127.0.0.0/8"], "secret": "key"}
     async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks})) as gateway:
@@ -72,6 +75,7 @@ async def test_an_ended_record_is_posted_signed_and_again_until_it_is_taken(tmp_
         assert record["callback"] == "delivered"
 
 
+@pytest.mark.promise("A callback goes only to addresses that the configuration allows.")
 async def test_a_target_that_is_not_allowed_is_refused_before_any_work(tmp_path: Path) -> None:
     callbacks = {"allow": ["example.org", "example.net:8443"]}
     async with serving(GatewayBench(tmp_path, server={"callbacks": callbacks})) as gateway:
@@ -219,6 +223,7 @@ async def test_nothing_is_told_that_a_restart_could_take_back(tmp_path: Path, re
         assert [orjson.loads(body)["state"] for body in receiver.bodies] == ["succeeded"]
 
 
+@pytest.mark.promise("A dead receiver holds up no other.")
 async def test_a_receiver_that_is_dead_holds_up_no_other(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

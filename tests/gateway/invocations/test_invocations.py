@@ -224,6 +224,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.promise("ACT is queue + overhead + execution, from acceptance to the end, over all tries and restarts.")
 @given(steps=STEPS, last=st.sampled_from(["settle", "end", "shut down"]), share=st.floats(0, 1))
 def test_whatever_happens_to_it_they_sum_to_its_age(
     steps: list[tuple[float, str, float]], last: str, share: float
@@ -354,6 +355,7 @@ async def test_across_a_restart(tmp_path: Path) -> None:
         assert (await over(second, queued))["queue_ms"] >= 60
 
 
+@pytest.mark.promise("A stream has the three times in its last record.")
 async def test_streams_carry_them(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path)) as gateway:
         answer = await gateway.invoke({"log": "x"}, mode="stream")

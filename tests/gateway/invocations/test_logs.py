@@ -40,6 +40,7 @@ async def whole(logs: Logs, seq: int) -> list[LogRow]:
     return [row async for page in logs.follow(seq, 0) for row in page]
 
 
+@pytest.mark.promise("A log is kept to its own bound, and its end counts the missing bytes.")
 async def test_a_log_is_filled_to_its_bound_and_ends_with_what_is_missing(logs: Logs) -> None:
     log = logs.open(1, limit_bytes=303)
     for _ in range(10):
@@ -70,6 +71,7 @@ async def test_a_follower_reads_what_left_memory_and_what_is_still_there(logs: L
     assert [row.data for row in first] + rest == [*(f"line {n}\n" for n in range(10)), "late"]
 
 
+@pytest.mark.promise("A line of a log is sent once it is on disk, so that no offset holds two after a kill.")
 async def test_nobody_is_told_of_a_line_before_it_stands_on_disk(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +167,7 @@ async def test_a_log_goes_on_where_an_earlier_gateway_stopped(logs: Logs, store:
     assert [(row.position, row.data) for row in await store.logs(1, 0, 10)] == [(0, "before"), (1, "after")]
 
 
+@pytest.mark.promise("A log goes on over a restart without a line twice.")
 async def test_what_is_said_once_more_after_a_restart_is_not_written_twice(store: Store) -> None:
     log = Logs(store, ServerConfig(), wall=itertools.count().__next__).open(1, limit_bytes=1000)
     for stream, text in (("stdout", "an earlier try"), ("system", "next try")):

@@ -64,6 +64,9 @@ async def fill(gateway: RunningGateway) -> list[str]:
     return [(await gateway.invoke({"hangs": True}, mode="async")).json()["id"] for _ in range(cores)]
 
 
+@pytest.mark.promise(
+    "After a kill waiting work runs in its order; begun work that is not idempotent ends `lost` and never runs twice."
+)
 async def test_after_a_kill_queued_work_runs_in_its_order_and_running_work_is_lost(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path / "first")) as first:
         running = await fill(first)
@@ -80,6 +83,7 @@ async def test_after_a_kill_queued_work_runs_in_its_order_and_running_work_is_lo
         assert executed == queued
 
 
+@pytest.mark.promise("After a kill idempotent work runs again, with its first try on record.")
 async def test_after_a_kill_an_idempotent_function_runs_again_and_its_first_try_is_on_record(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path / "first")) as first:
         accepted = await first.invoke({"held": True, "log": "try"}, mode="async", function="again")
@@ -125,6 +129,7 @@ class SlowProvider:
         return await self._create(*args, **kwargs)
 
 
+@pytest.mark.promise("Work that was being made ready at a kill is queued again in its place.")
 @pytest.mark.slow
 @pytest.mark.parametrize("trajectory", [None, "t"])
 async def test_what_was_being_made_ready_at_a_kill_is_queued_again_whatever_it_is(
@@ -187,6 +192,7 @@ def nodes_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reattachment, "may_hold", lambda *_: True)
 
 
+@pytest.mark.promise("An action on a node that is not back yet keeps its trajectory's turn.")
 @pytest.mark.usefixtures("nodes_are_awaited")
 @pytest.mark.parametrize("function", ["echo", "again"])
 async def test_what_runs_on_a_node_that_is_not_back_keeps_its_trajectorys_turn(tmp_path: Path, function: str) -> None:
@@ -235,6 +241,7 @@ async def test_what_runs_on_a_node_that_is_not_back_is_cancelled_there_when_its_
         assert cancelled.count(invocation_id) == 2, "by each gateway, and the second has its executor end it"
 
 
+@pytest.mark.promise("A key still latches on after a restart.")
 async def test_a_key_still_latches_on_after_a_restart(tmp_path: Path) -> None:
     key = {"Idempotency-Key": "k"}
     async with serving(GatewayBench(tmp_path / "first")) as first:
@@ -286,6 +293,7 @@ async def test_a_try_that_fails_while_the_gateway_drains_is_not_the_last_one(tmp
         assert [each["reason"] for each in tries] == ["handler_error"] * 2, "each try is on record, none twice"
 
 
+@pytest.mark.promise("One gateway at a time serves from a state directory.")
 def test_one_gateway_at_a_time_serves_from_a_state_directory(tmp_path: Path) -> None:
     with StateDirectory(tmp_path), pytest.raises(Conflict, match="another gateway"):
         StateDirectory(tmp_path)
@@ -306,6 +314,9 @@ async def end_of(gateway: RunningGateway, invocation_id: str) -> tuple[Any, Any]
     return record["state"], record["reason"]
 
 
+@pytest.mark.promise(
+    "A lost sandbox is reported to every action accepted before that, and none of them runs in an empty one instead."
+)
 async def test_all_that_waited_for_a_lost_sandbox_is_told_and_later_work_begins_anew(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path, functions={"safe": SAFE})) as gateway:
         running = await submit_command(gateway, "touch made; until [ -e never ]; do sleep 0.01; done")
@@ -357,6 +368,7 @@ def executed(gateway: RunningGateway) -> list[str]:
     return [action_id for verb, action_id in gateway.runtime.seen if verb == "execute"]
 
 
+@pytest.mark.promise("An action is tried again before what is behind it runs.")
 async def test_a_functions_own_retries_run_before_what_is_behind_it(gateway: RunningGateway) -> None:
     first = await submitted(gateway, {"reason": "handler_error", "held": True}, "retried")
     behind = await submitted(gateway, {"n": 1})
@@ -495,12 +507,16 @@ functions:
     return arrivals
 
 
+@pytest.mark.promise("The called service sees no window with more than the limit, also over a restart.")
 async def test_who_is_called_sees_no_window_with_more_than_the_limit(tmp_path: Path) -> None:
     arrivals = await arrivals_of(tmp_path, 5, 20, lambda number: False)
     assert len(arrivals) == 20
     assert max(sum(first <= each < first + 0.3 for each in arrivals) for first in arrivals) <= 5
 
 
+@pytest.mark.promise(
+    "Each try within one call takes its units of the quota, and goes before calls that have not begun."
+)
 async def test_each_try_within_a_call_counts_as_who_is_called_counts_it(tmp_path: Path) -> None:
     arrivals = await arrivals_of(tmp_path, 2, 4, lambda number: number <= 4)
     assert len(arrivals) == 8
@@ -552,6 +568,7 @@ def in_order(record: dict[str, Any]) -> bool:
     return found == sorted(found) and (found[-1] - found[0]).total_seconds() < DEADLINE_S and min(times) >= 0
 
 
+@pytest.mark.promise("The time of day never jumps: ages, keys and retention pass with time.")
 @JUMPS
 async def test_a_key_latches_on_although_the_clock_says_that_it_is_long_over(
     jumping_gateway: RunningGateway, machine: JumpingClock, jump_s: float

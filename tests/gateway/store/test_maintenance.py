@@ -56,6 +56,7 @@ async def kept(store: Store, *records: Record) -> list[bool]:
     return [await store.get(each.seq) is not None for each in records]
 
 
+@pytest.mark.promise("Old records go with their logs; living ones and dead letters stay.")
 async def test_old_records_go_with_their_logs_and_living_or_dead_letters_stay(store: Store) -> None:
     dead, living = record(store, ended_s=10.0, dead=True), record(store, ended_s=None)
     old, young = record(store, ended_s=10.0), record(store, ended_s=990.0)
@@ -109,6 +110,7 @@ async def test_logs_go_by_size_the_oldest_first_until_the_rest_fits(store: Store
     assert await pruned(store, logs_bytes=250) == {"records": 0, "logs": 0}
 
 
+@pytest.mark.promise("The database file shrinks when its records are removed.")
 async def test_the_file_gives_back_what_its_records_took_but_for_a_spare(store: Store, tmp_path: Path) -> None:
     for _ in range(200):
         record(store, ended_s=10.0, log="x" * 100_000)
@@ -207,6 +209,7 @@ def test_a_check_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert quick_check(tmp_path / "db.sqlite", -1.0) == "unfinished"
 
 
+@pytest.mark.promise("A backup of a gateway that serves can be put back.")
 async def test_a_backup_of_a_gateway_that_serves_is_put_back_and_served(tmp_path: Path) -> None:
     copy = tmp_path / "copy.sqlite"
     async with serving(GatewayBench(tmp_path / "old")) as gateway:

@@ -72,6 +72,7 @@ def crash_image(directory: Path) -> Path:
     return image
 
 
+@pytest.mark.promise("202 is answered once the record is durable.")
 @pytest.mark.parametrize("durability", list(Durability))
 async def test_a_committed_record_survives_the_death_of_the_process(tmp_path: Path, durability: Durability) -> None:
     store = Store(spec(tmp_path, durability=durability))
@@ -127,6 +128,7 @@ def test_a_full_disk_is_told_with_what_mends_it() -> None:
     assert not mended_by(sqlite3.OperationalError("database is locked"), Path("/state/db.sqlite"))
 
 
+@pytest.mark.promise("While the disk refuses, accepted work waits and reads go on.")
 async def test_a_full_disk_refuses_what_waits_keeps_what_happened_and_recovers(store: Store, tmp_path: Path) -> None:
     running = accepted(store)
     await store.commit()
@@ -207,6 +209,7 @@ def _with_delivery(store: Store, record: Record) -> None:
     store.note("save_delivery", record.seq, "a\udcff", 0.0, 0)
 
 
+@pytest.mark.promise("A row that cannot be written keeps no other from the disk.")
 @pytest.mark.parametrize("spoil", [_with_message, _with_attempt, _with_log, _with_delivery])
 async def test_a_row_that_cannot_be_written_is_told_and_keeps_no_other_from_the_disk(
     store: Store, spoil: Callable[[Store, Record], None]
@@ -533,6 +536,7 @@ async def walked(store: Store, **given: object) -> list[int]:
             return found
 
 
+@pytest.mark.promise("Lists are newest first, whole over their pages, and a page takes bounded time.")
 async def test_the_pages_of_every_filter_hold_what_passes_it_newest_first_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -594,6 +598,7 @@ def steps_of(path: Path, chosen: Filter) -> int:
     return 10 * taken
 
 
+@pytest.mark.promise("A page of a list costs the same number of database steps however many records there are.")
 async def test_a_page_costs_as_many_steps_whatever_lies_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def test_actions_start_in_order_and_the_rest_waits(drive: Drive) -> None:
     assert driver.running() == {"a1", "a2"}
 
 
+@pytest.mark.promise("ACT is queue + overhead + execution, from acceptance to the end, over all tries and restarts.")
 def test_the_three_times_make_the_act(drive: Drive) -> None:
     driver = drive(spec(node(cores=1)))
     driver.step(0, submit("first"), submit("second"))
@@ -77,6 +78,7 @@ def test_a_large_waiting_action_keeps_what_it_waits_for(drive: Drive) -> None:
     assert driver.running() == {"large"}
 
 
+@pytest.mark.promise("A blocked call never holds a core back.")
 def test_a_blocked_call_never_holds_a_core_back(drive: Drive) -> None:
     config = replace(spec(), resources={"search": QuotaSpec(limit=1, period_s=10)})
     driver = drive(config)
@@ -112,6 +114,9 @@ def test_a_wake_up_is_asked_for_the_instant_quota_returns(drive: Drive) -> None:
     assert "q2" in driver.started
 
 
+@pytest.mark.promise(
+    "Each try within one call takes its units of the quota, and goes before calls that have not begun."
+)
 def test_a_further_try_waits_for_its_quota_and_goes_before_who_has_not_begun(drive: Drive) -> None:
     driver = drive(replace(spec(), resources={"search": QuotaSpec(limit=1, period_s=2.5)}))
     driver.step(0, submit("q1", {"search": 1}), submit("q2", {"search": 1}))
@@ -183,6 +188,7 @@ def test_a_trajectory_that_is_opened_while_its_first_action_waits_gets_its_place
     assert driver.homes() == {"u": "n0"}
 
 
+@pytest.mark.promise("`queue_timeout` bounds the wait, and names what was waited for.")
 def test_a_waiting_action_ends_at_its_queue_timeout(drive: Drive) -> None:
     driver = drive(spec(node(cores=1)))
     driver.step(0, submit("a"), submit("b", queue_timeout_s=3.0))
@@ -244,6 +250,7 @@ def test_a_task_that_comes_late_is_served_at_once_and_not_for_the_past(drive: Dr
     assert 4 <= new <= 6
 
 
+@pytest.mark.promise("A task's cap bounds it, and its children still run.")
 def test_a_cap_bounds_a_task_and_leaves_the_rest_to_others(drive: Drive) -> None:
     driver = drive(replace(spec(), tasks={"red": TaskSpec(caps={"cpu": 1}), "blue": TaskSpec()}))
     driver.step(0, submit("r1", task="red"), submit("r2", task="red"), submit("b1", task="blue"))

@@ -110,6 +110,7 @@ def test_a_pinned_action_waits_for_its_node_and_says_so(drive: Drive) -> None:
     assert (outcome.reason, "n0, which is closed: silent for 3 s" in outcome.message) == (Reason.QUEUE_TIMEOUT, True)
 
 
+@pytest.mark.promise("The trajectories of a draining node go on there, and no new ones are placed there.")
 def test_the_trajectories_of_a_node_that_finishes_go_on_there_and_nobody_else(drive: Drive) -> None:
     driver = drive(spec(node("n0", cores=2), node("n1", memory_bytes=1)))
     pinned: dict[str, Any] = {"trajectory": "t", "memory_bytes": 5}
@@ -427,6 +428,7 @@ def test_it_holds_its_cores_before_anything_that_waits_may_take_them(drive: Driv
     assert driver.core.state.resources["cpu:n0"].free == 1
 
 
+@pytest.mark.promise("A command that is taken over counts from its real start.")
 def test_its_three_times_count_from_its_real_start(drive: Drive) -> None:
     driver = drive(spec())
     driver.step(10, resumed("old", {"cpu": 1}, -30, submitted_s=-32))

@@ -545,6 +545,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.promise("A bug in a policy costs its pool that policy, and no action.")
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 @pytest.mark.parametrize(("how", "story"), FAULTS.values(), ids=FAULTS)
 def test_a_policy_that_fails_is_replaced_on_its_pool_and_everything_runs(

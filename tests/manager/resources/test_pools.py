@@ -46,6 +46,7 @@ def test_sets_that_are_given_together_are_those_that_are_given_one_by_one(
     assert together.free == alone.free
 
 
+@pytest.mark.promise("Cores are exclusive while an action runs, and given back after it.")
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), max_size=60))
 def test_no_core_is_ever_held_twice(moves: list[tuple[str, int]]) -> None:
     pool = CpuPool(NodeSpec(name="n", numa=NUMA, memory_bytes=1))
@@ -75,6 +76,7 @@ def test_a_lower_concurrency_limit_takes_nothing_away() -> None:
     pool.check()
 
 
+@pytest.mark.promise("A quota holds in every window, and its burst at every instant.")
 @given(
     limit=st.integers(1, 5),
     burst=st.none() | st.integers(1, 5),

@@ -67,6 +67,7 @@ def test_logprobs_are_those_of_transformers(family: str, checkpoint: Write, devi
         assert row == pytest.approx(plain_logprobs(path, ids), abs=1e-5)
 
 
+@pytest.mark.promise("A restored model computes what transformers does, at every degree of parallelism.")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_transformers(family: str, checkpoint: Write, device: OneDevice) -> None:
     path = checkpoint(family, "score")

@@ -146,6 +146,7 @@ async def test_text_for_a_checkpoint_without_a_tokenizer_is_a_model_error(
 # -- swaps
 
 
+@pytest.mark.promise("A service is restored once and found in place after; what is evicted is gone.")
 async def test_a_service_is_restored_once_and_found_in_place_after(checkpoint: Write, runtime: ModelRuntime) -> None:
     asked = teacher(checkpoint)
     usages = [(await runtime.execute(execution(asked, GIVEN, (0, 2)))).usage for _ in range(2)]
@@ -285,6 +286,9 @@ async def test_functions_that_share_a_service_share_its_footprint(checkpoint: Wr
 # -- batches
 
 
+@pytest.mark.promise(
+    "Members of a model's batch have an answer each, and a refused one neither fails nor delays the others."
+)
 async def test_the_members_of_a_batch_run_as_one_job_with_an_answer_each(
     checkpoint: Write, runtime: ModelRuntime
 ) -> None:

@@ -109,6 +109,7 @@ async def test_a_function_that_it_cannot_read_is_refused_and_nothing_else(daemon
     assert await end_of(daemon) is not None
 
 
+@pytest.mark.promise("A command that a node recorded and did not start is started by the next daemon, not lost.")
 @pytest.mark.parametrize("trajectory", ["t1", None])
 @pytest.mark.parametrize("started", [False, True])
 async def test_what_a_daemon_wrote_that_it_begins_and_never_began_is_begun_by_the_next_one(

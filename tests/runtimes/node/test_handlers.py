@@ -85,6 +85,7 @@ async def test_files_that_were_sent_are_there_for_the_next_daemon_too(tmp_path: 
         pass
 
 
+@pytest.mark.promise("A node runs no handler's files that were damaged on the way or on its disk.")
 async def test_a_damaged_piece_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     sent, here = await archive(tmp_path, "x = 1"), store(tmp_path)
     damaged = sent.data.replace(b"x = 1", b"x = 2")

@@ -221,6 +221,7 @@ def test_there_are_no_more_nodes_than_the_bound_and_the_longest_lost_is_forgotte
     assert [member.name for member in membership.members()] == ["b", "c"]
 
 
+@pytest.mark.promise("A node whose disk is full gets no actions, reports why, and serves again by itself.")
 def test_a_node_that_finds_itself_unfit_is_closed_with_its_reason_and_open_again_by_its_own_word() -> None:
     membership = joined("n")
     assert membership.judge(1, "n", "n-1", "its disk is full") == [Shut("n", "unfit: its disk is full")]

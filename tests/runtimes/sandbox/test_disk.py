@@ -138,6 +138,7 @@ async def images_are(directory: Path, count: int) -> None:
     await until(lambda: len(backing_files(directory)) == count)
 
 
+@pytest.mark.promise("The bytes and files that a sandbox writes are bounded.")
 @pytest.mark.parametrize(
     "text",
     [

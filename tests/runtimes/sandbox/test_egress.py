@@ -43,6 +43,7 @@ def world() -> Iterator[NetworkWorld]:
         yield made
 
 
+@pytest.mark.promise("There is no network unless it is granted, and an allow list opens nothing else.")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["process", pytest.param("container", marks=pytest.mark.docker)])
 def test_egress_is_the_public_world(world: NetworkWorld, kind: str, request: pytest.FixtureRequest) -> None:

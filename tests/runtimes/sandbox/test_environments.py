@@ -71,6 +71,7 @@ async def test_a_secret_in_the_environment_is_filled_in_when_the_sandbox_is_made
 
 
 class TestTrajectories:
+    @pytest.mark.promise("A trajectory has one sandbox, and its files survive from action to action.")
     async def test_a_trajectory_keeps_its_sandbox(self, environments: Environments) -> None:
         first, second = await asyncio.gather(environments.ensure("t"), environments.ensure("t"))
         assert first is second
@@ -408,6 +409,7 @@ class TestExecRuntime:
         assert {"cpu_s", "peak_memory_bytes"} <= result.usage.keys()
         assert execution.execution_s >= duration_s * 0.5
 
+    @pytest.mark.promise("A log is kept to its own bound, and its end counts the missing bytes.")
     async def test_the_log_takes_more_than_the_result_and_counts_the_rest(self, environments: Environments) -> None:
         function = replace(self.function, log_limit_bytes=5000)
         script = "head -c 20000 /dev/zero | tr '\\0' x; echo the end"

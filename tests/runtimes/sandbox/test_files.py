@@ -274,6 +274,7 @@ async def test_a_file_that_becomes_shorter_while_it_is_read_is_no_shorter_file(t
                 pass
 
 
+@pytest.mark.promise("Files are written as they arrive, and a transfer that breaks off leaves nothing.")
 @ON_SHARED_LOOP
 @SHARED_RUNNER_ALONE
 async def test_each_piece_is_written_before_the_next_is_asked_for(tidy_sandbox: Sandbox) -> None:

@@ -115,6 +115,7 @@ class TestExhaustion:
                 await sh(made, "true")
         await made.close()
 
+    @pytest.mark.promise("An agent cannot turn its 0.0 into no reward by its files, disk, memory or names.")
     async def test_a_sweep_takes_what_was_left_in_memory(self, provider: Provider, spec: SandboxSpec) -> None:
         """A small ``/tmp`` stays, and so does one on the disk."""
         spec = replace(spec, memory_bytes=128 * 2**20, users=("root",))
@@ -150,6 +151,7 @@ class TestExhaustion:
 
 
 class TestEscape:
+    @pytest.mark.promise("Commands cannot kill, trace or read the runner.")
     @pytest.mark.parametrize("user", ["", "root"])
     async def test_killing_everything_kills_not_the_runner(
         self, provider: Provider, sandbox: Sandbox, user: str
@@ -263,6 +265,7 @@ class TestEscape:
         ):
             assert (await sh(sandbox, f"{attempt} 2>/dev/null && echo done", user="root")).stdout == b""
 
+    @pytest.mark.promise("One trajectory's files and processes are not another's.")
     async def test_one_trajectorys_files_and_processes_are_not_anothers(
         self, provider: Provider, spec: SandboxSpec
     ) -> None:
@@ -277,6 +280,7 @@ class TestEscape:
         await one.close()
         await other.close()
 
+    @pytest.mark.promise("The files of the host are not seen, and no path leads out.")
     async def test_a_planted_link_shows_nothing_of_the_host(self, sandbox: Sandbox, tmp_path: Path) -> None:
         secret = tmp_path / "host-secret"
         secret.write_text("of the host", encoding="ascii")

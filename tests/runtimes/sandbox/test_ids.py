@@ -137,6 +137,7 @@ async def test_a_sandbox_that_outlives_its_gateway_keeps_its_ids(provider: Proce
     await adopted.close()
 
 
+@pytest.mark.promise("Root inside a process sandbox has no rights on the host.")
 @pytest.mark.parametrize("user", ["root", "0"])
 async def test_root_inside_is_nobody_on_the_host(provider: ProcessProvider, user: str, tmp_path: Path) -> None:
     sandbox = await made(provider, user=user)

@@ -409,6 +409,7 @@ async def test_a_listed_user_keeps_the_id_that_it_has(provider: Provider, spec: 
     await sandbox.close()
 
 
+@pytest.mark.promise("Each sandbox has a user, and so the kernel's quotas, of its own.")
 async def test_each_sandbox_has_a_user_and_so_the_kernels_quotas_of_its_own(
     provider: Provider, sandbox: Sandbox, spec: SandboxSpec
 ) -> None:
@@ -440,6 +441,7 @@ async def test_another_user_can_be_asked_for(tidy_sandbox: Sandbox) -> None:
     assert (await sh(tidy_sandbox, "id -u", user="root")).stdout == b"0\n"
 
 
+@pytest.mark.promise("Only the listed users can be requested.")
 async def test_no_user_but_those_listed_can_be_asked_for(provider: Provider, spec: SandboxSpec) -> None:
     alone = replace(spec, user="1000", users=())
     sandbox = await provider.create(alone, name=unique("alone"), labels={}, mounts={})
@@ -473,6 +475,8 @@ async def test_a_sandbox_whose_user_is_nowhere_is_not_made_and_says_whom_it_lack
         await provider.create(replace(spec, user="nobody-here"), name=unique("nobody"), labels={}, mounts={})
 
 
+@pytest.mark.promise("Root inside cannot take the runner's limits away.")
+@pytest.mark.promise("System calls are filtered, and ordinary programs work.")
 @ON_SHARED_LOOP
 async def test_refused_calls_are_not_permitted_and_ordinary_ones_work(tidy_sandbox: Sandbox) -> None:
     done = await tidy_sandbox.run(Command(argv=("python3", "-c", ATTEMPTS)))

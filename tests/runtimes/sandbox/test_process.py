@@ -190,6 +190,7 @@ def states(mark: str) -> set[str]:
     return found
 
 
+@pytest.mark.promise("A sandbox reports what it does not hold.")
 async def test_it_says_what_it_does_not_promise(provider: ProcessProvider) -> None:
     info = provider.info
     assert (info.kind, info.engine) == ("plain", "plain processes")
@@ -286,6 +287,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
 
 
+@pytest.mark.promise("A full disk or too few descriptors are never the fault of the work.")
 async def test_a_full_disk_is_never_the_fault_of_the_work(full_disk: Path) -> None:
     means = HostSupport(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
     provider = ProcessProvider(state_dir=full_disk, gate=CreationGate(1), shared_cores=(0,), means=means)

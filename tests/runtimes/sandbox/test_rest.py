@@ -45,6 +45,7 @@ class TestRest:
         assert (await sh(adopted, script)).stdout == b"on\n"
         await adopted.close()
 
+    @pytest.mark.promise("A sandbox whose gateway does not come back ends itself.")
     async def test_a_sandbox_whose_gateway_is_gone_ends_itself_and_what_stands_still_in_it(
         self, provider: Provider, spec: SandboxSpec, tmp_path: Path
     ) -> None:

@@ -122,6 +122,7 @@ class TestCommands:
             await running
         assert b"".join(data for _, data in seen) == b"first\nsecond\n"
 
+    @pytest.mark.promise("Output beyond its limit keeps both its ends and counts the missing bytes.")
     @SHARED_RUNNER_ALONE
     async def test_of_long_output_both_ends_are_kept_and_what_is_missing_is_counted(
         self, shared_sandbox: Sandbox
@@ -205,6 +206,7 @@ class TestTimeouts:
         result = await sh(shared_sandbox, "trap '' TERM; while :; do sleep 0.01; done", timeout_s=2, kill_grace_s=0.2)
         assert (result.timed_out, result.signal) == (True, 9)
 
+    @pytest.mark.promise("`timeout` bounds the execution, and kills every process of it.")
     @pytest.mark.parametrize(
         "escape",
         [
@@ -295,6 +297,7 @@ class TestProcesses:
 
 
 class TestCores:
+    @pytest.mark.promise("Cores are exclusive while an action runs, and given back after it.")
     async def test_a_sandbox_runs_on_exactly_its_cores(self, shared_sandbox: Sandbox) -> None:
         available = sorted(os.sched_getaffinity(0))
         for cores in ([available[-1]], available):
@@ -408,6 +411,7 @@ except OSError as error:
 
 
 class TestPromises:
+    @pytest.mark.promise("Memory is bounded, and its end is reported with its peak.")
     async def test_memory_is_bounded_and_the_end_is_told_with_its_peak(
         self, shared_provider: Provider, fresh_sandbox: Sandbox
     ) -> None:
@@ -429,6 +433,7 @@ class TestPromises:
         assert result.forks_refused == 1
         assert (await sh(fresh_sandbox, "exit 3")).forks_refused == 0, "it is told of the command that it befell"
 
+    @pytest.mark.promise("There is no network unless it is granted, and an allow list opens nothing else.")
     async def test_there_is_no_network_unless_granted(self, shared_provider: Provider, shared_sandbox: Sandbox) -> None:
         if not shared_provider.info.limits["network"]:
             pytest.skip("this machine's process sandboxes have the host's network")
@@ -457,6 +462,7 @@ class TestPromises:
         result = await sh(shared_sandbox, "env; cat /proc/1/environ /proc/1/mem 2>/dev/null | head -c 100000")
         assert not [name for name in os.environ if name.startswith("TANGRAM") and name.encode() in result.stdout]
 
+    @pytest.mark.promise("A sandbox reports what it does not hold.")
     async def test_info_is_honest(self, shared_provider: Provider) -> None:
         info = shared_provider.info
         assert info.kind in ("container", "process")

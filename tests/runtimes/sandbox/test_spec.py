@@ -123,6 +123,7 @@ def test_plain_processes_say_what_they_are(tmp_path: Path, capsys: pytest.Captur
     assert len(warned) == len(info.weakenings) and all("warning" in line for line in warned)
 
 
+@pytest.mark.promise("Less isolation than was served is refused until it is requested.")
 def test_less_than_was_served_needs_the_flag(tmp_path: Path) -> None:
     make_provider(settings(tmp_path, kind="process"))
     weak = settings(tmp_path, kind="plain", plain_as_root=True)
@@ -162,6 +163,7 @@ async def test_no_kind_takes_over_what_another_made(tmp_path: Path) -> None:
     await plain.close()
 
 
+@pytest.mark.promise("`python3` in a process sandbox is the host's.")
 async def test_python_is_the_hosts_unless_a_path_is_named(tmp_path: Path) -> None:
     show = Command(argv=("python3", "-c", "import sys; print(sys.prefix)"))
     for path, prefix in (("", "/usr"), (f"{sys.prefix}/bin:/usr/bin", sys.prefix)):
@@ -437,6 +439,7 @@ def test_a_name_is_taken(image: str) -> None:
     require_image_name(image)
 
 
+@pytest.mark.promise("The name of an image leads to no other route of the engine.")
 @pytest.mark.parametrize(
     "image",
     [

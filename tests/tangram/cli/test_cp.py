@@ -297,6 +297,7 @@ def test_what_is_no_tree_and_no_file_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.promise("`tangram cp` follows no link and writes nowhere outside its target.")
 def test_a_link_that_lies_in_the_target_is_not_followed(tmp_path: Path) -> None:
     outside, root = tmp_path / "outside", tmp_path / "here"
     (outside / "deep").mkdir(parents=True)

@@ -118,6 +118,7 @@ async def test_an_invocation_comes_back_typed(gateway: RunningGateway) -> None:
     assert result.accepted_at is not None and result.ended_at is not None and result.ended_at >= result.accepted_at
 
 
+@pytest.mark.promise("A response to a known key shows that nothing ran.")
 async def test_a_call_with_a_known_key_says_that_it_ran_nothing(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         for reason in (None, "upstream"):  # a record, and one within a problem
@@ -345,6 +346,7 @@ async def test_failures_are_returned_in_their_places_where_that_is_wanted() -> N
     assert [type(each) is InvocationFailed for each in results] == [n == 7 for n in range(20)]
 
 
+@pytest.mark.promise("A `map` with a key runs nothing twice.")
 def test_a_map_with_a_key_runs_nothing_twice() -> None:
     gateway = ScriptedGateway({"double": double})
     with Client(transport=gateway) as client:

@@ -52,6 +52,7 @@ async def test_a_closed_handle_says_so_without_asking_anybody() -> None:
         assert len(gateway.requests) == asked
 
 
+@pytest.mark.promise("An ended trajectory is gone; a caller that expected it to live gets 410.")
 async def test_an_end_by_another_client_is_noticed(gateway: RunningGateway) -> None:
     async with AsyncClient(f"http://127.0.0.1:{gateway.app.http_port}") as client, client.trajectory("t") as trajectory:
         assert (await trajectory.exec("pwd")).ok

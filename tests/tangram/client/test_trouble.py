@@ -46,6 +46,7 @@ def test_retries_are_bounded_in_number_and_in_time() -> None:
     assert (len(gateway.requests), caught.value.retry_after_s) == (1, 60.0)
 
 
+@pytest.mark.promise("The client sends again only what cannot run twice.")
 def test_work_that_may_have_started_is_not_sent_again_without_a_key() -> None:
     gateway = ScriptedGateway({"f": {}})
     gateway.trouble(broken(httpx.ReadError))
@@ -75,6 +76,7 @@ def test_a_submit_that_is_sent_again_carries_the_same_key() -> None:
     assert first == second
 
 
+@pytest.mark.promise("The client outlasts a restart.")
 def test_a_restart_is_outlasted_and_an_outage_that_does_not_end_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = PausedClock()
     monkeypatch.setattr("tangram.client.requests.time", clock)

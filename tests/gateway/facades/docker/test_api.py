@@ -64,6 +64,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[EngineWorld]:
         yield world
 
 
+@pytest.mark.promise("A container holds no core until a command runs, and a command whose client goes is ended.")
 async def test_a_container_is_a_trajectory_that_holds_no_core_until_a_command_runs(engine: EngineWorld) -> None:
     box = await engine.keep_alive(environment={"A": "1"}, labels={"k": "v"}, mem_limit="512m")
     trajectories = (await engine.running.http.get("/v1/trajectories")).json()["trajectories"]
@@ -260,6 +261,7 @@ async def test_a_container_ends_with_its_trajectory(engine: EngineWorld) -> None
         await engine.do(box.start)
 
 
+@pytest.mark.promise("Options that a container of Docker's facade cannot have are refused by name.")
 async def test_what_a_container_may_not_be_is_refused_by_name(engine: EngineWorld) -> None:
     for body, status, named in REFUSALS:
         told = await engine.ask("POST", "/v1.41/containers/create", {"Image": IMAGE, "Cmd": ["sleep", "1"], **body})
@@ -310,6 +312,7 @@ async def test_no_more_containers_than_the_bound_are_kept(tmp_path: Path, monkey
             await engine.keep_alive("two")
 
 
+@pytest.mark.promise("Nobody but the gateway's own user opens the socket of Docker's facade.")
 async def test_only_our_own_user_opens_the_socket_and_a_living_one_is_not_taken(
     engine: EngineWorld, tmp_path: Path
 ) -> None:

@@ -164,6 +164,7 @@ def door(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     assert process.stop() == 0, "\n".join(process.log[-30:])
 
 
+@pytest.mark.promise("Docker's facade answers its clients' calls as the real engine does, except where named.")
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_every_answer_is_the_engines_but_for_what_is_named(door: Path, scene: Scene) -> None:
     prefix = f"same-{secrets.token_hex(4)}"

@@ -33,6 +33,7 @@ def tokens(tmp_path: Path) -> Tokens:
     return Tokens(tmp_path)
 
 
+@pytest.mark.promise("An input that is too long for a model is refused, or cut on one side in every form.")
 def test_texts_ids_and_conversations_lose_the_same_side(tokens: Tokens) -> None:
     text, ids = " ".join(WORDS), [range(1, 10)]
     chat = [[{"role": "user", "content": " ".join(WORDS[:4])}, {"role": "user", "content": " ".join(WORDS[4:])}]]

@@ -26,6 +26,7 @@ def value(result: Result) -> Mapping[str, object]:
     return result.value
 
 
+@pytest.mark.promise("A short continuation is answered while a long one beside it goes on.")
 async def test_a_short_continuation_is_answered_while_a_long_one_beside_it_goes_on(
     checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:

@@ -22,6 +22,7 @@ async def ask(runtime: ModelRuntime, asked: object, chunk: tuple[int, int]) -> d
     return value
 
 
+@pytest.mark.promise("A restored model computes what transformers does, at every degree of parallelism.")
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_every_dop_agrees_with_transformers(family: str, checkpoint: Write, runtime: ModelRuntime) -> None:
     teacher = function(checkpoint(family, "lm"), ModelAction.LOGPROBS, (1, 2, 4, 8))

@@ -759,6 +759,7 @@ class TestCuts:
                 wire.cut()
                 assert await sandbox.read_file("file", limit_bytes=10) == b"kept\n"
 
+    @pytest.mark.promise("A command that is attached to goes on through cuts and its engine's death.")
     async def test_a_command_goes_on_through_cuts_and_its_engines_death(
         self, private_engine: PrivateDocker, spec: SandboxSpec, tmp_path: Path
     ) -> None:

@@ -94,6 +94,9 @@ async def environments(docker: object, tmp_path: Path) -> AsyncIterator[Environm
     await provider.close()
 
 
+@pytest.mark.promise(
+    "A suite that cannot run whatever the agent does has no reward; one that the agent broke is worth 0.0."
+)
 @pytest.mark.docker
 @pytest.mark.parametrize("grade", ["same_sandbox", "fresh"])
 @pytest.mark.parametrize(
@@ -128,6 +131,7 @@ async def test_who_has_broken_a_suite_is_seen_where_nobody_has_been(
     assert bool(value["note"]) == (reward == 0.0) or reward is None
 
 
+@pytest.mark.promise("A grade that needs a fork's snapshot says so, and checks nothing.")
 @pytest.mark.docker
 async def test_a_fork_whose_image_has_no_pytest_is_graded_in_its_snapshot_and_nothing_is_checked(
     environments: Environments, images: dict[str, str]

@@ -61,6 +61,7 @@ def tree(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.promise("The fresh sandbox decides which files are copied into it, whatever the agent's sandbox reports.")
 @pytest.mark.parametrize(
     "name",
     [

@@ -173,6 +173,7 @@ def test_lines_of_others_are_told_and_break_nothing(line: bytes) -> None:
     assert fed(line).doubts == ["somebody else wrote to the report"]
 
 
+@pytest.mark.promise("An agent cannot turn its 0.0 into no reward by its files, disk, memory or names.")
 def test_names_that_are_no_text_can_be_told() -> None:
     name = "tests/test_\udcff.py"
     report = fed(

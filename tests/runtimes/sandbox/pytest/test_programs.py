@@ -87,6 +87,7 @@ async def test_a_solution_is_run_by_one_line_and_is_apart(
     assert ("tests_locked" in value["checked"]) == (user != "root")
 
 
+@pytest.mark.promise("A program of the solution reaches nothing of its tests.")
 @pytest.mark.parametrize("user", ["auto", "root"])
 async def test_a_program_of_the_solution_reaches_nothing_of_its_tests(environments: Environments, user: str) -> None:
     looks = f"""

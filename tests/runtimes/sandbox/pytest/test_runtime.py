@@ -50,6 +50,7 @@ async def test_a_fix_turns_the_reward_from_zero_to_one(bench: SuiteBench) -> Non
     assert after["duration_s"] > 0
 
 
+@pytest.mark.promise("A reward is the verdict of the tests.")
 async def test_every_kind_of_verdict_is_told_apart(bench: SuiteBench) -> None:
     value = await bench.run(
         {
@@ -124,6 +125,7 @@ async def test_targets_choose_directories_files_classes_and_tests(bench: SuiteBe
     assert (none["reward"], none["resolved"], none["valid"]) == (None, None, False)
 
 
+@pytest.mark.promise("A suite that found none of the requested tests has no reward, and a reason, never a silent zero.")
 @pytest.mark.parametrize(
     ("input", "reason"),
     [
@@ -210,6 +212,7 @@ HANG = {
 }
 
 
+@pytest.mark.promise("A suite that times out keeps the verdicts known so far.")
 async def test_a_timeout_keeps_the_verdicts_known_so_far(bench: SuiteBench) -> None:
     failure = await bench.failure(files=HANG, function=replace(FUNCTION, timeout_s=8.0))
     assert failure.reason is Reason.TIMEOUT
@@ -286,6 +289,7 @@ async def test_without_xdist_one_process_is_used_and_told(bench: SuiteBench) -> 
     assert "no pytest-xdist" in value["note"]
 
 
+@pytest.mark.promise("pytest runs with as many workers as it was granted cores.")
 async def test_workers_follow_the_lease_whatever_the_project_asks_for(bench: SuiteBench) -> None:
     where = {
         "pytest.ini": "[pytest]\naddopts = -n 4\n",
@@ -471,6 +475,7 @@ async def test_the_end_of_what_a_loud_suite_says_is_told_however_much_came_befor
     assert bench.log.omitted_bytes >= 80_000
 
 
+@pytest.mark.promise("An agent cannot turn its 0.0 into no reward by its files, disk, memory or names.")
 @pytest.mark.parametrize("grade", ["same_sandbox", "fresh"])
 async def test_a_sandbox_that_was_ended_for_what_its_agent_did_is_worth_nothing(bench: SuiteBench, grade: Any) -> None:
     await bench.write(SUITE)

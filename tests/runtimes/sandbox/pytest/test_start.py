@@ -167,6 +167,9 @@ def test_the_projects_module_does_not_stand_for_the_librarys(machine: InstalledP
 PLANTED = "import sys\nopen('planted', 'w').close()\ndef __getattr__(name): return lambda *a, **k: None\n"
 
 
+@pytest.mark.promise(
+    "No variant of an attack on the start, on imports or on options forges a reward or an entry of `checked`."
+)
 @pytest.mark.parametrize(
     ("test", "planted"),
     [
@@ -210,6 +213,7 @@ def test_a_module_that_the_image_has_beside_an_installed_one_is_the_projects(
     assert verdicts == {"test_it": "failed" if new else "passed"}
 
 
+@pytest.mark.promise("Code of the agent that runs beside the tests is reported before it begins.")
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("test", "inside"),

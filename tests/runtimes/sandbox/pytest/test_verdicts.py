@@ -211,6 +211,9 @@ TESTED = """
 """
 
 
+@pytest.mark.promise(
+    "Only `passed` is a pass: a skip or an expected failure is paid only where the function ignores it."
+)
 @pytest.mark.parametrize("cores", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("raising", "verdict"),
@@ -301,11 +304,13 @@ async def test_a_case_whose_failure_unittest_drops_has_failed(bench: SuiteBench)
     }
 
 
+@pytest.mark.promise("A reward below 1 has a note.")
 async def test_a_share_below_one_says_what_did_not_pass(bench: SuiteBench) -> None:
     value = await bench.run({"test_x.py": "def test_a(): assert 0\ndef test_b(): pass"})
     assert (value["reward"], value["note"]) == (0.5, "1 test(s) did not pass: test_x.py::test_a")
 
 
+@pytest.mark.promise("Only given tests count where tests are given.")
 async def test_only_the_tests_that_came_with_the_request_count(bench: SuiteBench) -> None:
     mine = {
         "calc.py": "def hard(): return 0",

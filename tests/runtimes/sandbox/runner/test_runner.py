@@ -147,6 +147,7 @@ async def holds(box: Box, claim: str = "a.1/1", *, running: bool | None = None) 
     return held is not None and running in (None, held.running)
 
 
+@pytest.mark.promise("A running command of a durable call goes on over a kill and is taken over with its whole output.")
 async def test_a_running_command_is_claimed_with_all_that_it_said(box: Box) -> None:
     await abandoned(box, command())
     client = await box.connect()
@@ -432,6 +433,7 @@ async def look(client: StreamClient) -> None:
     await client.list_files("")
 
 
+@pytest.mark.promise("A fault of the runner ends one exchange only, and is reported as a fault of the gateway.")
 @pytest.mark.parametrize(
     ("work", "owner", "name"),
     [
@@ -473,6 +475,7 @@ async def test_a_fault_of_the_runner_ends_one_exchange_and_is_told_as_its_own(
 
 
 # --- whose a process is
+@pytest.mark.promise("A process that a command left behind is not ended with a later one.")
 async def test_a_server_whose_wrapper_ends_meanwhile_is_not_ended_with_a_later_command(box: Box) -> None:
     wait = "until [ -e go ]; do sleep 0.01; done"
     async with connected(box) as client:
