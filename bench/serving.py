@@ -63,7 +63,8 @@ class ServerProcess:
     ) -> None:
         """``environment`` is added to this process's; ``log`` takes standard error, which is else this process's."""
         self._words = ["-c", code, *arguments]
-        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self._environment = {**os.environ, "PYTHONPATH": path, **(environment or {})}
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self.announced: dict[str, object] = {}

@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-#: Shapes of the timed model, by size. ``8b`` is that of Qwen3-8B.
+#: Shapes of the timed model, by size. ``600m`` and ``8b`` are those of Qwen3-0.6B and Qwen3-8B.
 SHAPES: dict[str, dict[str, Any]] = {
     "toy": TINY,
     "tiny": {
@@ -45,6 +45,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 2304,
         "num_hidden_layers": 12,
         "head_dim": 96,
+    },
+    "600m": {
+        **TINY,
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
     },
     "8b": {
         **TINY,
