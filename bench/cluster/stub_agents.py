@@ -17,7 +17,7 @@ from manager.config import NodeSpec
 from manager.errors import CodedError, Unsupported
 from runtimes.node import protocol
 from runtimes.node.certificate import node_side
-from runtimes.node.protocol import LinkSettings, LinkStream, Message, NodeLink, Pulse, facts_of
+from runtimes.node.protocol import LinkSettings, Message, NodeLink, Pulse, facts_of
 
 #: Connections that are being made at once, and seconds until a cut one tries again.
 DIALLING, AGAIN_S, HANDSHAKE_S = 64, 0.05, 30.0
@@ -54,8 +54,10 @@ class StubAgent:
         """Dial until it is let in."""
         while True:
             loop = asyncio.get_running_loop()
-            _, stream = await loop.create_connection(LinkStream, *self._place, ssl=self._context, server_hostname="")
-            link = self.link = NodeLink(stream, SETTINGS, pulse=self._pulse)
+            _, link = await loop.create_connection(
+                lambda: NodeLink(SETTINGS, pulse=self._pulse), *self._place, ssl=self._context, server_hostname=""
+            )
+            self.link = link
             link.send(hello(self._name, self._ticket))
             try:
                 await link.receive(protocol.NodeWelcome, HANDSHAKE_S)

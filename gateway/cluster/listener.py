@@ -12,7 +12,7 @@ from contextlib import suppress
 import structlog
 
 from manager.errors import CodedError, InvalidConfig
-from runtimes.node.protocol import LinkSettings, LinkStream, NodeLink, Pulse
+from runtimes.node.protocol import LinkSettings, NodeLink, Pulse
 
 #: Seconds until the next try where the process has no descriptor left.
 _FULL_S = 0.2
@@ -174,14 +174,14 @@ class NodeListener:
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream = LinkStream()
+        link = NodeLink(self._settings, pulse=self._pulse)
         try:
-            await loop.connect_accepted_socket(  # its answer is not the stream where the loop is uvloop's
-                lambda: stream, connection, ssl=self._context, ssl_handshake_timeout=self._handshake_s
+            await loop.connect_accepted_socket(  # its answer is not the link where the loop is uvloop's
+                lambda: link, connection, ssl=self._context, ssl_handshake_timeout=self._handshake_s
             )
         except (OSError, ssl.SSLError):
             return None
-        return NodeLink(stream, self._settings, pulse=self._pulse)
+        return link
 
 
 def _network(address: str) -> str:

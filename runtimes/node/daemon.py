@@ -73,7 +73,6 @@ from runtimes.node.protocol import (
     Inventory,
     LinkClosed,
     LinkSettings,
-    LinkStream,
     Message,
     ModelsChanged,
     NodeAnswer,
@@ -1283,8 +1282,8 @@ class NodeDaemon:
 
     async def _dial(self) -> NodeLink:
         settings = self._settings
-        transport, stream = await self._loop.create_connection(
-            LinkStream, settings.host, settings.port, ssl=node_side(), server_hostname=""
+        transport, link = await self._loop.create_connection(
+            lambda: NodeLink(clock=self._clock), settings.host, settings.port, ssl=node_side(), server_hostname=""
         )
         peer = transport.get_extra_info("ssl_object")
         if not isinstance(peer, ssl.SSLObject | ssl.SSLSocket) or not shows(peer, settings.fingerprint):
@@ -1293,7 +1292,7 @@ class NodeDaemon:
             raise InvalidConfig(
                 f"{message}: it is not the gateway, or has a new state directory", component=DAEMON_COMPONENT
             )
-        return NodeLink(stream, LinkSettings(), clock=self._clock)
+        return link
 
     def _hello(self) -> NodeHello:
         settings = self._settings

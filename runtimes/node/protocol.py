@@ -11,7 +11,6 @@ import struct
 import tarfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +31,7 @@ from runtimes.sandbox.handler.sources import (
     handler_files,
     too_much,
 )
+from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError
 from runtimes.sandbox.session import Window
 from runtimes.sandbox.snapshots import SnapshotRecord
 
@@ -543,46 +543,16 @@ def encode(message: Message) -> bytes:
     return HEADER.pack(len(body), _NUMBERS[type(message)]) + body
 
 
-class FrameReader:
-    """Bytes in, messages out, whatever the pieces in which the bytes come."""
-
-    def __init__(self, frame_max_bytes: int) -> None:
-        self.frame_max_bytes = frame_max_bytes
-        #: The beginning of a frame, and the bytes that are needed to go on with it.
-        self._unread = bytearray()
-        self._wanted_bytes = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether no frame has begun and not ended."""
-        return not self._unread
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that are whole now; raises ChannelError, after which nothing more is read."""
-        if self._unread:
-            self._unread += data
-            if len(self._unread) < self._wanted_bytes:
-                return
-            data = bytes(self._unread)
-            self._unread.clear()
-        place, held, view = 0, len(data), memoryview(data)
-        self._wanted_bytes = HEADER.size
-        try:
-            while held - place >= HEADER.size:
-                size_bytes, kind = HEADER.unpack_from(data, place)
-                if size_bytes > self.frame_max_bytes:
-                    raise ChannelError(f"a frame of {size_bytes} bytes, more than {self.frame_max_bytes}")
-                begin = place + HEADER.size
-                if held - begin < size_bytes:
-                    self._wanted_bytes = HEADER.size + size_bytes
-                    break
-                place = begin + size_bytes
-                yield decode(kind, view[begin:place])
-        finally:
-            self._unread += view[place:]
+def messages(frames: FrameDecoder, data: bytes) -> Iterator[Message]:
+    """Yield the messages that are whole now; raises ChannelError, after which nothing more is read."""
+    try:
+        for (_, kind), body in frames.feed(data):
+            yield decode(kind, body)
+    except ProtocolError as error:
+        raise ChannelError(f"{error}, more than {frames.limit}") from None
 
 
-def decode(kind: int, body: bytes | memoryview) -> Message:
+def decode(kind: int, body: bytes) -> Message:
     """Return the message in a frame's body; raises ChannelError."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
@@ -721,118 +691,6 @@ class LinkClosed(CodedError):
     code = "capacity_exceeded"
 
 
-class LinkStream(asyncio.Protocol):
-    """The bytes of one connection: kept for who asks for them, until somebody takes them as they come."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
-        self._kept = bytearray()
-        self._paused = False
-        self._take: Callable[[bytes], None] | None = None
-        #: Done when there is nothing more to come, with why if that is an error.
-        self._over: asyncio.Future[None] = self._loop.create_future()
-        self._over.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may be waiting
-        self._lost = asyncio.Event()
-        #: Something has come, or nothing more does.
-        self._came = asyncio.Event()
-        #: The transport has room.
-        self._room = asyncio.Event()
-        self._room.set()
-
-    @property
-    def transport(self) -> asyncio.Transport:
-        assert self._transport is not None, "it is not connected yet"
-        return self._transport
-
-    async def read(self) -> bytes:
-        """Return what has come; raises OSError or LinkClosed if nothing more does."""
-        while not self._kept:
-            if self._over.done():
-                self._over.result()
-                raise LinkClosed("the other side hung up", component=COMPONENT)
-            self._came.clear()
-            await self._came.wait()
-        return self._let_go()
-
-    async def hand_over(self, take: Callable[[bytes], None]) -> None:
-        """Call ``take`` with what has come and with all that comes, until nothing more does.
-
-        Raises what ``take`` raises, which ends it, and OSError or LinkClosed as `read` does.
-        """
-        if self._kept:
-            take(self._let_go())
-        self._take = take
-        try:
-            await asyncio.shield(self._over)
-        finally:
-            self._take = None
-        raise LinkClosed("the other side hung up", component=COMPONENT)
-
-    def end(self) -> None:
-        """Nothing more is taken."""
-        self._finish(None)
-
-    async def drain(self) -> None:
-        """Wait until the transport has room; raises OSError if it is gone."""
-        await self._room.wait()
-        if self._lost.is_set():
-            raise ConnectionResetError("the connection is gone")
-
-    async def wait_closed(self) -> None:
-        await self._lost.wait()
-
-    def _let_go(self) -> bytes:
-        data = bytes(self._kept)
-        self._kept.clear()
-        if self._paused:
-            self._paused = False
-            self.transport.resume_reading()
-        return data
-
-    def _finish(self, error: BaseException | None) -> None:
-        if not self._over.done():
-            if error is None:
-                self._over.set_result(None)
-            else:
-                self._over.set_exception(error)
-        self._came.set()
-
-    # --- what the transport calls
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-
-    def data_received(self, data: bytes) -> None:
-        if self._over.done():
-            return
-        if self._take is not None:
-            try:
-                self._take(data)
-            except Exception as error:  # noqa: BLE001  # it is raised where it is waited for
-                self._finish(error)
-            return
-        self._kept += data
-        self._came.set()
-        if len(self._kept) > READ_BYTES and not self._paused:
-            self._paused = True
-            self.transport.pause_reading()
-
-    def eof_received(self) -> None:
-        self._finish(None)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._finish(error)
-        self._lost.set()
-        self._room.set()
-
-    def pause_writing(self) -> None:
-        self._room.clear()
-
-    def resume_writing(self) -> None:
-        self._room.set()
-
-
 class Pulse:
     """When links tick: those of many meet at few moments, and the loop wakes up once for them."""
 
@@ -854,12 +712,14 @@ class Pulse:
             tick()
 
 
-class NodeLink:
-    """Frames over a stream. What is sent in one turn of the loop travels together; nothing here waits for the peer."""
+class NodeLink(asyncio.Protocol):
+    """Frames over a connection. What is sent in one turn of the loop travels together; nothing here waits for the peer.
+
+    What comes is kept, as bytes, for who asks for it, until the link runs.
+    """
 
     def __init__(
         self,
-        stream: LinkStream,
         settings: LinkSettings | None = None,
         *,
         clock: Clock | None = None,
@@ -867,11 +727,21 @@ class NodeLink:
     ) -> None:
         """``pulse``: that of all the links of this side, if it has many."""
         self.settings = settings or LinkSettings()
-        self._stream, self._transport = stream, stream.transport
+        self._transport: asyncio.Transport
         self._clock = clock or MonotonicClock()
         self._loop = asyncio.get_running_loop()
-        self._frames = FrameReader(self.settings.frame_max_bytes)
+        self._frames = FrameDecoder(HEADER, limit=self.settings.frame_max_bytes)
+        self._kept = bytearray()
         self._received: deque[Message] = deque()
+        self._handle: Callable[[Message], None] | None = None
+        #: Something has come, or nothing more does.
+        self._arrived = asyncio.Event()
+        #: Done when there is nothing more to come, with why if that is an error.
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._over.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may be waiting
+        #: The connection is gone; the transport has room.
+        self._lost, self._room = asyncio.Event(), asyncio.Event()
+        self._room.set()
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
         #: So much may wait here without a look at what the transport has.
@@ -886,10 +756,54 @@ class NodeLink:
         self._received_s = self._due_s = self._clock.now()
         #: Whether nothing was heard for too long at the last tick.
         self._in_doubt = False
-        self.peer = str(self._transport.get_extra_info("peername") or "")
+        self.peer = ""
         self.closed = asyncio.Event()
         #: Why it was closed.
         self.why = ""
+
+    # --- what the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.peer = str(transport.get_extra_info("peername") or "")
+
+    def data_received(self, data: bytes) -> None:
+        if self._over.done():
+            return
+        if self._handle is not None:
+            try:
+                self._take(data, self._handle)
+            except Exception as error:  # noqa: BLE001  # it is raised where it is waited for
+                self._finish(error)
+            return
+        had_room = len(self._kept) <= READ_BYTES
+        self._kept += data
+        self._arrived.set()
+        if had_room and len(self._kept) > READ_BYTES:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self._finish(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._finish(error)
+        self._lost.set()
+        self._room.set()
+
+    def pause_writing(self) -> None:
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._room.set()
+
+    def _finish(self, error: Exception | None) -> None:
+        """Nothing more is taken."""
+        if not self._over.done():
+            if error is None:
+                self._over.set_result(None)
+            else:
+                self._over.set_exception(error)
+        self._arrived.set()
 
     # --- out
 
@@ -922,8 +836,7 @@ class NodeLink:
         self._flush()
         if self._pumping is not None:
             await asyncio.wait([self._pumping])
-        with suppress(OSError):
-            await self._stream.drain()
+        await self._room.wait()
 
     def _lose_patience(self) -> None:
         self._patience = None
@@ -950,10 +863,9 @@ class NodeLink:
 
     async def _pump(self) -> None:
         """Hand over the rest as the peer reads."""
-        with suppress(OSError):
-            while self._unsent and not self.closed.is_set():
-                await self._stream.drain()
-                self._hand_over()
+        while self._unsent and not self.closed.is_set() and not self._lost.is_set():
+            await self._room.wait()
+            self._hand_over()
         self._pumping = None
 
     # --- in
@@ -964,11 +876,11 @@ class NodeLink:
         Raises LinkClosed if none comes in time, ChannelError for another one, or a `NodeHello` of another protocol,
         which is told so. Afterwards the link is closed.
         """
-        self._frames.frame_max_bytes = frame_max_bytes
+        self._frames.limit = frame_max_bytes
         try:
             async with asyncio.timeout(within_s):
                 while not self._received:
-                    self._feed(await self._stream.read())
+                    self._feed(await self._read())
         except TimeoutError:
             self.close(f"nothing was said within {within_s:g} s")
             raise LinkClosed(self.why, component=COMPONENT) from None
@@ -978,7 +890,7 @@ class NodeLink:
             self.close(str(error) or type(error).__name__)
             raise error if isinstance(error, CodedError) else LinkClosed(self.why, component=COMPONENT) from None
         finally:
-            self._frames.frame_max_bytes = self.settings.frame_max_bytes
+            self._frames.limit = self.settings.frame_max_bytes
         message = self._received.popleft()
         if isinstance(message, NodeHello) and message.protocol != PROTOCOL:
             wrong = ChannelError(f"the node speaks protocol {message.protocol}, the gateway {PROTOCOL}: upgrade one")
@@ -990,6 +902,23 @@ class NodeLink:
         self.close(wrong.message)
         raise wrong
 
+    async def _read(self) -> bytes:
+        """Return what has come; raises OSError or LinkClosed if nothing more does."""
+        while not self._kept:
+            if self._over.done():
+                self._over.result()
+                raise LinkClosed("the other side hung up", component=COMPONENT)
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._let_go()
+
+    def _let_go(self) -> bytes:
+        data = bytes(self._kept)
+        self._kept.clear()
+        if len(data) > READ_BYTES:
+            self._transport.resume_reading()
+        return data
+
     def _refuse(self, error: ChannelError) -> None:
         self.send(NodeRefused(code=error.code, message=error.message, retry_after_s=60.0))
 
@@ -998,33 +927,35 @@ class NodeLink:
 
         ``handle`` must not wait. It may raise ChannelError, which cuts the link.
         """
-
-        def take(data: bytes) -> None:
-            if data == _BEAT and self._frames.is_whole:
-                self._received_s = self._clock.now()
-                return
-            self._feed(data)
-            while self._received and not self.closed.is_set():
-                message = self._received.popleft()
-                if type(message) is not Beat:
-                    handle(message)
-
         self._received_s = self._due_s = self._clock.now()
         self._arm()
+        why = "its reader was stopped"
         try:
-            take(b"")
-            await self._stream.hand_over(take)
+            self._take(self._let_go(), handle)
+            self._handle = handle
+            await asyncio.shield(self._over)
+            why = "the other side hung up"
         except ChannelError as error:
-            self.close(error.message)
-        except (OSError, LinkClosed) as error:
-            self.close(str(error) or type(error).__name__)
+            why = error.message
+        except OSError as error:
+            why = str(error) or type(error).__name__
         finally:
-            self.close("its reader was stopped")
+            self.close(why)
         return self.why
+
+    def _take(self, data: bytes, handle: Callable[[Message], None]) -> None:
+        if data == _BEAT and not self._frames.incoming:
+            self._received_s = self._clock.now()
+            return
+        self._feed(data)
+        while self._received and not self.closed.is_set():
+            message = self._received.popleft()
+            if type(message) is not Beat:
+                handle(message)
 
     def _feed(self, data: bytes) -> None:
         self._received_s = self._clock.now()
-        self._received.extend(self._frames.feed(data))
+        self._received.extend(messages(self._frames, data))
 
     # --- life
 
@@ -1078,14 +1009,14 @@ class NodeLink:
             self._pumping.cancel()
         if self._patience is not None:
             self._patience.cancel()
-        self._stream.end()
+        self._finish(None)
         self._transport.close()
         self._loop.call_later(FAREWELL_S, self._transport.abort)  # a peer that is silent answers no farewell
 
     async def wait_closed(self) -> None:
         """Wait until the connection is gone."""
         await self.closed.wait()
-        await self._stream.wait_closed()
+        await self._lost.wait()
 
 
 def failed(error: CodedError) -> Outcome:

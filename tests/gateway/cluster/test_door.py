@@ -18,7 +18,6 @@ from runtimes.node.protocol import (
     AttemptLog,
     Beat,
     LinkSettings,
-    LinkStream,
     NodeHello,
     NodeLink,
     encode,
@@ -83,8 +82,8 @@ async def dialled(
 async def linked(door: NodeListener) -> NodeLink:
     """Dial as a node does."""
     loop = asyncio.get_running_loop()
-    _, stream = await loop.create_connection(LinkStream, "127.0.0.1", door.port, ssl=node_side(), server_hostname="")
-    return NodeLink(stream)
+    _, link = await loop.create_connection(NodeLink, "127.0.0.1", door.port, ssl=node_side(), server_hostname="")
+    return link
 
 
 async def cut(reader: asyncio.StreamReader) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from manager.clock import Clock
-from runtimes.node.protocol import HEADER, LinkSettings, LinkStream, NodeLink, Pulse
+from runtimes.node.protocol import HEADER, LinkSettings, NodeLink, Pulse
 
 #: Bytes beyond which who writes is told to wait.
 HIGH_BYTES = 64 * 2**10
@@ -19,7 +19,7 @@ ENDS: list[NodeLink] = []
 class MemoryTransport(asyncio.Transport):
     """One end: what is written arrives at the other end in the next turn of the loop, frame by frame."""
 
-    def __init__(self, protocol: LinkStream, on_frame: Callable[[int], bool]) -> None:
+    def __init__(self, protocol: NodeLink, on_frame: Callable[[int], bool]) -> None:
         super().__init__({"peername": "memory"})
         self.protocol = protocol
         self.peer: MemoryTransport | None = None
@@ -108,10 +108,9 @@ def pair(
 def _end(
     on_frame: Callable[[int], bool], settings: LinkSettings, clock: Clock | None, pulse: Pulse | None = None
 ) -> tuple[NodeLink, MemoryTransport]:
-    stream = LinkStream()
-    transport = MemoryTransport(stream, on_frame)
-    stream.connection_made(transport)
-    link = NodeLink(stream, settings, clock=clock, pulse=pulse)
+    link = NodeLink(settings, clock=clock, pulse=pulse)
+    transport = MemoryTransport(link, on_frame)
+    link.connection_made(transport)
     ENDS.append(link)
     return link, transport
 

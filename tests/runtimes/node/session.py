@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from manager.action import Action, Lease, Outcome
 from manager.config import NodeSpec
@@ -264,6 +266,9 @@ def said(words: Words) -> dict[str, str]:
 
 
 def kept_in(directory: Path) -> list[str]:
-    """Return the claims of the attempts and logs that a journal holds."""
-    with closing(sqlite3.connect(directory / "journal")) as journal:
-        return [row[0] for row in journal.execute("SELECT claim FROM attempts UNION ALL SELECT claim FROM logs")]
+    """Return the claims of the attempts and logs that a journal holds: of a copy, as its daemon may have it."""
+    with TemporaryDirectory() as copy:
+        for file in directory.glob("journal*"):
+            shutil.copy(file, copy)
+        with closing(sqlite3.connect(Path(copy, "journal"))) as journal:
+            return [row[0] for row in journal.execute("SELECT claim FROM attempts UNION ALL SELECT claim FROM logs")]

@@ -16,16 +16,16 @@ from runtimes.node import daemon as node_daemon
 from runtimes.node import protocol
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
 from runtimes.node.daemon import NodeDaemon
-from runtimes.node.protocol import LinkStream, Message, NodeLink
+from runtimes.node.protocol import Message, NodeLink
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine, daemon_on
 from tests.runtimes.node.session import FUNCTION, STUCK_S, KeptLog
 
 
-class DialledStream(LinkStream):
+class DialledLink(NodeLink):
     """A connection that somebody else has made."""
 
-    def __init__(self, serve: Callable[[LinkStream], Coroutine[None, None, None]]) -> None:
+    def __init__(self, serve: Callable[[NodeLink], Coroutine[None, None, None]]) -> None:
         super().__init__()
         self._serve = serve
         self.serving: asyncio.Task[None] | None = None
@@ -64,11 +64,10 @@ class StandInDoor:
     async def open(self) -> int:
         context = server_side(self.certificate)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: DialledStream(self._serve), "127.0.0.1", 0, ssl=context)
+        self._server = await loop.create_server(lambda: DialledLink(self._serve), "127.0.0.1", 0, ssl=context)
         return int(self._server.sockets[0].getsockname()[1])
 
-    async def _serve(self, stream: LinkStream) -> None:
-        link = NodeLink(stream)
+    async def _serve(self, link: NodeLink) -> None:
         try:
             hello = await link.receive(protocol.NodeHello, STUCK_S)
             self.hellos.append(hello)

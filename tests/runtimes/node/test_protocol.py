@@ -31,6 +31,7 @@ from runtimes.node.protocol import (
     facts_of,
     failed,
 )
+from runtimes.sandbox.runner.runner import FrameDecoder
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
 from tests.runtimes.node.session import STUCK_S, hello
 
@@ -66,16 +67,16 @@ OUTCOME = Outcome(
 
 @pytest.mark.parametrize("piece_bytes", [1, 3, 64, 10**6])
 def test_messages_come_out_whole_whatever_the_pieces(piece_bytes: int) -> None:
-    messages = [
+    sent = [
         EXECUTE,
         protocol.Beat(),
         protocol.end_of("a.1/", OUTCOME, 7),
         protocol.AttemptLog("a.1/", 3, b"\x00\xff" * 50),
     ]
-    data = b"".join(protocol.encode(message) for message in messages)
-    reader = protocol.FrameReader(2**20)
-    out = [message for start in range(0, len(data), piece_bytes) for message in reader.feed(data[start:][:piece_bytes])]
-    assert out == messages
+    data = b"".join(protocol.encode(message) for message in sent)
+    frames = FrameDecoder(protocol.HEADER)
+    pieces = [data[start:][:piece_bytes] for start in range(0, len(data), piece_bytes)]
+    assert [message for piece in pieces for message in protocol.messages(frames, piece)] == sent
 
 
 def test_an_outcome_comes_out_as_it_was() -> None:
@@ -136,7 +137,7 @@ def test_every_function_of_this_repository_travels() -> None:
 )
 def test_what_does_not_fit_is_refused(data: bytes) -> None:
     with pytest.raises(protocol.ChannelError):
-        list(protocol.FrameReader(2**20).feed(data))
+        list(protocol.messages(FrameDecoder(protocol.HEADER), data))
 
 
 @pytest.mark.parametrize(
