@@ -28,8 +28,10 @@ from tangram.cli.output import (
     age_s,
     in_json,
     is_terminal,
+    print_either,
     print_json,
     print_log,
+    print_rows,
     record,
     say,
     short_id,
@@ -225,11 +227,7 @@ def cancel(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
     tangram cancel 1f 20
     """
     ended = [client.cancel(id) for id in whole_ids(client, ids)]
-    if as_json:
-        print_json(ended)
-    else:
-        for each in ended:
-            click.echo(f"{each.id} {each.state}")
+    print_either(ended, as_json, *(f"{each.id} {each.state}" for each in ended))
 
 
 def save_log(lines: Iterable[LogLine], output: Path, as_json: bool) -> None:
@@ -330,9 +328,6 @@ def dlq() -> None:
 def list_letters(client: Client, function: str | None, limit: int, as_json: bool) -> None:
     """List dead letters, newest first."""
     letters = list(client.list(function=function, dead=True, limit=limit))
-    if as_json:
-        print_json(letters)
-        return
     rows = [
         (
             short_id(each.id) if is_terminal() else each.id,
@@ -345,7 +340,7 @@ def list_letters(client: Client, function: str | None, limit: int, as_json: bool
         )
         for each in letters
     ]
-    show(table(("ID", "FUNCTION", "STATE", "REASON", "TRIES", "ENDED", "MESSAGE"), rows))
+    print_rows(letters, as_json, ("ID", "FUNCTION", "STATE", "REASON", "TRIES", "ENDED", "MESSAGE"), rows)
 
 
 @dlq.command("show")
@@ -376,11 +371,7 @@ def redrive(client: Client, ids: tuple[str, ...], as_json: bool) -> None:
     tangram dlq redrive 1f
     """
     sent = [client.redrive(id) for id in whole_ids(client, ids)]
-    if as_json:
-        print_json(sent)
-    else:
-        for each in sent:
-            click.echo(each.id)
+    print_either(sent, as_json, *(each.id for each in sent))
 
 
 @dlq.command()
@@ -398,7 +389,4 @@ def purge(client: Client, ids: tuple[str, ...], everything: bool, function: str 
     if bool(ids) == everything or (function is not None and not everything):
         raise click.UsageError("name the IDS, or write --all (and --function)")
     count = client.purge_all(function) if everything else sum(client.purge(id) for id in whole_ids(client, ids))
-    if as_json:
-        print_json({"purged": count})
-    else:
-        click.echo(f"{count} purged")
+    print_either({"purged": count}, as_json, f"{count} purged")

@@ -54,7 +54,6 @@ VERBS: Mapping[str, Verb] = {
     "completion": Verb(
         "tangram.cli.options:completion", "Print what makes bash, zsh or fish complete the verbs.", "operate"
     ),
-    "help": Verb("tangram.cli.options:help_", "Show what a verb does, as VERB --help.", "operate"),
 }
 
 
@@ -126,7 +125,7 @@ def command_line(more: Mapping[str, Verb] | None = None) -> Verbs:
 
         \b
         tangram invoke shell '{"command": "echo hello"}'
-        tangram help invoke
+        tangram invoke --help
         """
 
     assert isinstance(tangram, Verbs)

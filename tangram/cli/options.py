@@ -188,27 +188,6 @@ def completion(ctx: click.Context, shell: str) -> None:
     click.echo(SHELLS[shell](ctx.find_root().command, {}, "tangram", VARIABLE).source())
 
 
-@click.command("help")
-@click.argument("words", nargs=-1, metavar="[VERB]...")
-@click.pass_context
-def help_(ctx: click.Context, words: tuple[str, ...]) -> None:
-    """Show what a verb does, as VERB --help.
-
-    \b
-    tangram help ps
-    tangram help trajectories fork
-    """
-    shown = ctx.find_root()
-    for word in words:
-        group = shown.command
-        if not isinstance(group, click.Group):
-            raise click.UsageError(f"{group.name} has no verbs of its own", ctx)
-        name, command, _ = group.resolve_command(shown, [word])
-        assert command is not None
-        shown = click.Context(command, info_name=name, parent=shown)
-    click.echo(shown.get_help())
-
-
 def function_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Offer the registered functions."""
     return _offered(

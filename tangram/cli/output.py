@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 
 import click
 import msgspec
+from rich.cells import cell_len as cells_of
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -52,6 +53,21 @@ LOOK_S, WORD_S = 1.0, 10.0
 def print_json(value: object) -> None:
     """Print one JSON value; of typed answers what was left out stays so."""
     click.echo(_plain(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2)))
+
+
+def print_either(value: object, as_json: bool, *lines: str) -> None:
+    """Print a value as JSON, or its lines for people."""
+    if as_json:
+        print_json(value)
+    else:
+        show(lines)
+
+
+def print_rows(
+    value: object, as_json: bool, columns: Sequence[str | TableColumn], rows: Iterable[Sequence[object]]
+) -> None:
+    """Print a value as JSON, or as a table."""
+    print_either(value, as_json, *table(columns, rows))
 
 
 def in_json(value: object) -> str:
@@ -203,24 +219,7 @@ def padded(text: str, width: int, right: bool = False) -> str:
 
 def cut(text: str, width: int) -> str:
     """Return the text cut to at most ``width`` signs, with a mark where it was cut."""
-    if cells_of(text) <= width:
-        return text
-    kept, room = "", width - len(CUT)
-    for sign in text:
-        room -= cells_of(sign)
-        if room < 0:
-            break
-        kept += sign
-    return (kept + CUT)[: max(0, width)]
-
-
-def cells_of(text: str) -> int:
-    """Return how many signs of a terminal a text takes: wide ones take two, combining ones none."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text
-    )
+    return text if cells_of(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + CUT[: max(0, width)]
 
 
 def record(fields: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -23,7 +23,9 @@ from tangram.cli.options import connected, json_option, paths_argument
 from tangram.cli.output import (
     TableColumn,
     in_json,
+    print_either,
     print_json,
+    print_rows,
     record,
     say,
     short_id,
@@ -60,9 +62,6 @@ def functions() -> None:
 def list_functions(client: Client, as_json: bool) -> None:
     """List the functions."""
     found = client.functions()
-    if as_json:
-        print_json(found)
-        return
     rows = [
         (
             each.name,
@@ -75,7 +74,7 @@ def list_functions(client: Client, as_json: bool) -> None:
         )
         for each in found
     ]
-    show(table(("NAME", "RUNTIME", "REVISION", "STATUS", "SOURCE", "COST", "DESCRIPTION"), rows))
+    print_rows(found, as_json, ("NAME", "RUNTIME", "REVISION", "STATUS", "SOURCE", "COST", "DESCRIPTION"), rows)
 
 
 @functions.command("show")
@@ -181,10 +180,8 @@ def remove_functions(client: Client, names: tuple[str, ...], dry_run: bool, as_j
     tangram functions remove length
     """
     removed = [name for each in names for name in client.remove_function(each, dry_run=dry_run).removed]
-    if as_json:
-        print_json({"would_remove" if dry_run else "removed": removed})
-    else:
-        click.echo("\n".join(f"{name} {'would be removed' if dry_run else 'removed'}" for name in removed))
+    key, done = ("would_remove", "would be removed") if dry_run else ("removed", "removed")
+    print_either({key: removed}, as_json, *(f"{name} {done}" for name in removed))
 
 
 @click.group()
@@ -198,9 +195,6 @@ def trajectories() -> None:
 def list_trajectories(client: Client, as_json: bool) -> None:
     """List the living trajectories."""
     found = client.trajectories()
-    if as_json:
-        print_json(found)
-        return
     rows = [
         (
             each.trajectory,
@@ -217,7 +211,7 @@ def list_trajectories(client: Client, as_json: bool) -> None:
         for each in found
     ]
     names = ("TRAJECTORY", "TASK", "STATE", "IDLE", "QUEUED", "NODE", "MEMORY", "ACTIVE", "TTL", "LEASE")
-    show(table(names, rows))
+    print_rows(found, as_json, names, rows)
 
 
 @trajectories.command("open")
@@ -259,10 +253,7 @@ def open_trajectory(
         choices["env"] = dict(_variable(each) for each in env)
     chosen_sandbox = choices or None
     client.trajectory(id, function=function, task=task, step=step, sandbox=chosen_sandbox, snapshot=snapshot).open()
-    if as_json:
-        print_json({"opened": id})
-    else:
-        click.echo(f"{id} is open")
+    print_either({"opened": id}, as_json, f"{id} is open")
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -283,10 +274,7 @@ def take_snapshot(client: Client, id: str, as_json: bool) -> None:
     tangram trajectories snapshot t1
     """
     taken = client.trajectory(id).snapshot()
-    if as_json:
-        print_json(taken)
-    else:
-        click.echo(taken.snapshot)
+    print_either(taken, as_json, taken.snapshot)
 
 
 @trajectories.command("fork")
@@ -326,9 +314,6 @@ def snapshots() -> None:
 def list_snapshots(client: Client, as_json: bool) -> None:
     """List the snapshots, the oldest first."""
     found = client.snapshots()
-    if as_json:
-        print_json(found)
-        return
     rows = [
         (
             each.snapshot,
@@ -341,7 +326,7 @@ def list_snapshots(client: Client, as_json: bool) -> None:
         )
         for each in found
     ]
-    show(table(("SNAPSHOT", "TRAJECTORY", "TASK", "NODE", "SIZE", "TAKEN", "IN USE"), rows))
+    print_rows(found, as_json, ("SNAPSHOT", "TRAJECTORY", "TASK", "NODE", "SIZE", "TAKEN", "IN USE"), rows)
 
 
 @snapshots.command("remove")
@@ -475,9 +460,6 @@ def _named(image: str, names: Sequence[str]) -> bool:
 
 
 def _show_images(images: Sequence[ImageInfo], as_json: bool) -> None:
-    if as_json:
-        print_json(images)
-        return
     rows = [
         (
             each.image,
@@ -489,7 +471,7 @@ def _show_images(images: Sequence[ImageInfo], as_json: bool) -> None:
         )
         for each in images
     ]
-    show(table(("IMAGE", "STATE", "SIZE", "PULLED", "KEPT", "PROBLEM"), rows))
+    print_rows(images, as_json, ("IMAGE", "STATE", "SIZE", "PULLED", "KEPT", "PROBLEM"), rows)
 
 
 @click.command()
@@ -513,9 +495,6 @@ def steps(client: Client, task: str, step: int | None, expected: int | None, as_
         infos = [client.tell_step(task, step, expected=expected)]
     else:
         infos = [each for each in client.steps(task) if step in (None, each.step)]
-    if as_json:
-        print_json(infos)
-        return
     rows = [
         (
             each.step,
@@ -529,7 +508,7 @@ def steps(client: Client, task: str, step: int | None, expected: int | None, as_
         )
         for each in infos
     ]
-    show(table(("STEP", "EXPECTED", "LIVING", "WAITING", "ENDED", "OPENED", "TOOK", "ENDS IN"), rows))
+    print_rows(infos, as_json, ("STEP", "EXPECTED", "LIVING", "WAITING", "ENDED", "OPENED", "TOOK", "ENDS IN"), rows)
 
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-[^}]*)?\}")

@@ -155,15 +155,6 @@ def test_errors_are_json_where_it_was_asked_for(tangram: Tangram) -> None:
     assert tangram("exec", "t", "jq", "--json", "--server", "http://127.0.0.1:9")[1] == ""
 
 
-def test_help_of_a_verb_is_had_either_way(tangram: Tangram) -> None:
-    assert tangram("help", "ps")[1] == tangram("ps", "--help")[1]
-    assert tangram("help", "trajectories", "fork")[1].startswith("Usage: tangram trajectories fork ")
-    assert tangram("help")[1] == tangram("--help")[1]
-    status, _, err = tangram("help", "trajectorys")
-    assert status == 2 and "'trajectories'" in err
-    assert tangram("help", "ps", "x")[0] == 2
-
-
 def test_every_verb_has_its_group() -> None:
     assert {verb.group for verb in ALL.values()} == set(GROUPS)
 
