@@ -124,7 +124,7 @@ class App:
         await self.store.open()
         closers.push_async_callback(self.store.close)
         here, copies = limits.describe(config), handler_copies(server)
-        self.machines = await open_cluster(config, here, paths, self.store, self._clock, self.wall, copies)
+        self.machines = await open_cluster(config, here, self.store, self._clock, self.wall, copies)
         self.node = self.machines.here
         closers.push_async_callback(self.machines.close)
         saved = await self.store.document(HISTORY)
@@ -338,7 +338,6 @@ class App:
         """
         if keep_environments and not self._state_dir.is_gone():
             self.runtimes.environments.keep()
-            self.machines.keep = True
         self.admission.draining = True
         self._stopping.set()
 

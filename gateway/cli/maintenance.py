@@ -15,7 +15,7 @@ from runtimes.sandbox.provider import SERVED
 from runtimes.sandbox.sandbox import LocalOrphans, Orphan, Orphans
 from runtimes.sandbox.spec import SANDBOXES
 from tangram.cli.options import json_option, paths_argument
-from tangram.cli.output import TableColumn, print_json, say, show, table
+from tangram.cli.output import TableColumn, print_either, print_json, say, show, table
 from tangram.cli.state import images
 from tangram.types import show_size
 
@@ -34,10 +34,7 @@ def backup(into: Path, paths: tuple[Path, ...], as_json: bool) -> None:
     from gateway.store.maintenance import backup as copy
 
     size_bytes = copy(_state_dir(paths) / DATABASE, into)
-    if as_json:
-        print_json({"file": str(into), "bytes": size_bytes})
-    else:
-        click.echo(f"{into}: {show_size(size_bytes)}")
+    print_either({"file": str(into), "bytes": size_bytes}, as_json, f"{into}: {show_size(size_bytes)}")
 
 
 @click.command()
@@ -55,10 +52,11 @@ def restore(copy: Path, paths: tuple[Path, ...], replace: bool, as_json: bool) -
 
     state_dir = _state_dir(paths)
     aside = put(copy, state_dir, replace=replace)
-    if as_json:
-        print_json({"state_dir": str(state_dir), "aside": None if aside is None else str(aside)})
-    else:
-        click.echo(f"{state_dir}: restored" + ("" if aside is None else f"; what was there is {aside}"))
+    print_either(
+        {"state_dir": str(state_dir), "aside": None if aside is None else str(aside)},
+        as_json,
+        f"{state_dir}: restored" + ("" if aside is None else f"; what was there is {aside}"),
+    )
 
 
 def _state_dir(paths: tuple[Path, ...]) -> Path:
@@ -132,11 +130,8 @@ def _found(host: str, names: tuple[str, ...]) -> list[tuple[Orphans, Orphan]]:
 def _meant(names: tuple[str, ...]) -> set[str]:
     """Return the names, and as paths the directories that they stand for.
 
-    A gateway, or a node, has its sandboxes one level below its own state directory, and a gateway's own daemon
-    (``cluster.local: process``) has its state directory in the gateway's.
+    A gateway, or a node, has its sandboxes one level below its own state directory.
     """
-    from gateway.cluster.local_node import DIRECTORY
-
     meant = set[str]()
     for name in names:
         if "/" not in name and not Path(name).exists():
@@ -144,8 +139,6 @@ def _meant(names: tuple[str, ...]) -> set[str]:
             continue
         place = Path(name).absolute()
         meant |= _sandboxes(place)
-        if (place / DIRECTORY / SANDBOXES).is_dir():
-            meant |= _sandboxes(place / DIRECTORY)
     return meant
 
 
@@ -203,7 +196,8 @@ def build_image(tag: str, source: str, again: bool, host: str, as_json: bool) ->
     tangram images build
     """
     built = base_image.build(tag, source=source, host=host, again=again, say=say)
-    if as_json:
-        print_json({"image": tag, "built": built})
-    else:
-        click.echo(f"{tag} is ready" if built else f"{tag} is there already (--again builds it anew)")
+    print_either(
+        {"image": tag, "built": built},
+        as_json,
+        f"{tag} is ready" if built else f"{tag} is there already (--again builds it anew)",
+    )

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +251,7 @@ def join(
 
     SIGTERM drains: no new work, and the end when nothing is left; a second one changes nothing. SIGINT ends it now,
     with all that runs. SIGHUP ends the daemon alone: what runs in sandboxes goes on, and the next daemon of the state
-    directory takes it over, as after a kill. SIGUSR1 does so too, but ends the trajectories in which nothing runs.
+    directory takes it over, as after a kill.
 
     \b
     tangram node join --gateway gpu0:8090 --fingerprint HEX --name n1 --state-dir n1
@@ -358,7 +357,6 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
     loop.add_signal_handler(signal.SIGTERM, daemon.drain, "SIGTERM")
     loop.add_signal_handler(signal.SIGINT, daemon.stop)
     loop.add_signal_handler(signal.SIGHUP, daemon.leave)
-    loop.add_signal_handler(signal.SIGUSR1, partial(daemon.leave, tidy=True))
     await daemon.run()
 
 

@@ -9,13 +9,11 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Concatenate, ParamSpec
 
 import structlog
 
 from gateway.cluster.listener import NodeListener, bind
-from gateway.cluster.local_node import LocalNode
 from gateway.cluster.ray import RayNodes
 from gateway.cluster.store import (
     JoinTickets,
@@ -305,8 +303,6 @@ def _lies_on(chunk: Chunk, devices: int) -> bool:
 _LOOK_S = 0.5
 #: Seconds after which a node that was refused for good may ask again.
 _REFUSED_S = 60.0
-#: Where this machine reaches itself, by the addresses that stand for all of its own.
-_LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # listened at, if so configured
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +333,6 @@ class Cluster:
         self._admission = admission
         self._inline = admission is None or config.local == "inline"
         self.here = here if admission is None or not self._inline else replace(here, able=frozenset())
-        #: Whether idle trajectories are left for the next gateway, once this one ends.
-        self.keep = False
         self._records = records
         #: The snapshots of other machines.
         self.snapshots = snapshots
@@ -349,8 +343,7 @@ class Cluster:
         self._membership = NodeMembership(config.times)
         self._machines: dict[str, ClusterNode] = {}
         self._awaited = {name for name, known in records.all.items() if known.state != "lost"}
-        #: What starts this machine's own daemon, and those of a Ray cluster's machines, if there is one.
-        self.local: LocalNode | None = None
+        #: What starts the daemons of a Ray cluster's machines, if there is one.
         self.ray: RayNodes | None = None
         if config.ray is not None:
             self.ray = RayNodes(
@@ -362,8 +355,8 @@ class Cluster:
                 ticket_ttl_s=config.ticket_ttl_s,
                 clock=clock,
             )
-        #: Where nodes join, as they reach it and as this machine does.
-        self.address = self.near = ""
+        #: Where nodes join, as they reach it.
+        self.address = ""
         self._listener: NodeListener | None = None
         if admission is not None:
             self._listener = NodeListener(
@@ -376,7 +369,6 @@ class Cluster:
             )
             host, _, _ = config.listen.rpartition(":")
             self.address = config.advertise or f"{host}:{self._listener.port}"
-            self.near = f"{_LOOPBACK.get(host, host)}:{self._listener.port}"
         self._engine: Engine | None = None
         self._services: ModelServices | None = None
         self._executor_here: Executor
@@ -467,13 +459,11 @@ class Cluster:
             self._listener.open()
             fingerprint = self._admission.certificate.fingerprint
             logger.info("nodes may join", listen=self.address, fingerprint=fingerprint)
-        if self.local is not None:
-            self.local.open()
         if self.ray is not None and self._config.ray is not None:
             self.ray.open(RayDriverProcess(self._config.ray, self.ray.take, clock=self._clock))
 
     async def watch_for_ever(self, trouble: Trouble) -> None:
-        """Ask again and again whether sandboxes can be made on this machine, unless its daemon does so itself."""
+        """Ask again and again whether sandboxes can be made on this machine, if it serves here."""
         while self._inline:
             if (why := await trouble()) != self._trouble:
                 self._turned(why)
@@ -508,8 +498,6 @@ class Cluster:
         """Let go of everything."""
         if not self._closed:
             await self.let_go()
-        if self.local is not None:
-            await self.local.close(keep=self.keep)
         if self.ray is not None:
             await self.ray.close()
         tasks = list(self._tasks)
@@ -545,20 +533,12 @@ class Cluster:
         check_name(name)
         if name == self.here.name:
             raise Conflict(f"{name} is the name of the gateway's own machine (node.name)", component="cluster")
-        return self._ticket(self._admission, name, self.address)
-
-    def local_ticket(self) -> NodeTicket:
-        """Return what admits this machine's own daemon."""
-        assert self._admission is not None
-        return self._ticket(self._admission, self.here.name, self.near)
-
-    def _ticket(self, admission: NodeAdmission, name: str, address: str) -> NodeTicket:
         return NodeTicket(
             name=name,
-            ticket=admission.tickets.issue(name),
+            ticket=self._admission.tickets.issue(name),
             expires_in_s=self._config.ticket_ttl_s,
-            gateway=address,
-            fingerprint=admission.certificate.fingerprint,
+            gateway=self.address,
+            fingerprint=self._admission.certificate.fingerprint,
         )
 
     # -- Executor
@@ -677,7 +657,7 @@ class Cluster:
                 f"nodes that were lost within a day and have not joined again: {names}: "
                 "`tangram node check` says what mends it"
             )
-        return [*found, *[each for part in (self.local, self.ray) if part is not None for each in part.warnings()]]
+        return [*found, *([] if self.ray is None else self.ray.warnings())]
 
     def counts(self) -> Iterator[tuple[str, str, float]]:
         """Yield (node, what, number) for the metrics."""
@@ -789,7 +769,7 @@ class Cluster:
     def _proven_key(self, hello: NodeHello) -> str:
         """Return the key that the node has, or gets, after it has shown who it is; raises Unauthorized."""
         name = check_name(hello.name)
-        if name == self.here.name and self.local is None:
+        if name == self.here.name:
             raise Conflict(f"{name} is the name of the gateway's own machine (node.name)", component="cluster")
         known = self._records.get(name)
         if hello.key and known is not None and hmac.compare_digest(digest_of(hello.key), known.key_digest):
@@ -951,10 +931,8 @@ class Cluster:
         log = logger.error if verdict.victims else logger.info
         log("a node is counted out", node=name, why=verdict.why, with_what_it_had=verdict.victims)
         known = self._records.get(name)
-        if known is not None and known.state == "draining":
-            for starter in (self.local, self.ray):
-                if starter is not None:
-                    starter.left(name)
+        if known is not None and known.state == "draining" and self.ray is not None:
+            self.ray.left(name)
         self._records.moved(name, "lost")
         self.abilities.forget(name)
         self.snapshots.lose(name, verdict.why)
@@ -1044,13 +1022,12 @@ def _needs_node(function: FunctionSpec) -> bool:
 async def open_cluster(
     config: GatewayConfig,
     here: NodeSpec,
-    paths: Sequence[Path],
     store: Store,
     clock: Clock,
     wall: Callable[[], float],
     copies: HandlerCopies,
 ) -> Cluster:
-    """Return the machines of a gateway that serves the configuration in ``paths``, its handlers from ``copies``.
+    """Return the machines of a gateway that serves its handlers from ``copies``.
 
     Raises InvalidConfig or StorageUnavailable.
     """
@@ -1066,15 +1043,4 @@ async def open_cluster(
         certificate = await asyncio.to_thread(ensure_certificate, directory)
         await snapshots.open(records.all)
         admission = NodeAdmission(tickets, certificate, HandlerArchives(copies.excluded, state_dir / UPLOADS, copies))
-    created = Cluster(cluster, here, records=records, snapshots=snapshots, admission=admission, clock=clock)
-    if cluster.local == "process":
-        created.local = LocalNode(
-            here.name,
-            state_dir,
-            paths,
-            ticket=created.local_ticket,
-            joined=created.joined,
-            clock=clock,
-            lost_after_s=cluster.times.lost_after_s,
-        )
-    return created
+    return Cluster(cluster, here, records=records, snapshots=snapshots, admission=admission, clock=clock)

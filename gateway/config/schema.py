@@ -521,8 +521,7 @@ class ClusterConfig:
     )
     advertise: Annotated[str, Setting("the same as nodes reach it; that of listen by default")] = ""
     local: Annotated[
-        Literal["inline", "process", "none"],
-        Setting("this machine serves in the gateway (inline), by a daemon of its own (process), or not at all (none)"),
+        Literal["inline", "none"], Setting("this machine serves in the gateway (inline), or not at all (none)")
     ] = "inline"
     #: Life of a ticket that admits a node once.
     ticket_ttl_s: float = 120.0

@@ -1064,9 +1064,9 @@ class NodeDaemon:
         self._reports_snapshots = False
         self._link: NodeLink | None = None
         self._contact_s = self._clock.now()
-        #: Why it drains; whether what runs is left to the next daemon, and nothing else. Empty and False before.
+        #: Why it drains; whether what runs is left to the next daemon. Empty and False before.
         self._draining = ""
-        self._leaving = self._tidy = self._closing = False
+        self._leaving = self._closing = False
         self._stopping = asyncio.Event()
         self._drainer: asyncio.Future[None] | None = None
         self._ending: asyncio.Future[None] | None = None
@@ -1089,9 +1089,9 @@ class NodeDaemon:
         self._send(NodeDraining(why))
         self._drainer = asyncio.ensure_future(self._drain())
 
-    def leave(self, *, tidy: bool = False) -> None:
-        """End now, and leave all that runs to the next daemon of this state directory; ``tidy``: and nothing else."""
-        self._leaving, self._tidy = True, tidy
+    def leave(self) -> None:
+        """End now, and leave all that runs to the next daemon of this state directory."""
+        self._leaving = True
         self.stop()
 
     def stop(self) -> None:
@@ -1104,8 +1104,6 @@ class NodeDaemon:
         try:
             if not self._leaving:
                 await self.end_all()
-            elif self._tidy:
-                await self._end_idle()
             if self._link is not None:
                 self._link.send(NodeGoodbye(self._draining or "the daemon ends", not self._leaving))
                 self._link.close("the daemon ends")
@@ -1201,17 +1199,6 @@ class NodeDaemon:
         self._forget(*self._attempts.values())
         for facts in self._trajectories():
             await self._runtimes.executor.end_trajectory(facts.trajectory)
-
-    async def _end_idle(self) -> None:
-        """Remove every trajectory in which nothing runs, whether the gateway has recorded what ended there or not.
-
-        The end of an attempt is in the journal; only the output of a session is still in its sandbox.
-        """
-        self._forget_settled()
-        left = [each for each in self._attempts.values() if each.end is None or is_session(each.execute)]
-        busy = {attempt.execute.action.trajectory for attempt in left}
-        idle = [facts.trajectory for facts in self._trajectories() if facts.trajectory not in busy]
-        await asyncio.gather(*map(self._runtimes.executor.end_trajectory, idle))
 
     async def close(self) -> None:
         """Stop. What runs in a sandbox is left as it is, for the next daemon of this directory; idempotent."""

@@ -105,13 +105,11 @@ async def test_another_users_sandboxes_are_not_looked_into(
     await provider.close()
 
 
-@pytest.mark.parametrize("below", ["sandboxes", "node/sandboxes"])
 async def test_the_state_directory_of_a_gateway_or_node_names_what_it_has_below(
-    tangram: Tangram, tmp_path: Path, below: str
+    tangram: Tangram, tmp_path: Path
 ) -> None:
-    """Its own daemon's too, which lies in the gateway's (cluster.local: process)."""
     state_dir = tmp_path / "state"
-    provider = make_provider(ProviderSettings(kind="process", state_dir=state_dir / below))
+    provider = make_provider(ProviderSettings(kind="process", state_dir=state_dir / "sandboxes"))
     sandbox = await left(provider)
     await sandbox.release()
     await provider.close()

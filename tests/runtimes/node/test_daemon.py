@@ -199,33 +199,6 @@ async def test_a_daemon_that_leaves_is_followed_by_one_that_goes_on(door: StandI
         await running
 
 
-async def test_a_daemon_that_leaves_tidily_ends_the_trajectories_in_which_nothing_runs(
-    door: StandInDoor, tmp_path: Path
-) -> None:
-    """One whose last attempt has ended is among them, although the gateway has not acknowledged that end."""
-    machine = Machine()
-    machine.long.add("runs.1/")
-    for name in ("ended", "runs"):
-        machine.open(name)
-    daemon = await daemon_of(door, tmp_path / "n", machine)
-    running = asyncio.create_task(daemon.run())
-    async with asyncio.timeout(STUCK_S):
-        await door.attached.wait()
-        tasks = {}
-        for name in ("ended", "runs"):
-            action, lease = Action(id=name, function="shell", trajectory=name), Lease(action_id=name, node="n1")
-            call = Call(function=FUNCTION, input={}, log=KeptLog())
-            tasks[name] = asyncio.create_task(door.node.execute(action, lease, call))
-        assert (await tasks["ended"]).state is State.SUCCEEDED
-        await machine.runs("runs.1/")
-        daemon.leave(tidy=True)
-        await running
-    assert (set(machine.trajectories), machine.killed) == ({"runs"}, [])
-    tasks["runs"].cancel()
-    door.node.lost("the end of the test")
-    await asyncio.gather(*tasks.values())
-
-
 async def test_a_node_that_was_given_up_ends_all_before_it_is_welcome(door: StandInDoor, tmp_path: Path) -> None:
     machine = Machine()
     machine.long.add("a.1/")
