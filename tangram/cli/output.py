@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import click
 import msgspec
-from rich.cells import cell_len as cells_of
-from rich.cells import set_cell_size
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -24,6 +23,8 @@ from rich.text import Text
 
 from tangram.types import LogLine, show_duration, show_size
 
+#: How many signs of a terminal a text takes.
+cells_of = cell_len
 #: What stands for the end of a cell that was cut, and the spaces between columns.
 CUT, GAP = "~", "  "
 #: The colour of a state on a terminal; others have none.

@@ -22,7 +22,6 @@ from gateway.http.server import BoundedResets, HttpConnection, NamedStatuses
 from gateway.invocations.invocations import Admission
 from gateway.limits import MachineLimits
 from gateway.tls import Connections
-from gateway.trajectory_records import ConnectionPeer
 from manager.errors import CapacityExceeded, CodedError
 from manager.function import SandboxSpec
 from manager.scheduler.policy import Decision, PoolView
@@ -42,8 +41,8 @@ from tests.gateway.grpc.peer import echo, framed, head, peer
 from tests.gateway.http.test_odd_requests import ask
 
 BALLAST = "ballast " * 1000
-#: Hypercorn's connection and its protocol hold each other, and the peer, until it is closed.
-CONNECTION = (HttpConnection, NamedStatuses, BoundedResets, ConnectionPeer)
+#: Hypercorn's connection and its protocol hold each other until it is closed.
+CONNECTION = (HttpConnection, NamedStatuses, BoundedResets)
 #: Forks until that is refused.
 FORKS = """
 import os, time

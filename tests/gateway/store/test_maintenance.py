@@ -163,7 +163,7 @@ async def test_a_gateway_whose_record_is_gone_keeps_nothing_for_the_next_one(tmp
         if gone:
             (tmp_path / "state").rename(tmp_path / "elsewhere")
         gateway.app.stop(keep_environments=True)  # as SIGTERM does, sooner than it is looked
-        assert gateway.app.machines.keep is not gone
+        assert gateway.app.runtimes.environments.settings.keep_on_close is not gone
 
 
 async def test_after_an_unclean_end_the_database_is_checked_beside_the_work(tmp_path: Path) -> None:
