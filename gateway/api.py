@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Struct, convert
 from msgspec.structs import replace as replaced
 
 from gateway import serialization
-from gateway.auth import Guard, PageSession
+from gateway.auth import KEY_LIFE_S, Guard, PageSessions
 from gateway.cluster.cluster import Cluster
 from gateway.cluster.store import NodeSnapshot
 from gateway.config.schema import ServerConfig
@@ -89,6 +89,7 @@ from tangram.types import (
     NodeStatus,
     NodeStatusList,
     NodeTicket,
+    PageKey,
     Purged,
     PurgeQuery,
     QueuePage,
@@ -312,7 +313,7 @@ class Api:
     server: ServerConfig
     guard: Guard
     #: The browser that came with the key of the page's address.
-    session: PageSession
+    pages: PageSessions
     state_dir: StateDirectory
     limits: MachineLimits
     held: HeldInputs
@@ -981,6 +982,11 @@ class Api:
         return self.machines.ticket(body.name)
 
     # --- the state
+
+    @operation("POST /v1/page-keys", "operation", "The key", status=201, admin=True)
+    async def issue_page_key(self) -> PageKey:
+        """What opens the page in one browser, once: `/?key=KEY`."""
+        return PageKey(key=self.pages.issue(), expires_in_s=KEY_LIFE_S)
 
     @operation("GET /v1/resources", "scheduler", "The present state")
     async def get_resources(self) -> ResourcesInfo:

@@ -16,7 +16,7 @@ import structlog
 
 from gateway import limits
 from gateway.api import Api
-from gateway.auth import Guard, PageSession, announced, check_listeners, open_tokens
+from gateway.auth import Guard, PageSessions, announced, check_listeners, open_tokens
 from gateway.cluster.cluster import open_cluster
 from gateway.config.load import GatewayConfig
 from gateway.dashboard.stream import LOST_SHOWN_S, Troubles, Watch
@@ -253,7 +253,7 @@ class App:
         return Api(
             server=self.config.server,
             guard=Guard(self.tokens),
-            session=PageSession(self._clock.now),
+            pages=PageSessions(self._clock.now),
             state_dir=self._state_dir,
             limits=self._limits,
             held=self.held,
@@ -353,11 +353,10 @@ class App:
     def http_port(self) -> int:
         return int(self._http_socket.getsockname()[1])
 
-    @property
-    def page(self) -> str:
-        """The address for a browser; the key in it opens the page once."""
+    def page_address(self) -> str:
+        """Return an address for a browser; the key in it is new and opens the page once."""
         base = f"{'http' if self.config.server.tls is None else 'https'}://{address_of(self._http_socket)}/"
-        return base if self.tokens is None else f"{base}?key={self.api.session.key}"
+        return base if self.tokens is None else f"{base}?key={self.api.pages.issue()}"
 
     @property
     def grpc_port(self) -> int:

@@ -157,6 +157,8 @@ REMEDY = "send 'Authorization: Bearer TOKEN' (`tangram token` prints it)"
 
 #: Seconds for which the key of the page's address can be used: it stands in the log, which others may read later.
 KEY_LIFE_S = 3600.0
+#: Most unused keys, and most browsers with a cookie; the oldest ends for the next.
+PAGE_SESSIONS_MAX = 64
 
 
 class Role(IntEnum):
@@ -192,26 +194,34 @@ class Guard:
         return result[0]
 
 
-class PageSession:
-    """The one browser that may come in by cookie: whoever opens the page with the key that `serve` printed, once."""
+class PageSessions:
+    """The browsers that may come in by cookie: each has opened the page with a key that is good once."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.key = secrets.token_urlsafe(32)
         self._now = now
-        self._until_s = now() + KEY_LIFE_S
-        self._cookie: str | None = None
+        #: When each key that nobody has used ends, the oldest first.
+        self._keys: dict[str, float] = {}
+        self._cookies: list[str] = []
+
+    def issue(self) -> str:
+        """Return a new key; beyond `PAGE_SESSIONS_MAX` the oldest unused one ends."""
+        key = secrets.token_urlsafe(32)
+        self._keys[key] = self._now() + KEY_LIFE_S
+        if len(self._keys) > PAGE_SESSIONS_MAX:
+            del self._keys[next(iter(self._keys))]
+        return key
 
     def open(self, key: str) -> str | None:
-        """Return the cookie for the right key, the first time and in time; None for any other."""
-        fresh = self._cookie is None and self._now() < self._until_s
-        if not fresh or not hmac.compare_digest(key.encode(), self.key.encode()):
+        """Return a cookie for a right key, the first time and in time; None for any other."""
+        found = [each for each in self._keys if hmac.compare_digest(key.encode(), each.encode())]
+        if not found or self._now() >= self._keys.pop(found[0]):
             return None
-        self._cookie = secrets.token_urlsafe(32)
-        return self._cookie
+        self._cookies = [*self._cookies, secrets.token_urlsafe(32)][-PAGE_SESSIONS_MAX:]
+        return self._cookies[-1]
 
     def knows(self, cookie: bytes) -> bool:
-        """Whether it is the cookie that was given, compared in constant time."""
-        return self._cookie is not None and hmac.compare_digest(cookie, self._cookie.encode())
+        """Whether it is a cookie that was issued, compared in constant time."""
+        return any(hmac.compare_digest(cookie, each.encode()) for each in self._cookies)
 
 
 def check_listeners(server: ServerConfig) -> None:

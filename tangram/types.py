@@ -1176,6 +1176,13 @@ class NodeTicket(Struct, frozen=True, kw_only=True):
     fingerprint: Annotated[str, Meta(description="SHA-256 of the gateway's certificate there")]
 
 
+class PageKey(Struct, frozen=True, kw_only=True):
+    """What opens the page in one browser, once."""
+
+    key: str
+    expires_in_s: float
+
+
 Side = Annotated[int, Meta(ge=1, le=1000)]
 SignalName = Literal["HUP", "INT", "QUIT", "KILL", "USR1", "USR2", "TERM", "CONT", "TSTP"]
 

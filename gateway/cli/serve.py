@@ -261,7 +261,7 @@ def _serve(paths: tuple[Path, ...], log_level: str, log_format: str, weaker_isol
 
     async def run() -> None:
         async with app.gateway(config, paths=served, env=os.environ) as running:
-            click.echo(f"page: {running.page}")
+            click.echo(f"page: {running.page_address()}")
             gc.freeze()
             gc.enable()
             await running.serve()

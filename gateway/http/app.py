@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import serialization
 from gateway.api import JSON, Api, Chunks, Operation, Shape, json_answer, operation, operations_of
-from gateway.auth import REMEDY, Guard, PageSession, Role
+from gateway.auth import REMEDY, Guard, PageSessions, Role
 from gateway.config.schema import ServerConfig
 from gateway.dashboard.files import WORKER, the_page
 from gateway.errors import MethodNotAllowed
@@ -50,10 +50,10 @@ _HEADERS = frozenset(
 class RequestGuard:
     """Lets requests in, as what they may do."""
 
-    def __init__(self, guard: Guard, session: PageSession, media_types: Collection[str]) -> None:
+    def __init__(self, guard: Guard, pages: PageSessions, media_types: Collection[str]) -> None:
         """``media_types`` are those of bodies that no web page can send to a stranger without asking first."""
         self._guard = guard
-        self._session = session
+        self._pages = pages
         self._media_types = frozenset(kind.encode() for kind in media_types)
 
     def authorize(self, scope: Scope) -> Role:
@@ -75,7 +75,7 @@ class RequestGuard:
         cookie = None if b"authorization" in headers else _cookie(headers, cookie_name(scope))
         if cookie is None:
             return self._guard.role(headers.get(b"authorization"))
-        if not self._session.knows(cookie):
+        if not self._pages.knows(cookie):
             raise Unauthorized(f"the page's cookie is of an earlier gateway: {REMEDY}", component="auth")
         self._check_page(scope, headers)
         if scope["method"] not in _READING:
@@ -211,7 +211,7 @@ class GuardedApp(ABC):
     def __init__(self, api: Api, component: str, media_types: Collection[str]) -> None:
         """``media_types`` are those of bodies that no web page can send to a stranger without asking first."""
         self.api = api
-        self.guard = RequestGuard(api.guard, api.session, media_types)
+        self.guard = RequestGuard(api.guard, api.pages, media_types)
         self._component = component
         self._log = structlog.get_logger(f"gateway.{component}")
         self._router: ASGIApp
@@ -306,13 +306,13 @@ _TEXT = (
 class LandingPage:
     """`GET /` and everything below `/ui/`."""
 
-    def __init__(self, guard: RequestGuard, session: PageSession) -> None:
+    def __init__(self, guard: RequestGuard, pages: PageSessions) -> None:
         self._guard = guard
-        self._session = session
+        self._pages = pages
 
     async def show(self, request: Request) -> Response:
         """Lead a browser to the page, with the right key with a cookie; tell others where things are."""
-        cookie = self._session.open(request.query_params.get("key", ""))
+        cookie = self._pages.open(request.query_params.get("key", ""))
         if cookie is None:
             if "text/html" in request.headers.get("accept", ""):
                 return await self.lead(request)
@@ -356,7 +356,7 @@ class HttpApp(GuardedApp):
         self._routes = [Route(each.path, _endpoint(each, api), methods=[each.method]) for each in self.operations]
         media_types = {kind for each in self.operations for kind in each.body}
         super().__init__(api, "http", media_types)
-        page = LandingPage(self.guard, api.session)
+        page = LandingPage(self.guard, api.pages)
         self._routes.append(Route(PAGE, page.show, methods=["GET"]))
         self._routes.append(Route(BARE_UI, page.lead, methods=["GET"]))
         self._routes.append(Route(UI + "{rest:path}", page.file, methods=["GET"]))

@@ -48,6 +48,7 @@ VERBS: Mapping[str, Verb] = {
     "tasks": Verb("tangram.cli.state:tasks", "RL tasks: their weights, bounds and use.", "watch"),
     "steps": Verb("tangram.cli.state:steps", "Steps of an RL task, and when each is expected to end.", "watch"),
     "dlq": Verb("tangram.cli.invocations:dlq", "Dead letters: asynchronous work that has failed for good.", "watch"),
+    "page": Verb("tangram.cli.state:page", "Print an address that opens the page in one browser, once.", "watch"),
     "diff": Verb("tangram.cli.state:diff", "What `apply` would change in a running gateway.", "operate"),
     "apply": Verb("tangram.cli.state:apply", "Change functions, tasks and resources of a running gateway.", "operate"),
     "images": Verb("tangram.cli.state:images", "Container images: pulled ahead of a run, and what there is.", "serve"),

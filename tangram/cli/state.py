@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
 import shlex
+import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -625,3 +627,25 @@ def token(admin: bool, server: str | None, as_json: bool) -> None:
             component="client",
         )
     click.echo(json.dumps({"token": value}) if as_json else value)
+
+
+@click.command()
+@json_option
+@connected
+def page(client: Client, as_json: bool) -> None:
+    """Print an address that opens the page in one browser, once, within an hour. Needs the admin token.
+
+    \b
+    tangram page
+    """
+    address = client.page_address()
+    if as_json:
+        print_json({"url": address})
+        return
+    click.echo(address)
+    url = urlsplit(client.server)
+    if is_loopback(url.hostname or ""):
+        port = url.port or 80
+        say(
+            f"from another machine, first: ssh -N -L {port}:127.0.0.1:{port} {getpass.getuser()}@{socket.gethostname()}"
+        )

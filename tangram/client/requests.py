@@ -620,14 +620,14 @@ def invoke(
     step: int | None = None,
     trajectory: str | None = None,
     parent: str | None = None,
-    key: str | None = None,
+    key: str | Literal[True] | None = None,
     timeout_s: float | None = None,
     wait_s: float | None = None,
     callback_url: str | None = None,
     living: bool = False,
 ) -> ApiRequest[InvocationResult]:
     """Return the request of one invocation. An asynchronous one always carries a key, so that it can be sent again."""
-    if key is None and mode == "async":
+    if key is True or (key is None and mode == "async"):
         key = secrets.token_urlsafe(16)
     headers = {
         "X-Task": task,

@@ -61,6 +61,7 @@ from tangram.types import (
     NodeStatus,
     NodeStatusList,
     NodeTicket,
+    PageKey,
     QueueEntry,
     QueuePage,
     RayMachineStatus,
@@ -514,14 +515,19 @@ class Trajectory:
         input: Mapping[str, Any],
         *,
         timeout_s: float | None = None,
-        key: str | None = None,
+        key: str | Literal[True] | None = None,
         logs: bool = False,
     ) -> InvocationResult:
-        """Run a function in this trajectory. One ``key``, one execution: giving up does not cancel it then."""
+        """Run a function in this trajectory, with a ``key`` as `Client.invoke` has it."""
         return self._client._invoke(self._call(function, input, "sync", timeout_s, key), logs)
 
     def _call(
-        self, function: str, input: Mapping[str, Any], mode: str, timeout_s: float | None, key: str | None
+        self,
+        function: str,
+        input: Mapping[str, Any],
+        mode: str,
+        timeout_s: float | None,
+        key: str | Literal[True] | None,
     ) -> ApiRequest[InvocationResult]:
         """Return the request of a call in this trajectory."""
         return requests.invoke(
@@ -673,15 +679,15 @@ class Client:
         step: int | None = None,
         trajectory: str | None = None,
         parent: str | None = None,
-        key: str | None = None,
+        key: str | Literal[True] | None = None,
         timeout_s: float | None = None,
         wait_s: float | None = None,
         logs: bool = False,
     ) -> InvocationResult:
         """Run the function and return its end; after ``wait_s`` the record as it stands, while the work goes on.
 
-        Giving up (a broken connection) cancels the invocation, unless it has a ``key``: one
-        key, one execution.
+        Giving up (a broken connection) cancels the invocation, unless it has a ``key``. Calls
+        with the same key run once, so one is sent again after a broken connection. True makes a new key.
         """
         request = requests.invoke(
             function,
@@ -1064,6 +1070,11 @@ class Client:
         """Return what admits one machine once, soon (`tangram node join`). Needs the admin token."""
         request = requests.sent("POST", "/v1/node-tickets", requests.reader(NodeTicket), TicketWanted(name=name))
         return self._send(request)
+
+    def page_address(self) -> str:
+        """Return an address that opens the gateway's page in one browser, once. Needs the admin token."""
+        issued = self._send(requests.sent("POST", "/v1/page-keys", requests.reader(PageKey)))
+        return f"{self.server}/?key={issued.key}"
 
     def tasks(self) -> Sequence[TaskInfo]:
         """Return the RL tasks: weights, bounds and use, and their steps that have not ended."""

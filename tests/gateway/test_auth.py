@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gateway import auth
-from gateway.auth import BearerTokens, Guard, PageSession, Role, announced, check_listeners, make_private, open_tokens
+from gateway.auth import BearerTokens, Guard, PageSessions, Role, announced, check_listeners, make_private, open_tokens
 from gateway.config.schema import ServerConfig
 from manager.clock import VirtualClock
 from manager.errors import Forbidden, InvalidConfig, StorageUnavailable, Unauthorized
@@ -54,19 +54,30 @@ def test_every_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
         assert [each[1] for each in compared] == [b"s3cret", b"less"]
 
 
-def test_the_pages_key_opens_once_and_in_time() -> None:
+def test_a_key_of_the_page_opens_once_and_in_time() -> None:
     clock = VirtualClock()
-    session = PageSession(clock.now)
-    assert session.open("") is None
-    assert session.open("wrong") is None
-    cookie = session.open(session.key)
+    pages = PageSessions(clock.now)
+    assert pages.open("") is None
+    assert pages.open("wrong") is None
+    key, other = pages.issue(), pages.issue()
+    cookie = pages.open(key)
     assert cookie is not None
-    assert session.knows(cookie.encode())
-    assert not session.knows(session.key.encode())
-    assert session.open(session.key) is None
-    late = PageSession(clock.now)
+    assert pages.knows(cookie.encode())
+    assert not pages.knows(key.encode())
+    assert pages.open(key) is None
+    second = pages.open(other)
+    assert second is not None and pages.knows(second.encode()) and pages.knows(cookie.encode())
+    late = pages.issue()
     clock.advance_to(clock.now() + auth.KEY_LIFE_S)
-    assert late.open(late.key) is None
+    assert pages.open(late) is None
+
+
+def test_keys_and_cookies_of_the_page_are_bounded() -> None:
+    pages = PageSessions(VirtualClock().now)
+    keys = [pages.issue() for _ in range(auth.PAGE_SESSIONS_MAX + 1)]
+    assert pages.open(keys[0]) is None
+    cookies = [pages.open(key) for key in [*keys[1:], pages.issue()]]
+    assert [pages.knows((each or "").encode()) for each in cookies] == [False, *[True] * auth.PAGE_SESSIONS_MAX]
 
 
 @pytest.mark.promise("Beyond loopback, tokens in clear text must be configured.")

@@ -58,7 +58,7 @@ def knows_clients(gateway: RunningGateway) -> bool:
 
 async def test_the_client_trusts_the_authority_that_it_is_told(served: RunningGateway, pki: Path) -> None:
     address = f"https://localhost:{served.app.http_port}"
-    assert served.app.page.startswith("https://127.0.0.1:")
+    assert served.app.page_address().startswith("https://127.0.0.1:")
     cert = str(pki / "both.pem") if knows_clients(served) else None
     async with AsyncClient(address, ca=str(pki / "ca.pem"), cert=cert) as client:  # the token is found as ever
         assert (await client.invoke("echo", {"a": 1})).result == {"a": 1}

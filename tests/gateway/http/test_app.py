@@ -16,6 +16,7 @@ from gateway.http.server import listen
 from gateway.invocations.invocations import HeldInputs
 from manager.config import TaskSpec
 from manager.errors import CapacityExceeded, Conflict
+from tangram import AsyncClient, ForbiddenError
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
 
@@ -47,7 +48,7 @@ def stranger(gateway: RunningGateway) -> httpx.AsyncClient:
 
 
 def key_of(app: App) -> str:
-    return app.api.session.key
+    return app.api.pages.issue()
 
 
 @pytest.fixture
@@ -121,8 +122,9 @@ async def test_without_tokens_programs_of_this_machine_do_everything(gateway: Ru
 
 
 async def test_the_key_opens_the_page_once_and_becomes_a_cookie(guarded: RunningGateway) -> None:
+    key = key_of(guarded.app)
     async with stranger(guarded) as http:
-        opened = await http.get("/", params={"key": key_of(guarded.app)})
+        opened = await http.get("/", params={"key": key})
         assert (opened.status_code, opened.headers["location"]) == (303, "/")
         cookie = opened.headers["set-cookie"].lower()
         for wanted in ("httponly", "samesite=strict", "path=/"):
@@ -135,7 +137,21 @@ async def test_the_key_opens_the_page_once_and_becomes_a_cookie(guarded: Running
     async with stranger(guarded) as late:
         typed = await late.get("/ui")
         assert (typed.status_code, typed.headers["location"]) == (303, "/ui/now"), "what somebody types leads on"
-        assert (await late.get("/", params={"key": key_of(guarded.app)})).status_code == 401
+        assert (await late.get("/", params={"key": key})).status_code == 401
+
+
+async def test_the_admin_token_gets_a_key_for_each_further_browser(guarded: RunningGateway) -> None:
+    tokens = guarded.app.tokens
+    assert tokens is not None
+    async with AsyncClient(str(guarded.http.base_url), token=tokens.admin) as client:
+        addresses = [await client.page_address() for _ in range(2)]
+    async with AsyncClient(str(guarded.http.base_url), token=tokens.invoke) as client:
+        with pytest.raises(ForbiddenError):
+            await client.page_address()
+    for address in addresses:
+        async with stranger(guarded) as browser:
+            assert (await browser.get(address)).status_code == 303
+            assert (await browser.get("/v1/tasks")).status_code == 200
 
 
 async def test_with_the_cookie_only_the_page_itself_sends_anything(guarded: RunningGateway) -> None:

@@ -67,6 +67,16 @@ def test_work_with_a_key_is_sent_again_and_runs_once() -> None:
     assert (len(gateway.requests), len(gateway.calls)) == (3, 1)
 
 
+def test_a_call_gets_a_new_key_by_itself_where_it_asks_for_one() -> None:
+    gateway = ScriptedGateway({"f": lambda call: {}})
+    with Client(transport=gateway) as client:
+        first, second = client.invoke("f", {}, key=True), client.invoke("f", {}, key=True)
+        client.invoke("f", {})
+    assert first.id != second.id
+    keys = [request.headers.get("idempotency-key") for request in gateway.requests]
+    assert keys[0] and keys[1] and keys[0] != keys[1] and keys[2] is None
+
+
 def test_a_submit_that_is_sent_again_carries_the_same_key() -> None:
     gateway = ScriptedGateway({"f": {}})
     gateway.trouble(broken(httpx.ReadError))
