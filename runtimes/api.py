@@ -24,7 +24,6 @@ import httpx
 import orjson
 from msgspec import Meta
 
-from manager.action import Action, Lease
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, RequestSpec, RetrySpec, Setting
 from runtimes import runtime
@@ -365,7 +364,7 @@ _REDIRECTS_MAX = 5
 CHANCE = random.SystemRandom()
 
 
-class ApiRuntime:
+class ApiRuntime(Runtime):
     """Calls external services through one pooled client.
 
     A status of the function's ``retry.on_status`` is tried again inside the action, never earlier than
@@ -415,12 +414,6 @@ class ApiRuntime:
             return await self._call(execution, spec, template.origin, rendered)
         finally:
             execution.end()
-
-    async def resize(self, action: Action, lease: Lease) -> None:
-        """A call holds nothing that could be resized."""
-
-    async def end_trajectory(self, trajectory: str) -> None:
-        """A call keeps nothing of its trajectory."""
 
     async def close(self) -> None:
         if "_client" in vars(self):

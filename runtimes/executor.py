@@ -24,7 +24,7 @@ from manager.errors import (
 )
 from manager.executor import Call
 from manager.function import FunctionSpec
-from runtimes.runtime import Execution, Replicator, Result, Runtime
+from runtimes.runtime import Execution, Result, Runtime
 
 logger = logging.getLogger("runtimes.executor")
 
@@ -121,8 +121,8 @@ class LocalExecutor:
 
     async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
         """Copy a service into free memory within ``prepare_s``; a failure is told by False and logged."""
-        runtime: object = self._runtimes.get(function.runtime)
-        if not isinstance(runtime, Replicator):
+        runtime = self._runtimes.get(function.runtime)
+        if runtime is None:
             return False
         try:
             return await asyncio.wait_for(runtime.replicate(function, service, chunk), self._deadlines.prepare_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import msgspec
 import orjson
@@ -57,7 +56,7 @@ class Result:
     usage: Mapping[str, float] = field(default_factory=dict)
 
 
-class Runtime(Protocol):
+class Runtime:
     """One runtime kind. Failures are `manager.errors.ActionFailed`; the caller enforces the deadline.
 
     ``execute`` is cancelled on timeout and on cancel: it must then kill the work, including every process the
@@ -69,35 +68,26 @@ class Runtime(Protocol):
 
         Raises InvalidConfig or Unsupported with the remedy (a missing image, a missing or pickled checkpoint).
         """
-        ...
 
     async def execute(self, execution: Execution) -> Result:
         """Run one action to its end; raises ActionFailed."""
-        ...
+        raise NotImplementedError
 
     async def resize(self, action: Action, lease: Lease) -> None:
         """Apply a new lease to a running, malleable action; others never get here."""
-        ...
 
     async def end_trajectory(self, trajectory: str) -> None:
         """Drop what is kept for the trajectory; idempotent."""
-        ...
-
-    async def close(self) -> None:
-        """Release everything; idempotent."""
-        ...
-
-
-@runtime_checkable
-class Replicator(Protocol):
-    """A runtime that can copy what a function needs into free memory before anybody asks for it there."""
 
     async def replicate(self, function: FunctionSpec, service: str, chunk: Chunk) -> bool:
-        """Make ``service`` resident on ``chunk``; return False if there is no room.
+        """Make a service resident on free memory of a chunk before anybody asks; return False if there is no room.
 
         Nothing is evicted, and what computes is not disturbed but by the bytes that travel.
         """
-        ...
+        return False
+
+    async def close(self) -> None:
+        """Release everything; idempotent."""
 
 
 def loads(data: bytes | str) -> object:

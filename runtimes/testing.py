@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from manager.action import Action, Chunk, Lease
 from manager.errors import ActionFailed, Reason
 from manager.function import FunctionSpec
-from runtimes.runtime import Execution, Result
+from runtimes.runtime import Execution, Result, Runtime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class ScriptStep:
 Script = Callable[[Execution], ScriptStep]
 
 
-class ScriptedRuntime:
+class ScriptedRuntime(Runtime):
     """Executes a script and remembers what it was asked. Waits on the event loop's clock."""
 
     def __init__(self, script: Script | ScriptStep | None = None) -> None:

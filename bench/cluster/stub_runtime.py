@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 
-from manager.action import Action, Lease
-from runtimes.runtime import Execution, Result
+from runtimes.runtime import Execution, Result, Runtime
 from runtimes.sandbox.command import ResumableCommand
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.sandbox import Sandbox
@@ -16,7 +15,7 @@ from runtimes.sandbox.session import SessionTable
 LINE = "x" * 59 + "\n"
 
 
-class StubRuntime:
+class StubRuntime(Runtime):
     """Executes ``{"lines": so many, "command": "sleep SECONDS"}``: lines one by one, then the wait; both may be absent.
 
     It asks whether it may begin, as every runtime with sandboxes does.
@@ -25,8 +24,6 @@ class StubRuntime:
     def __init__(self, on_first: Callable[[float], None] | None = None) -> None:
         """``on_first`` is told when the first action began, by the machine's monotonic clock."""
         self._on_first = on_first
-
-    async def prepare(self, function: object) -> None: ...
 
     async def execute(self, execution: Execution) -> Result:
         await execution.call.hooks.commit_begin()
@@ -42,12 +39,6 @@ class StubRuntime:
             await asyncio.sleep(float(wait_s))
         execution.end()
         return Result(value={"exit_code": 0, "stdout": ""})
-
-    async def resize(self, action: Action, lease: Lease) -> None: ...
-
-    async def end_trajectory(self, trajectory: str) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class NoEnvironments(Environments):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from manager.action import Action, Chunk, Lease
+from manager.action import Chunk
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, CodedError, InvalidInput, Reason, Unsupported
 from manager.function import FunctionSpec, ModelAction, ModelSpec, Setting
@@ -28,8 +28,8 @@ _COMPONENT = "model.runtime"
 OnResidency = Callable[[Mapping[str, tuple[Chunk, ...]]], None]
 
 
-class ModelRuntime:
-    """Implements `runtimes.runtime.Runtime`. The gateway's process never imports torch and never waits for it."""
+class ModelRuntime(Runtime):
+    """The gateway's process never imports torch and never waits for it."""
 
     def __init__(
         self,
@@ -80,12 +80,6 @@ class ModelRuntime:
             execution.end()
         self.stats.count(answer.usage)
         return Result(value=answer.value, usage=answer.usage)
-
-    async def resize(self, action: Action, lease: Lease) -> None:
-        """A model action keeps its chunk to its end."""
-
-    async def end_trajectory(self, trajectory: str) -> None:
-        """Models keep nothing for a trajectory."""
 
     async def close(self) -> None:
         """End every process and free every image."""

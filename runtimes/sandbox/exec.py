@@ -20,7 +20,7 @@ from manager.errors import ActionFailed, CodedError, Reason
 from manager.executor import Call, LogSink
 from manager.function import AUTO, Background, FunctionSpec, SandboxSpec
 from runtimes.kind import Kind, schema_of
-from runtimes.runtime import Execution, Result
+from runtimes.runtime import Execution, Result, Runtime
 from runtimes.sandbox.command import (
     ARGUMENT_MAX_BYTES,
     Command,
@@ -155,7 +155,7 @@ async def _rest(sandbox: Sandbox, background: Background) -> None:
         logger.warning("a sandbox does not rest", sandbox=sandbox.id, why=error.message)
 
 
-class ExecRuntime:
+class ExecRuntime(Runtime):
     """Executes shell text or an argument list; a non-zero exit is data."""
 
     def __init__(self, environments: Environments) -> None:
@@ -205,9 +205,6 @@ class ExecRuntime:
 
     async def end_trajectory(self, trajectory: str) -> None:
         await self._environments.end(trajectory)
-
-    async def close(self) -> None:
-        """Do nothing: whoever made the environments closes them."""
 
 
 async def begin(execution: Execution, sandbox: Sandbox) -> bool:

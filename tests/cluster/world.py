@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from tangram.types import NodeStatus
 from tests import warm
 from tests.e2e.gateway import GatewayProcess
 from tests.faults.world import HTTP
+from tests.runtimes.node.session import kept_in
 
 #: Nothing takes so long unless it is broken, on however busy a machine.
 DEADLINE_S = STOP_S = 180.0
@@ -208,8 +207,7 @@ class DaemonProcess:
 
     def attempts(self) -> list[str]:
         """Return the claims of the attempts that have begun, and that it has not been told to forget."""
-        with closing(sqlite3.connect(self._directory / "state" / "journal")) as journal:
-            return [row[0] for row in journal.execute("SELECT claim FROM attempts")]
+        return kept_in(self._directory / "state", "attempts")
 
     def handlers(self) -> list[tuple[str, int]]:
         """Return the digests of the handlers' files that it keeps, and when each was made."""

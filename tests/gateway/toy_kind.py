@@ -13,10 +13,9 @@ from typing import Annotated, TypedDict
 import httpx
 
 import runtimes.kinds
-from manager.action import Action, Lease
 from manager.function import FunctionSpec, Setting
 from runtimes.kind import Kind, schema_of
-from runtimes.runtime import Execution, Result
+from runtimes.runtime import Execution, Result, Runtime
 from tangram.client.requests import Bearer
 
 ANSWER_S = 30.0
@@ -42,26 +41,14 @@ class ToyText(TypedDict):
     text: str
 
 
-class ToyRuntime:
+class ToyRuntime(Runtime):
     """Says its text as often as the function says."""
-
-    async def prepare(self, function: FunctionSpec) -> None:
-        """Nothing to look for."""
 
     async def execute(self, execution: Execution) -> Result:
         function = execution.call.function
         assert isinstance(function, ToyFunction)
         execution.begin()
         return Result(value={"text": str(execution.call.input["text"]) * function.times})
-
-    async def resize(self, action: Action, lease: Lease) -> None:
-        """Never called: it is not malleable."""
-
-    async def end_trajectory(self, trajectory: str) -> None:
-        """Nothing is kept."""
-
-    async def close(self) -> None:
-        """Nothing is kept."""
 
 
 TEXT = schema_of(ToyText)

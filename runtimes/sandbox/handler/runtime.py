@@ -15,7 +15,6 @@ from typing import Annotated, Any, cast
 
 import structlog
 
-from manager.action import Action, Lease
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason
 from manager.executor import LogSink
 from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec, Setting
@@ -395,7 +394,7 @@ _Spawn = Callable[[Coroutine[Any, Any, None]], None]
 _Start = Callable[[FunctionSpec], Awaitable[Instance]]
 
 
-class HandlerRuntime:
+class HandlerRuntime(Runtime):
     """Keeps a pool of warm instances for each function, and executes each action in one of them.
 
     An instance holds ``per_instance`` invocations at a time; beyond ``instances_max`` actions wait here (in the
@@ -452,12 +451,6 @@ class HandlerRuntime:
             return await instance.invoke(execution)
         finally:
             pool.release(instance)
-
-    async def resize(self, action: Action, lease: Lease) -> None:
-        """Do nothing: a handler keeps the cores that it started with."""
-
-    async def end_trajectory(self, trajectory: str) -> None:
-        """Do nothing: instances belong to no trajectory."""
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))

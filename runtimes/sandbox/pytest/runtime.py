@@ -27,9 +27,9 @@ from manager.action import Action, Lease
 from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound, Reason, TooLarge, Unsupported
 from manager.function import FunctionSpec, PytestSpec, Setting
 from runtimes.kind import Kind, Schema, schema_of
-from runtimes.runtime import Execution, Result
+from runtimes.runtime import Execution, Result, Runtime
 from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_ended, processes_refused
-from runtimes.sandbox.disk import WalkBound
+from runtimes.sandbox.disk import DiskBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec import Directory, Env, LogLines, Stage, begin, checked, invalid, traced
 from runtimes.sandbox.pytest import baseline, changes, launch, plugin, programs, start
@@ -892,7 +892,7 @@ _WARNING = re.compile(
 _CLOCK_S = 0.02
 
 
-class PytestRuntime:
+class PytestRuntime(Runtime):
     """Runs ``pytest -n WORKERS`` and answers with the verdicts, whatever the suite's process did.
 
     A suite that fails, breaks, ends its own process, runs other tests than it was asked for or fills its sandbox's disk
@@ -997,7 +997,7 @@ class PytestRuntime:
         files: FreshFiles | None = None,
     ) -> _Run:
         info = self._environments.provider.info
-        work = info.disk != WalkBound.name
+        work = info.disk != DiskBound.name
         bounds = _Bounds(work=work, tmp=work or info.kind != "container")
         made = replace(sandbox.spec, snapshot="")
         unused = None if execution.action.trajectory is None else lambda: self._environments.ephemeral(made)
@@ -1007,12 +1007,6 @@ class PytestRuntime:
 
     async def resize(self, action: Action, lease: Lease) -> None:
         await self._stage.resize(action, lease)
-
-    async def end_trajectory(self, trajectory: str) -> None:
-        """Do nothing: nothing is kept between actions."""
-
-    async def close(self) -> None:
-        """Do nothing: whoever made the environments closes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from manager.errors import ActionFailed, Reason
 from manager.function import FunctionSpec, Network, SandboxSpec
 from runtimes.executor import LocalExecutor
 from runtimes.node.daemon import DaemonSettings, NodeDaemon, NodeRuntimes
-from runtimes.runtime import Execution, Result
+from runtimes.runtime import Execution, Result, Runtime
 from runtimes.sandbox.command import ResumableCommand, claims_of
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.sandbox import Sandbox
@@ -79,13 +79,11 @@ class Machine:
         return command
 
 
-class MachineRuntime:
+class MachineRuntime(Runtime):
     """Executes commands of a machine the way the exec runtime does those of sandboxes."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-
-    async def prepare(self, function: FunctionSpec) -> None: ...
 
     async def execute(self, execution: Execution) -> Result:
         machine, action = self._machine, execution.action
@@ -116,8 +114,6 @@ class MachineRuntime:
 
     async def end_trajectory(self, trajectory: str) -> None:
         self._machine.trajectories.pop(trajectory, None)
-
-    async def close(self) -> None: ...
 
 
 class MachineSandbox(Sandbox):

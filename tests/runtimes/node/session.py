@@ -265,10 +265,10 @@ def said(words: Words) -> dict[str, str]:
     return streams
 
 
-def kept_in(directory: Path) -> list[str]:
-    """Return the claims of the attempts and logs that a journal holds: of a copy, as its daemon may have it."""
+def kept_in(directory: Path, *tables: str) -> list[str]:
+    """Return the claims that tables of a journal hold: of a copy, as its daemon may have it."""
     with TemporaryDirectory() as copy:
         for file in directory.glob("journal*"):
             shutil.copy(file, copy)
         with closing(sqlite3.connect(Path(copy, "journal"))) as journal:
-            return [row[0] for row in journal.execute("SELECT claim FROM attempts UNION ALL SELECT claim FROM logs")]
+            return [row[0] for table in tables for row in journal.execute(f"SELECT claim FROM {table}")]

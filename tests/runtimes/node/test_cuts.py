@@ -41,7 +41,7 @@ async def play(directory: Path, faults: dict[int, str], *, ready: bool = False) 
             words = WORDS[f"{name}.1/"]
             assert (end.state, end.result) == (State.SUCCEEDED, {"said": len(words), "echo": {"of": name}})
             assert kept.log.said == said(words)
-        assert machine.killed == [] and machine.commands == {} and kept_in(directory) == []
+        assert machine.killed == [] and machine.commands == {} and kept_in(directory, "attempts", "logs") == []
     finally:
         await session.close()
     return session
