@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import structlog
 
@@ -70,8 +70,31 @@ def is_bounded(place: Path, disk_bytes: int) -> bool:
     return 0 < status.f_blocks * status.f_frsize <= image_bytes(disk_bytes)
 
 
-class ImageBound:
-    """`runtimes.sandbox.disk.DiskBound` by images whose files lie in ``directory``. Blocks; threads may call."""
+class DiskBound:
+    """The bound of bytes and files below a directory: none but the watch. Its methods block; any thread may call."""
+
+    name = "walk"
+
+    def bind(self, place: Path, disk_bytes: int) -> None:
+        """Bound what is written below an existing directory from now on; raises OSError or CapacityExceeded."""
+
+    def adopt(self, place: Path) -> None:
+        """Know of a directory that an earlier gateway bound."""
+
+    def shows(self, place: Path) -> bool:
+        """Return whether what was written below a bound directory is to be seen there."""
+        return True
+
+    def hand_over(self, place: Path) -> None:
+        """Leave a file system of its own to the sandbox alone, which has mounted it elsewhere by now."""
+
+    def release(self, place: Path) -> None:
+        """Take the bound away, with what was written if it is a file system of its own; idempotent."""
+        take_away(place)
+
+
+class ImageBound(DiskBound):
+    """By images whose files lie in ``directory``."""
 
     name = "image"
 
@@ -105,7 +128,6 @@ class ImageBound:
             raise
 
     def adopt(self, place: Path) -> None:
-        """Count the image of a sandbox that an earlier gateway made."""
         with self._lock:
             self._attached[place] = -1
 
@@ -116,7 +138,6 @@ class ImageBound:
         take_away(place)
 
     def release(self, place: Path) -> None:
-        """Take it away, without writing what is still in memory."""
         with self._lock:
             image = self._attached.pop(place, -1)
         if image >= 0:
@@ -259,55 +280,6 @@ class DiskSettings:
     images_max: int = 1024
 
 
-class DiskBound(Protocol):
-    """Bounds the bytes and files below a directory. Its methods block; any thread may call them."""
-
-    @property
-    def name(self) -> str: ...
-
-    def bind(self, place: Path, disk_bytes: int) -> None:
-        """Bound what is written below an existing directory from now on; raises OSError or CapacityExceeded."""
-        ...
-
-    def adopt(self, place: Path) -> None:
-        """Know of a directory that an earlier gateway bound."""
-        ...
-
-    def shows(self, place: Path) -> bool:
-        """Return whether what was written below a bound directory is to be seen there."""
-        ...
-
-    def hand_over(self, place: Path) -> None:
-        """Leave a file system of its own to the sandbox alone, which has mounted it elsewhere by now."""
-        ...
-
-    def release(self, place: Path) -> None:
-        """Take the bound away, with what was written if it is a file system of its own; idempotent."""
-        ...
-
-
-class WalkBound:
-    """No bound but the watch (`runtimes.sandbox.disk`)."""
-
-    name = "walk"
-
-    def bind(self, place: Path, disk_bytes: int) -> None:
-        """Do nothing."""
-
-    def adopt(self, place: Path) -> None:
-        """Do nothing."""
-
-    def shows(self, place: Path) -> bool:
-        return True
-
-    def hand_over(self, place: Path) -> None:
-        """Do nothing."""
-
-    def release(self, place: Path) -> None:
-        """Take away what a gateway with images has left there."""
-        take_away(place)
-
-
 def choose_bound(settings: DiskSettings, images: Path) -> DiskBound:
     """Return the bound of sandboxes' directories; images lie in ``images``. Blocks.
 
@@ -320,7 +292,7 @@ def choose_bound(settings: DiskSettings, images: Path) -> DiskBound:
         if settings.by == "image":
             raise Unsupported(f"sandbox.disk_bound.by: image cannot be had: {reason}", component=COMPONENT)
         logger.warning("no disk images: sandboxes are measured, and ended above their bound", why=reason)
-    return WalkBound()
+    return DiskBound()
 
 
 #: What mends a disk that is full.

@@ -34,7 +34,7 @@ from manager.errors import (
     exhaustion,
 )
 from manager.function import AUTO, Isolation, Network, SandboxSpec, Setting
-from runtimes.sandbox.disk import RUN_BYTES, RUN_FILES, DiskBound, DiskWatch, WalkBound, files_max, is_bounded
+from runtimes.sandbox.disk import RUN_BYTES, RUN_FILES, DiskBound, DiskWatch, files_max, is_bounded
 from runtimes.sandbox.egress import Egress, EgressGuard
 from runtimes.sandbox.linux import (
     Cgroup,
@@ -167,7 +167,7 @@ class ProcessControl(SandboxControl):
         self.pid = pid
         self._directory = directory
         self._children = [child for child in children if child]
-        self._bound = bound or WalkBound()
+        self._bound = bound or DiskBound()
 
     def processes(self) -> list[int]:
         return super().processes() if self.group is not None else [self.pid, *descendants([self.pid])]
@@ -733,7 +733,7 @@ class ProcessProvider:
             self._snapshots_root, snapshots or SnapshotSettings(), provider=lambda: self.kind
         )
         self._gate = gate
-        self._bound = bound or WalkBound()
+        self._bound = bound or DiskBound()
         self._guard = EgressGuard(name_servers)
         self._disk = DiskWatch()
         self._shared_cores = tuple(shared_cores)
@@ -971,7 +971,7 @@ class ProcessProvider:
         """Watch what no file system of its own bounds: its work, or no more than the runner's directory."""
         work, run, disk_bytes = directory / "work", directory / "run", sandbox.spec.disk_bytes
         inside = Path(f"/proc/{control.pid}/root{sandbox.spec.workdir}") if self._means.bubblewrap else work
-        if self._bound.name != WalkBound.name and is_bounded(inside, disk_bytes):
+        if self._bound.name != DiskBound.name and is_bounded(inside, disk_bytes):
             self._disk.add(sandbox, (run,), RUN_BYTES, RUN_FILES, control.processes)
         else:
             self._disk.add(sandbox, (work, run), disk_bytes, files_max(disk_bytes), control.processes)

@@ -14,7 +14,7 @@ import structlog
 
 from manager.errors import InvalidConfig, Unsupported
 from manager.function import Setting
-from runtimes.sandbox.disk import DiskSettings, WalkBound, choose_bound
+from runtimes.sandbox.disk import DiskBound, DiskSettings, choose_bound
 from runtimes.sandbox.linux import Seccomp
 from runtimes.sandbox.process import HostSupport, IdBlocks, IdSettings, NotInstalled, ProcessProvider, end_left
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
@@ -247,7 +247,7 @@ def _containers(settings: ProviderSettings) -> Provider:
         copy_limit_bytes=chosen.copy_limit_bytes,
         uids=(settings.uids.first, settings.uids.count),
         seccomp=settings.seccomp,
-        bound=choose_bound(settings.disk_bound, settings.state_dir) if here else WalkBound(),
+        bound=choose_bound(settings.disk_bound, settings.state_dir) if here else DiskBound(),
         name_servers=settings.name_servers,
         egress_network=chosen.egress_network,
         internal_networks=chosen.internal_networks,

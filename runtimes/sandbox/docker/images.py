@@ -92,7 +92,7 @@ class BaseImageBuilder:
 
     def _follow(self, name: str, source: str, events: Iterable[Mapping[str, Any]]) -> None:
         """Tell each step and each tenth of a pull, and raise what the engine ends with."""
-        deadline_s, layers, tenth = time.monotonic() + BUILD_S, dict[str, tuple[int, int]](), 0
+        deadline_s, layers = time.monotonic() + BUILD_S, PulledLayers()
         failed = output = ""
         for event in events:
             if "error" in event:
@@ -104,13 +104,8 @@ class BaseImageBuilder:
                 self.say(f"{name}: {line.splitlines()[0][:100]}")
             elif line and not line.startswith("--->"):
                 output = line[-500:]
-            detail = event.get("progressDetail") or {}
-            if event.get("status") == "Downloading" and "total" in detail:
-                layers[str(event.get("id"))] = (int(detail.get("current", 0)), int(detail["total"]))
-                done, total = (sum(each) for each in zip(*layers.values(), strict=True))
-                if total and 10 * done // total > tenth:
-                    tenth = 10 * done // total
-                    self.say(f"{name}: {tenth * 10} % of {source}, {total} bytes")
+            if layers.take(event):
+                self.say(f"{name}: {layers.tenths * 10} % of {source}, {layers.total_bytes} bytes")
         if failed:
             message = f"{name} could not be built from {source} ({failed})"
             raise InvalidConfig(f"{message}{': ' if output else ''}{output}", component=COMPONENT)
@@ -158,10 +153,9 @@ def _bootstraps() -> bool:
 def _parted(name: str) -> tuple[str, str]:
     """Return repository and tag of an image that is to be made; raises InvalidConfig."""
     require_image_name(name)
-    repository, tag = docker.utils.parse_repository_tag(name)
     if "@" in name or name.startswith("sha256:"):
         raise InvalidConfig(f"{name!r} is a digest, which no new image can be given: name[:tag]", component=COMPONENT)
-    return repository, tag or "latest"
+    return repository_of(name)
 
 
 def _refused(error: Exception) -> Unsupported:
@@ -311,19 +305,16 @@ class ImageStore:
 
     def _receive(self, image: str, state: ImageState, login: dict[str, str] | None) -> None:
         """Pull in a thread, and tell how far it is."""
-        deadline_s, tenth = time.monotonic() + self._timeout_s, 0
-        layers: dict[str, tuple[int, int]] = {}
-        repository, tag = _images_parted(image)
+        deadline_s, layers = time.monotonic() + self._timeout_s, PulledLayers()
+        repository, tag = repository_of(image)
         for event in self._engine.api.pull(repository, tag=tag, stream=True, decode=True, auth_config=login):
             if "error" in event:
                 raise InvalidConfig(str(event["error"]), component=IMAGES_COMPONENT)
             if time.monotonic() > deadline_s:
                 raise InvalidConfig(f"it takes longer than {self._timeout_s:g} s", component=IMAGES_COMPONENT)
-            _follow(layers, event)
-            state.done_bytes = sum(done for done, _ in layers.values())
-            state.total_bytes = sum(total for _, total in layers.values())
-            if state.total_bytes and 10 * state.done_bytes // state.total_bytes > tenth:
-                tenth = 10 * state.done_bytes // state.total_bytes
+            more = layers.take(event)
+            state.done_bytes, state.total_bytes = layers.done_bytes, layers.total_bytes
+            if more:
                 logger.info("pulling", image=image, done_bytes=state.done_bytes, total_bytes=state.total_bytes)
 
     async def _make_room(self, pulled: str) -> None:
@@ -359,30 +350,38 @@ def told_of_pull(image: str, error: CodedError) -> CodedError:
         f"run `docker pull {image}`, or `{remedy(image)}` for a base image; a registry that asks who "
         "pulls is named in sandbox.docker.registries"
     )
-    output = error.message.replace(image, "").replace(
-        _images_parted(image)[0], ""
-    )  # whose own name may have such words
+    output = error.message.replace(image, "").replace(repository_of(image)[0], "")  # whose own name may have such words
     if isinstance(error, CapacityExceeded) or TEMPORARY.search(output):
         return CapacityExceeded(message, component=IMAGES_COMPONENT, retry_after_s=RETRY_S)
     return InvalidConfig(message, component=IMAGES_COMPONENT)
 
 
-def _follow(layers: dict[str, tuple[int, int]], event: Mapping[str, Any]) -> None:
-    """Take in what is said of one layer."""
-    layer, detail = str(event.get("id", "")), event.get("progressDetail") or {}
-    if event.get("status") == "Downloading" and "total" in detail:
-        layers[layer] = (int(detail.get("current", 0)), int(detail["total"]))
-    elif event.get("status") in ("Download complete", "Pull complete") and layer in layers:
-        layers[layer] = (layers[layer][1], layers[layer][1])
+class PulledLayers:
+    """How far the layers of a pull are."""
+
+    def __init__(self) -> None:
+        #: By layer, bytes that have come and bytes of all of it.
+        self._layers: dict[str, tuple[int, int]] = {}
+        self.done_bytes = self.total_bytes = self.tenths = 0
+
+    def take(self, event: Mapping[str, Any]) -> bool:
+        """Take in what is said of one layer; return whether another tenth of all has come."""
+        layer, detail = str(event.get("id", "")), event.get("progressDetail") or {}
+        if event.get("status") == "Downloading" and "total" in detail:
+            self._layers[layer] = (int(detail.get("current", 0)), int(detail["total"]))
+        elif event.get("status") in ("Download complete", "Pull complete") and layer in self._layers:
+            self._layers[layer] = (self._layers[layer][1], self._layers[layer][1])
+        else:
+            return False
+        self.done_bytes, self.total_bytes = (sum(each) for each in zip(*self._layers.values(), strict=True))
+        before, self.tenths = self.tenths, max(self.tenths, 10 * self.done_bytes // max(1, self.total_bytes))
+        return self.tenths > before
 
 
-def _images_parted(image: str) -> tuple[str, str | None]:
-    """Return repository and tag of an image; without tag or digest the engine would pull all of them."""
-    if "@" in image:
-        repository, _, digest = image.partition("@")
-        return repository, digest
-    repository, colon, tag = image.rpartition(":")
-    return (repository, tag) if colon and "/" not in tag else (image, "latest")
+def repository_of(image: str) -> tuple[str, str]:
+    """Return repository and tag or digest of an image; without either the engine would pull all of them."""
+    repository, tag = docker.utils.parse_repository_tag(image)
+    return repository, tag or "latest"
 
 
 def _labels(image: Mapping[str, Any]) -> Mapping[str, str]:

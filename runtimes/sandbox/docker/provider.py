@@ -45,7 +45,7 @@ from runtimes.sandbox.command import (
     OnOutput,
     ResumableCommand,
 )
-from runtimes.sandbox.disk import RUN_BYTES, RUN_FILES, DiskBound, DiskWatch, WalkBound, files_max, is_bounded
+from runtimes.sandbox.disk import RUN_BYTES, RUN_FILES, DiskBound, DiskWatch, files_max, is_bounded
 from runtimes.sandbox.docker.attach import AttachByteStream, AttachClient
 from runtimes.sandbox.docker.engine import (
     GATEWAY,
@@ -877,7 +877,7 @@ class ContainerProvider:
         #: Images found to have no python3.
         self._bare: set[str] = set()
         self._abandoned: set[asyncio.Task[None]] = set()
-        self._bound = bound or WalkBound()
+        self._bound = bound or DiskBound()
         self._disk = DiskWatch()
 
     @property
@@ -1065,7 +1065,7 @@ class ContainerProvider:
 
     async def _bind_layer(self, container: str, disk_bytes: int, directory: Path) -> None:
         """Bound the layer of a container that is not started yet, with the few entries that the engine made."""
-        if isinstance(self._bound, WalkBound):
+        if self._bound.name == DiskBound.name:
             return
         layer = Path((await self._engine.inspect(container)).layer)
 
@@ -1160,7 +1160,7 @@ class ContainerProvider:
         disk_bytes, processes = sandbox.spec.disk_bytes, control.processes
         directory = self._root / sandbox.id
         shared = (directory / "run", directory / HOSTS, *map(Path, entry.etc))
-        imaged = not isinstance(self._bound, WalkBound)
+        imaged = self._bound.name != DiskBound.name
         if entry.pid and imaged and is_bounded(Path(f"/proc/{entry.pid}/root"), disk_bytes):
             self._disk.add(sandbox, shared, RUN_BYTES, RUN_FILES, processes)
         elif entry.pid and entry.layer and os.access(entry.layer, os.R_OK):
