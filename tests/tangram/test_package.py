@@ -40,14 +40,6 @@ def project(directory: str) -> dict[str, Any]:
 
 
 @pytest.mark.xdist_group("distribution")
-def test_it_needs_httpx_and_msgspec_and_the_server_needs_it() -> None:
-    client, server = project("client"), project(".")
-    assert [each.partition(">")[0] for each in client["dependencies"]] == ["httpx", "msgspec"]
-    assert f"{client['name']}[cli]=={client['version']}" in server["dependencies"]
-    assert client["scripts"] == server["scripts"]
-
-
-@pytest.mark.xdist_group("distribution")
 def test_importing_it_brings_nothing_of_the_server() -> None:
     done = subprocess.run([sys.executable, "-c", LISTING], cwd=ROOT, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) & STRANGERS == set()
@@ -163,12 +155,6 @@ def test_what_a_failed_map_holds_survives_a_pickle() -> None:
     assert again.results[0] == error.results[0]
     assert [type(each) for each in again.failures.values()] == [NotFoundError]
     assert str(again) == "1 of 2 calls failed, the first with not_found: no f"
-
-
-def test_a_failed_invocation_keeps_its_record_through_a_pickle() -> None:
-    again = pickle.loads(pickle.dumps(failed()))
-    assert (again.reason, again.invocation.result, again.invocation.ok) == ("timeout", {"partial": [1]}, False)
-    assert "timed_out (timeout): too long" in str(again)
 
 
 def test_every_code_of_the_gateway_has_its_class() -> None:

@@ -109,14 +109,6 @@ async def test_an_invocation_is_read_whole_in_every_place(gateway: RunningGatewa
     assert read(cancelled.content, types.Invocation).reason == "cancelled"
 
 
-async def test_the_tries_of_an_invocation_are_read(gateway: RunningGateway) -> None:
-    response = await gateway.invoke({"reason": "handler_error"}, function="retried", mode="async", wait="5s")
-    invocation = read(response.content, types.Invocation)
-    assert [attempt.attempt for attempt in invocation.attempts] == [1, 2]
-    purged = await gateway.http.delete("/v1/dead-letters")
-    assert read(purged.content, types.Purged).purged == 1
-
-
 async def test_records_of_a_log_are_told_apart(gateway: RunningGateway) -> None:
     response = await gateway.invoke({"log": "hello"}, mode="stream")
     records = [types.read_log_record(line) for line in response.content.splitlines()]
@@ -312,10 +304,6 @@ def test_a_text_that_does_not_fit_is_told_in_words(given: object, kind: object, 
     assert said in told
     assert at == place
     assert "regex" not in told
-
-
-def test_what_is_no_mismatch_of_a_pattern_is_told_as_it_is() -> None:
-    assert types.explained(error_of({"a": ["x"]}, dict[str, list[int]])) == ("Expected `int`, got `str`", "[...][0]")
 
 
 def test_each_pattern_of_the_wire_is_declared_with_its_words() -> None:

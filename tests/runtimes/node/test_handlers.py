@@ -117,20 +117,6 @@ async def test_what_a_killed_daemon_left_half_written_is_removed(tmp_path: Path)
     assert kept(tmp_path) == []
 
 
-async def test_a_sender_that_fails_in_the_middle_leaves_nothing_and_the_next_one_is_heard(tmp_path: Path) -> None:
-    sent, here = await archive(tmp_path, "x = 1"), store(tmp_path)
-
-    async def broken() -> AsyncIterator[bytes]:
-        yield sent.data[:100]
-        raise CapacityExceeded("cut", component="test")
-
-    with pytest.raises(CapacityExceeded):
-        await here.take(sent.digest, broken())
-    assert kept(tmp_path) == []
-    await here.take(sent.digest, pieces(sent.data))
-    assert await here.has(sent.digest)
-
-
 async def test_a_receiver_that_is_cancelled_leaves_nothing_half_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,20 +398,6 @@ async def test_files_arrive_whatever_is_cut_off_in_the_middle(
     assert len(sent(tmp_path)) == 1, "and nothing half-written is left"
 
 
-async def test_a_running_handler_outlives_a_cut_and_its_files_are_kept_for_it(
-    session: Session, judge: FunctionSpec
-) -> None:
-    await prepared(session, judge)
-    session.machine.long.add("a.1/")
-    kept = session.start("a", judge)
-    await session.play(lambda: "a.1/" in session.machine.commands)
-    session.faults = {session.frames + 1: "cut"}
-    session.machine.finish("a.1/")
-    await session.play(lambda: settled(session))
-    assert code(kept) == "x = 1\n"
-    assert session.machine.begun == {"a.1/": 1}
-
-
 async def test_a_kind_that_nodes_do_not_execute_is_refused_by_name_and_nothing_is_sent(
     session: Session, judge: FunctionSpec
 ) -> None:
@@ -436,15 +408,6 @@ async def test_a_kind_that_nodes_do_not_execute_is_refused_by_name_and_nothing_i
     await session.play(lambda: settled(session))
     assert (refused.ends[0].state, kept.ends[0].state) == (State.FAILED, State.SUCCEEDED)
     assert session.kinds[protocol.ExecuteAttempt] == 1, "that of the command"
-
-
-async def test_files_larger_than_travel_are_refused_and_nothing_is_sent(session: Session, judge: FunctionSpec) -> None:
-    assert judge.handler is not None
-    with (judge.handler.directory / "weights.bin").open("wb") as file:
-        file.truncate(SOURCES_LIMIT_BYTES)
-    with pytest.raises(InvalidConfig, match="too much for a handler"):
-        await session.node.prepare(judge)
-    assert session.frames == 0
 
 
 async def test_a_handler_that_the_node_has_not_prepared_is_not_begun(session: Session, judge: FunctionSpec) -> None:

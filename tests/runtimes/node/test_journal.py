@@ -172,16 +172,6 @@ async def test_the_log_of_an_attempt_that_never_began_is_no_part_of_its_next_try
     assert output(spool(next_journal(tmp_path), resumed=True)) == []
 
 
-async def test_a_log_is_bounded_and_counts_what_it_drops(tmp_path: Path) -> None:
-    log = spool(AttemptJournal(tmp_path), limit_bytes=10)
-    log.write("stdout", "12345")
-    log.write("stdout", "678ü9")
-    log.write("stdout", "more")
-    log.omit(100)
-    assert "".join(text for _, text in output(log)) == "12345678ü"
-    assert log.omitted_bytes == 1 + 4 + 100
-
-
 async def test_long_texts_travel_in_pieces_that_end_between_characters(tmp_path: Path) -> None:
     journal = AttemptJournal(tmp_path)
     log = spool(journal)

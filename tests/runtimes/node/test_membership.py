@@ -78,15 +78,6 @@ def test_a_node_that_stays_silent_is_lost_and_must_end_all_before_it_joins_again
     assert membership.greet(74, "n", "n-1") == [Admitted("n", "n-1", fence=False)]
 
 
-def test_one_that_greets_again_and_again_without_reconciling_is_lost_all_the_same() -> None:
-    membership = joined("n", "m")
-    membership.lose_link(0, "n", "n-1", "silent")
-    for second in range(1, 60, 10):
-        assert kinds(membership.greet(second, "n", f"i{second}")) == [Admitted]
-        assert kinds(membership.lose_link(second + 1, "n", f"i{second}", "cut")) == [Shut]
-    assert kinds(membership.tick(60)) == [CountedOut]
-
-
 def test_a_name_is_one_living_daemons() -> None:
     membership = joined("n")
     (refused,) = membership.greet(1, "n", "other")

@@ -12,10 +12,10 @@ from typing import cast
 import pytest
 
 from gateway.config.load import load
-from manager.action import Action, Amdahl, Chunk, Grant, Lease, Outcome, State, UnitSet
+from manager.action import Action, Chunk, Grant, Lease, Outcome, State, UnitSet
 from manager.clock import VirtualClock
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason, Unsupported
-from manager.function import FunctionSpec, PytestSpec, SandboxSpec
+from manager.function import FunctionSpec
 from runtimes.kinds import KINDS
 from runtimes.node import protocol
 from runtimes.node.protocol import (
@@ -79,10 +79,6 @@ def test_messages_come_out_whole_whatever_the_pieces(piece_bytes: int) -> None:
     assert [message for piece in pieces for message in protocol.messages(frames, piece)] == sent
 
 
-def test_an_outcome_comes_out_as_it_was() -> None:
-    assert protocol.outcome_of(protocol.end_of("a.1/", OUTCOME, 0)) == OUTCOME
-
-
 @pytest.mark.parametrize("figure", [math.inf, -math.inf, math.nan, -1.0, 1e300])
 def test_figures_that_cannot_be_are_left_out_of_an_end(figure: float) -> None:
     told = replace(OUTCOME, execution_s=figure, retry_after_s=figure, usage={"mean_units": figure, "cpu_s": 0.25})
@@ -93,20 +89,6 @@ def test_figures_that_cannot_be_are_left_out_of_an_end(figure: float) -> None:
 @pytest.mark.parametrize("value", [{"deep": [{"x": "\ud800 alone"}]}, {"large": 2**80}, {}, {"f": 1e300, "n": None}])
 def test_any_json_value_travels(value: dict[str, object]) -> None:
     assert protocol.unpack_object(protocol.pack(value)) == value
-
-
-def test_a_function_travels_without_what_only_the_scheduler_reads() -> None:
-    function = FunctionSpec(
-        name="f",
-        runtime="pytest",
-        elasticity=Amdahl(0.1),
-        cost={"cpu": UnitSet.span(1, 4)},
-        sandbox=SandboxSpec(image="i", env={"A": "b"}, allow=("10.0.0.1:80",)),
-        pytest=PytestSpec(grade="fresh"),
-    )
-    there = protocol.read_function(protocol.function_bytes(function), FunctionSpec)
-    assert (there.sandbox, there.pytest, there.cost) == (function.sandbox, function.pytest, function.cost)
-    assert there.elasticity is None
 
 
 def test_a_function_travels_with_all_that_its_schemas_say() -> None:
@@ -173,27 +155,6 @@ def transport_of(link: NodeLink) -> MemoryTransport:
     return cast(MemoryTransport, link._transport)
 
 
-async def test_frames_of_one_turn_arrive_in_order() -> None:
-    near, far = pair()
-    for number in range(100):
-        near.send(protocol.AttemptReady(str(number)))
-    heard: list[str] = []
-    all_heard = asyncio.Event()
-
-    def hear(message: Message) -> None:
-        assert isinstance(message, protocol.AttemptReady)
-        heard.append(message.claim)
-        if len(heard) == 100:
-            all_heard.set()
-
-    running = asyncio.create_task(far.run(hear))
-    async with asyncio.timeout(WITHIN_S):
-        await all_heard.wait()
-        near.close("done")
-        assert await running == "the other side hung up"
-    assert heard == [str(number) for number in range(100)]
-
-
 async def test_each_side_beats_at_every_tick_whatever_else_it_says() -> None:
     kinds: list[int] = []
 
@@ -209,38 +170,6 @@ async def test_each_side_beats_at_every_tick_whatever_else_it_says() -> None:
             near.send(protocol.AttemptReady("a.1/"))
             await asyncio.sleep(0)
         assert kinds.count(beat) == tick
-
-
-async def test_what_waits_to_leave_needs_no_beat_beside_it() -> None:
-    near, _ = pair()
-    near.send(protocol.AttemptReady("a.1/"))
-    unsent_bytes = near.unsent_bytes
-    near.tick()
-    assert near.unsent_bytes == unsent_bytes
-
-
-async def test_what_came_while_this_process_slept_is_read_before_the_other_side_is_taken_for_gone() -> None:
-    """Timers come before what lies in the sockets, and a sleep need not begin where a tick was due."""
-    clock = VirtualClock()
-    near, far = pair(settings=LinkSettings(beat_s=1.0, silent_s=3.0), clock=clock)
-    running = asyncio.create_task(near.run(lambda message: None))
-    await asyncio.sleep(0)
-    for _ in range(2):
-        clock.advance_to(clock.now() + 1.0)
-        near.tick()
-    clock.advance_to(clock.now() + 1.0)
-    far.tick()  # its beat is on the way while this side sleeps
-    clock.advance_to(clock.now() + 0.1)
-    near.tick()
-    clock.advance_to(clock.now() + 1.0)
-    near.tick()
-    assert not near.closed.is_set()
-    for _ in range(3):
-        await asyncio.sleep(0)
-    near.tick()
-    assert not near.closed.is_set()
-    near.close("done")
-    await running
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -335,13 +264,6 @@ async def test_somebody_who_says_something_else_than_hello_is_refused() -> None:
     with pytest.raises(protocol.ChannelError, match="where a NodeHello was expected"):
         await near.receive(protocol.NodeHello, WITHIN_S)
     assert near.closed.is_set()
-
-
-async def test_a_stranger_has_room_for_a_greeting_and_no_more() -> None:
-    near, far = pair()
-    far.send(protocol.AttemptLog("a.1/", 0, b"x" * (protocol.HANDSHAKE_BYTES + 1)))
-    with pytest.raises(protocol.ChannelError, match="more than"):
-        await near.receive(protocol.NodeHello, WITHIN_S)
 
 
 async def test_one_who_says_nothing_is_cut() -> None:

@@ -20,7 +20,7 @@ from runtimes.node.protocol import Message
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine
 from tests.runtimes.node.memory_stream import close_all, pair
-from tests.runtimes.node.session import FUNCTION, STUCK_S, WORDS, Session, said, settled
+from tests.runtimes.node.session import FUNCTION, STUCK_S, WORDS, Session, settled
 from tests.runtimes.node.test_protocol import ACTION, LEASE
 
 IDEMPOTENT = replace(FUNCTION, name="again", idempotent=True)
@@ -36,17 +36,6 @@ async def session(tmp_path: Path) -> AsyncIterator[Session]:
 async def runs(session: Session, claim: str) -> None:
     """Play until a command runs, and its node has told of it."""
     await session.play(lambda: claim in session.machine.commands)
-
-
-async def test_a_cancel_kills_on_the_node_and_its_end_comes_back(session: Session) -> None:
-    session.machine.long.add("a.1/")
-    kept = session.start("a")
-    await runs(session, "a.1/")
-    assert kept.task is not None
-    kept.task.cancel()
-    await session.play(lambda: settled(session))
-    assert kept.ends[0].reason is Reason.CANCELLED
-    assert session.machine.killed == ["a.1/"]
 
 
 async def test_a_cancel_of_what_was_never_sent_waits_for_no_node(session: Session) -> None:
@@ -137,23 +126,6 @@ async def test_what_a_daemon_finds_dead_is_lost_and_an_idempotent_attempt_begins
     assert (kept.ends[0].state, kept.ends[0].reason) == (State.LOST, Reason.NODE_LOST)
     assert again.ends[0].state is State.SUCCEEDED
     assert session.machine.begun == {"a.1/": 1, "i.1/": 2}
-
-
-async def test_an_end_that_no_gateway_heard_is_told_by_the_next_daemon(session: Session) -> None:
-    session.machine.long.add("a.1/")
-    kept = session.start("a")
-    await runs(session, "a.1/")
-    session.machine.finish("a.1/")
-    agent = session.daemon
-    assert agent is not None
-    async with asyncio.timeout(STUCK_S):
-        while not agent.inventory().attempts[0].ended:  # noqa: ASYNC110  # no link, hence no event
-            await asyncio.sleep(0)
-    await agent.close()
-    session.daemon = None
-    await session.play(lambda: settled(session))
-    assert kept.ends[0].state is State.SUCCEEDED
-    assert (session.machine.begun["a.1/"], kept.log.said) == (1, said(WORDS["a.1/"]))
 
 
 async def test_a_lease_that_changes_during_a_cut_is_the_last_one_there(session: Session) -> None:

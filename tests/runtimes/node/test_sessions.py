@@ -353,31 +353,6 @@ async def test_a_slow_reader_stops_the_command_within_the_window_and_misses_noth
     await until(lambda: not world.command.held)
 
 
-async def test_a_burst_that_its_command_had_said_when_it_was_told_to_wait_reaches_a_slow_reader(
-    world: RelayedWorld,
-) -> None:
-    await world.link()
-    world.far.open(world.command)
-    async with aclosing(world.near.read(0, STUCK_S)) as pages:
-        beginning = asyncio.ensure_future(anext(pages))
-        await until(lambda: world.near.reads and bool(world.frames))
-        world.far.said("stdout", b"first")
-        async with asyncio.timeout(STUCK_S):
-            assert b"".join(piece.data for piece in await beginning) == b"first"
-        for _ in range(40):
-            world.far.said("stdout", bytes(SMALL.output_bytes // 10))
-        assert world.command.held
-        read, end = 5, world.far.end
-        while read < end:
-            async with asyncio.timeout(STUCK_S):
-                for piece in await anext(pages):
-                    assert piece.offset == read
-                    read += len(piece.data)
-            for _ in range(20):
-                await asyncio.sleep(0)
-    assert world.near.start > 0 < world.far.start, "what was read is forgotten"
-
-
 async def test_it_is_steered_once_and_told_what_waited_for_the_link(world: RelayedWorld) -> None:
     await world.link()
     world.far.open(world.command)

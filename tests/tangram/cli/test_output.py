@@ -26,7 +26,6 @@ from tangram.cli.output import (
     WORD_S,
     TableColumn,
     cells_of,
-    copying,
     cut,
     in_json,
     padded,
@@ -34,7 +33,6 @@ from tangram.cli.output import (
     print_log,
     record,
     say,
-    short_id,
     show,
     show_seconds,
     show_time,
@@ -74,11 +72,6 @@ def look(monkeypatch: pytest.MonkeyPatch) -> Look:
     return shown
 
 
-def test_a_table_is_as_wide_as_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
-    show(table(("NAME", "N"), [("a", 1), ("longer", 23), (None, None)]))
-    assert capsys.readouterr().out == "NAME     N\na        1\nlonger  23\n-        -\n"
-
-
 def test_what_is_piped_is_neither_coloured_nor_folded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,21 +109,6 @@ def test_amounts_are_written_as_people_write_them(capsys: pytest.CaptureFixture[
 def test_times_are_read_by_since_and_durations_have_three_figures() -> None:
     assert show_time(datetime(2026, 11, 27, 4, 20, tzinfo=timezone(timedelta(hours=1)))) == "2026-11-27T03:20:00Z"
     assert [show_time(None), show_seconds(None), show_seconds(-1.0), show_seconds(0.047)] == ["-", "-", "0s", "47ms"]
-
-
-def test_nested_fields_stand_beneath_their_names_and_empty_ones_are_left_out(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    show(record({"name": "f", "cost": {"cpu": {"min": 1, "max": 8}}, "args": ["-q", "-x"], "key": None, "env": {}}))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["name: f", "cost:", "  cpu:", "    min: 1", "    max: 8", "args: -q, -x"]
-
-
-def test_json_is_one_value_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
-    print_json({"text": "\x1b[2Jé", "keys": {1: None}, "list": []})
-    assert capsys.readouterr().out == (
-        '{\n  "text": "\\u001b[2Jé",\n  "keys": {\n    "1": null\n  },\n  "list": []\n}\n'
-    )
 
 
 ODD = "\x1b]0;gotcha\x07\x1b[2J\x9b31m\x7f"
@@ -176,15 +154,6 @@ def test_columns_go_by_their_rank_and_the_first_never_do(width: int, titles: str
     assert table(COLUMNS, [ROW], width=width)[0].split() == titles.split()
 
 
-def test_the_first_of_plain_columns_is_whole_and_the_last_is_left_out_first() -> None:
-    names, row = ("IMAGE", "STATE", "SIZE", "PROBLEM"), ("a-name-to-copy", "failed", "1Gi", "no route to the registry")
-    assert table(names, [row], width=46) == [
-        "IMAGE           STATE   SIZE  PROBLEM",
-        "a-name-to-copy  failed   1Gi  no route to the~",
-    ]
-    assert table(names, [row], width=27) == ["IMAGE           STATE", "a-name-to-copy  failed"]
-
-
 @given(st.integers(16, 120), st.lists(st.text(min_size=4, max_size=4), max_size=3))
 def test_no_row_is_wider_than_asked(width: int, rows: list[str]) -> None:
     assert all(cells_of(line) <= width for line in table(COLUMNS, [tuple(row) for row in rows], width=width))
@@ -194,12 +163,6 @@ def test_no_row_is_wider_than_asked(width: int, rows: list[str]) -> None:
 def test_padding_fills_and_cuts_to_the_sign(text: str, width: int) -> None:
     assert cells_of(cut(text, width)) <= max(width, 0)
     assert cells_of(padded("名前" + text, width)) == width
-
-
-def test_a_short_id_is_the_number_alone() -> None:
-    assert short_id("0000000025a-964ec9f8f6c4") == "25a"
-    assert short_id("00000000000-964ec9f8f6c4") == "0"
-    assert short_id("no id") == "no id"
 
 
 PULLS = """
@@ -257,12 +220,6 @@ def test_a_copy_shows_its_bytes_and_its_files() -> None:
     said, shown = seen_of(COPY)
     assert said == "done\n"
     assert "tree[x]" in shown and "4Ki of 4Ki" in shown and "2 of 2 files" in shown
-
-
-def test_a_copy_that_nobody_looks_at_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with copying("tree", 1, 10) as copied:
-        copied(1, 10)
-    assert capsys.readouterr() == ("", "")
 
 
 NOW = datetime.now(UTC)

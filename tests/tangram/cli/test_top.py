@@ -225,12 +225,6 @@ def test_80_columns_show_who_holds_what_what_waits_for_what_and_what_each_device
     assert any(row[1:4] == ["pytest_reward", "swe", "swe-1"] for row in found)
 
 
-def test_a_wide_terminal_shows_more_of_a_device() -> None:
-    (line,) = [line for line in sections(STATE, 200) if line.startswith("0 cuda")]
-    assert line.split("  ", 1)[1].split()[:4] == ["alive", "teacher:lm@0-1", "teacher:lm@0-1", "reward:score@0"]
-    assert line.endswith("1Mi of 64Mi     -     4      1       75%")
-
-
 def screen(view: TopView, width: int = 80, height: int = 24) -> list[str]:
     drawn = view.draw(STATE, "http://gw1:8080", "live", width, height)
     return [click.unstyle(line) for line in drawn]
@@ -246,14 +240,6 @@ def test_no_size_is_too_small_and_no_line_too_long(width: int, height: int, pane
         lines = screen(view, width, height)
         assert len(lines) == height
         assert all(cells_of(line) <= width for line in lines)
-
-
-def test_the_screen_shows_where_it_is_what_is_held_and_the_list() -> None:
-    lines = screen(view_of())
-    assert lines[0].split() == ["tangram", "gw1:8080", "up", "3h20m", "live"]
-    assert any(line.startswith("cpu:node-a  [#########...]  3/4") for line in lines)
-    assert any(line.startswith("[running]") or " [running]" in line for line in lines)
-    assert [line[:1] for line in lines if "pytest_reward" in line or "shell" in line][-2:] == [">", " "]
 
 
 def press(view: TopView, *keys: str) -> bool:
@@ -391,8 +377,3 @@ async def test_a_signal_leaves_the_terminal_as_it_was(gateway: RunningGateway) -
         assert await process.wait() == 130
     os.close(ours)
     assert b"\x1b[?1049l" in seen and b"Traceback" not in seen
-
-
-async def test_a_gateway_that_is_not_there_is_told_plainly(served: Served) -> None:
-    status, _, err = await served("top", "--once", "--server", "http://127.0.0.1:9")
-    assert status == 69 and "connection_failed" in err

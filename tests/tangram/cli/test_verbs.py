@@ -14,13 +14,6 @@ from tests.gateway.conftest import RunningGateway
 from tests.tangram.cli.conftest import Served, Tangram
 
 
-async def test_invoke_prints_the_result_and_names_the_invocation_apart(served: Served, gateway: RunningGateway) -> None:
-    status, out, err = await served("invoke", "echo", '{"n": 3}')
-    assert (status, json.loads(out)) == (0, {"n": 3})
-    record = (await gateway.http.get("/v1/invocations")).json()["invocations"][0]
-    assert err.split() == [record["id"]]
-
-
 async def test_a_failed_invocation_tells_component_reason_and_its_last_lines(
     served: Served,
 ) -> None:

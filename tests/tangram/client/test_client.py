@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.make_sync_client import generated, synchronous
+from scripts.make_sync_client import generated
 from tangram import (
     AsyncClient,
     AsyncTrajectory,
@@ -34,12 +34,11 @@ from tangram import (
     Retries,
     TangramError,
     Trajectory,
-    UnauthorizedError,
 )
 from tangram.adapters import AsyncSandboxProvider, SandboxProvider
 from tangram.client.handlers import MARK, captured, definition_of
 from tangram.testing import ScriptedCall, ScriptedFailure, ScriptedGateway, broken
-from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving
+from tests.gateway.conftest import DEADLINE_S, RunningGateway
 from tests.tangram.sockets import served
 
 SCRIPT = '''
@@ -107,17 +106,6 @@ async def client_of(running: RunningGateway, **options: Any) -> AsyncIterator[As
         yield client
 
 
-async def test_an_invocation_comes_back_typed(gateway: RunningGateway) -> None:
-    async with client_of(gateway) as client:
-        result = await client.invoke("echo", {"n": 3, "log": "hello\n"}, task="t", logs=True)
-    assert (result.state, result.reason, result.task, result.ok) == ("succeeded", None, "t", True)
-    assert result.result["n"] == 3
-    assert result.act_s == pytest.approx(result.queue_s + result.overhead_s + result.execution_s)
-    assert [line.text for line in result.logs if line.stream != "system"] == ["hello\n"]
-    assert result.units == {"cpu": 1}
-    assert result.accepted_at is not None and result.ended_at is not None and result.ended_at >= result.accepted_at
-
-
 @pytest.mark.promise("A response to a known key shows that nothing ran.")
 async def test_a_call_with_a_known_key_says_that_it_ran_nothing(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
@@ -180,24 +168,6 @@ async def test_a_handles_workdir_is_where_commands_run_and_files_lie(gateway: Ru
         await inside.close()
 
 
-async def test_the_gateways_state_can_be_asked_for(gateway: RunningGateway) -> None:
-    async with client_of(gateway) as client:
-        assert "echo" in [each.name for each in await client.functions()]
-        assert (await client.function("echo")).runtime == "handler"
-        assert "cpu:local" in (await client.resources()).pools
-        assert list(await client.queue()) == []
-        assert [each.task for each in await client.tasks()] == ["default"]
-
-
-async def test_a_token_is_sent(tmp_path: Path) -> None:
-    async with serving(GatewayBench(tmp_path, server={"auth": "token", "token": "sesame"})) as running:
-        async with client_of(running, token="sesame") as client:
-            assert (await client.invoke("echo", {})).ok
-        async with client_of(running, token="wrong") as client:
-            with pytest.raises(UnauthorizedError):
-                await client.functions()
-
-
 async def test_the_synchronous_client_does_the_same(gateway: RunningGateway) -> None:
     def use() -> list[str]:
         with Client(f"http://127.0.0.1:{gateway.app.http_port}") as client:
@@ -250,13 +220,6 @@ async def test_results_come_in_the_order_of_the_inputs() -> None:
     assert [each.result for each in results] == [None if n == 7 else 2 * n for n in range(20)]
     assert [n for n, each in enumerate(results) if not each.ok] == [7]
     assert {each.task for each in results} == {"t"}
-
-
-def test_threads_do_the_same() -> None:
-    with Client(transport=ScriptedGateway({"double": double})) as client:
-        results = client.map("double", iter(INPUTS), concurrency=4)
-        assert client.map("double", []) == []
-    assert [each.result for each in results] == [None if n == 7 else 2 * n for n in range(20)]
 
 
 class Gauge:
@@ -340,12 +303,6 @@ async def test_a_failure_loses_nothing_of_the_others() -> None:
     assert list(caught.value.failures) == [0]
 
 
-async def test_failures_are_returned_in_their_places_where_that_is_wanted() -> None:
-    async with AsyncClient(transport=ScriptedGateway({"double": double}), raise_failures=True) as client:
-        results = await client.map("double", INPUTS, return_failures=True)
-    assert [type(each) is InvocationFailed for each in results] == [n == 7 for n in range(20)]
-
-
 @pytest.mark.promise("A `map` with a key runs nothing twice.")
 def test_a_map_with_a_key_runs_nothing_twice() -> None:
     gateway = ScriptedGateway({"double": double})
@@ -404,32 +361,6 @@ def test_a_client_goes_on_in_the_next_loop() -> None:
         assert server.opened == 2
         asyncio.run(client.close())
         gc.collect()
-
-
-def test_two_loops_at_once_do_not_disturb_each_other() -> None:
-    with served(ScriptedGateway({"f": {}})) as server:
-        client = AsyncClient(server.address)
-        here, there = threading.Event(), threading.Event()
-        done: list[bool] = []
-
-        async def use(mine: threading.Event, other: threading.Event) -> None:
-            await client.functions()
-            mine.set()
-            await asyncio.to_thread(other.wait, DEADLINE_S)
-            done.append((await client.invoke("f", {})).ok)
-            link = client._opened.take()
-            assert link is not None
-            await link.http.aclose()
-
-        threads = [
-            threading.Thread(target=asyncio.run, args=(use(*events),)) for events in ((here, there), (there, here))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        assert done == [True, True]
-        assert server.opened == 2
 
 
 async def test_a_closed_client_says_so() -> None:
@@ -537,8 +468,3 @@ def test_the_twins_have_the_same_methods_with_the_same_arguments(waiting: type, 
         return {name: list(inspect.signature(value).parameters) for name, value in public.items()}
 
     assert signatures(waiting) == signatures(blocking)
-
-
-def test_waiting_is_taken_out_word_by_word() -> None:
-    source = 'async def f(c: AsyncClient) -> None:\n    """Text."""\n    async with c as d:\n        await d.aclose()\n'
-    assert synchronous(source) == 'def f(c: Client) -> None:\n    """Text."""\n    with c as d:\n        d.close()\n'

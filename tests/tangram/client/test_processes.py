@@ -89,13 +89,6 @@ def test_workers_use_the_client_that_they_are_given(server: ScriptedServer, pool
         assert client.invoke("shell", {"n": 1}).ok
 
 
-def test_a_handle_acts_in_the_same_trajectory_in_a_worker(server: ScriptedServer, pool: Pool) -> None:
-    with Client(server.address) as client, client.trajectory("t") as trajectory:
-        trajectory.upload("from-parent", "hi")
-        assert pool.apply_async(act, (trajectory,)).get(DEADLINE_S) == b"hi"
-        assert trajectory.download("from-worker") == b"hello"
-
-
 def test_a_failure_comes_out_of_a_pool_of_workers(server: ScriptedServer, pool: Pool) -> None:
     """An exception that cannot be rebuilt kills the thread that reads results, and the pool waits for ever."""
     with Client(server.address) as client:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +25,6 @@ from tests.house.source import ROOT
 from tests.tangram.sockets import served, serving_script
 
 TRAJECTORIES = 500
-THREADS = 100
 
 
 async def everything_raises(trajectory: AsyncTrajectory) -> None:
@@ -111,16 +108,6 @@ async def test_what_is_expected_of_a_trajectory_must_be_known(gateway: RunningGa
     assert (answer.status_code, answer.json()["errors"]["path"]) == (422, "X-Trajectory-Expect")
     answer = await gateway.invoke({}, headers={"X-Trajectory-Id": "t", "X-Trajectory-Expect": "living"})
     assert (answer.status_code, answer.json()["code"]) == (410, "trajectory_ended")
-
-
-def test_a_copy_of_a_handle_knows_that_it_was_opened() -> None:
-    gateway = ScriptedGateway({"shell": {}})
-    with Client(transport=gateway) as client, client.trajectory("t") as trajectory:
-        state = pickle.loads(pickle.dumps({k: v for k, v in vars(trajectory).items() if k != "_client"}))
-        assert (state["_opened"], state["_closed"]) == (True, False)
-        gateway.end_trajectory("t")
-        with pytest.raises(TrajectoryEndedError):
-            trajectory.exec("pwd")
 
 
 async def test_a_handle_is_a_rollout_of_its_step(gateway: RunningGateway) -> None:
@@ -221,18 +208,6 @@ async def test_five_hundred_trajectories_act_at_once_over_one_pool() -> None:
             await asyncio.gather(*map(rollout, range(TRAJECTORIES)))
         assert server.opened <= CONNECTIONS
         assert server.gateway.trajectories == {}
-
-
-def test_threads_share_one_pool() -> None:
-    with served(ScriptedGateway({"shell": Crowd(THREADS)})) as server, Client(server.address) as client:
-
-        def rollout(number: int) -> None:
-            with client.trajectory(f"t{number}") as trajectory:
-                assert trajectory.exec("crowd").result == {"trajectory": f"t{number}"}
-
-        with ThreadPoolExecutor(THREADS) as threads:
-            list(threads.map(rollout, range(THREADS)))
-        assert server.opened <= THREADS + 1
 
 
 async def test_connections_are_bounded_and_whoever_finds_none_waits() -> None:
@@ -365,14 +340,6 @@ def test_the_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -
 def test_a_client_needs_a_connection_for_an_opening_one_for_a_call_and_one_for_the_others() -> None:
     with pytest.raises(InvalidInputError, match="at least 3"):
         Client(connections=2)
-
-
-def test_a_transport_of_ones_own_is_used_instead() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json={"tasks": []})
-
-    with Client(transport=httpx.MockTransport(answer)) as client:
-        assert client.tasks() == ()
 
 
 async def test_output_is_told_line_by_line_as_it_is_said(gateway: RunningGateway) -> None:

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from tangram import Client, ConnectionFailed, InvalidInputError, QuotaExceededError, Retries, UnreadableAnswerError
-from tangram.client import requests
 from tangram.testing import ScriptedGateway, broken, refusal
 from tangram.types import ADMIN, links_dir
 
@@ -23,14 +22,6 @@ QUICK = Retries(max_attempts=3, wait_max_s=5.0)
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tangram.client.requests.BACKOFF_S", 0.001)
-
-
-def test_a_refusal_is_tried_again_after_the_time_it_names() -> None:
-    gateway = ScriptedGateway()
-    gateway.trouble(refusal(429, "quota_exceeded", retry_after_s=0.001), refusal(503, "draining", retry_after_s=0.001))
-    with Client(transport=gateway, retries=QUICK) as client:
-        assert client.queue() == ()
-    assert len(gateway.requests) == 3
 
 
 def test_retries_are_bounded_in_number_and_in_time() -> None:
@@ -206,18 +197,6 @@ def test_an_answer_of_another_kind_is_quoted() -> None:
     gateway.trouble(lambda request: httpx.Response(200, json={"greeting": "hello"}))
     with Client(transport=gateway) as client, pytest.raises(UnreadableAnswerError, match="greeting"):
         client.queue()
-
-
-def test_a_wait_for_a_gateway_that_cannot_be_reached_is_told_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(requests, "TELLER", requests.Teller())  # an earlier test may have met the same failure
-    gateway = ScriptedGateway()
-    gateway.trouble(broken(httpx.ConnectError), broken(httpx.ConnectError))
-    with Client(transport=gateway) as client:
-        client.queue()
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "tangram.client"]
-    assert "trying again for 60 s" in told
 
 
 def test_what_answers_and_speaks_no_http_is_not_asked_again() -> None:

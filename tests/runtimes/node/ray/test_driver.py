@@ -121,16 +121,6 @@ def ready(bench: DriverBench) -> ScriptedActor:
     return actor
 
 
-def test_a_actor_that_dies_while_it_is_asked_is_made_again(bench: DriverBench) -> None:
-    actor = ready(bench)
-    bench.kinds()
-    give(actor.facts, error=RuntimeError("ActorDiedError: killed"))
-    bench.driver.look()
-    assert bench.kinds() == ["actor_failed"]
-    bench.driver.command({"kind": "start", "node": "n1", "command": [], "environment": {}, "state_dir": "/s"})
-    assert bench.kinds() == ["refused"], "until the next one is there"
-
-
 def test_an_answer_for_a_machine_that_has_gone_is_dropped(bench: DriverBench) -> None:
     bench.driver.look()
     actor = bench.cluster.made[0][3]

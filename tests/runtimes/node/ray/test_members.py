@@ -36,15 +36,6 @@ def told(acts: Iterable[Act]) -> list[str]:
     return [str(act.message.get("kind", act.kind)) for act in acts]
 
 
-def test_a_machine_that_is_there_is_told_once_and_gets_one_actor() -> None:
-    driver = members()
-    assert told(driver.look([machine("n1")], {}, 0.0)) == ["alive", "make"]
-    assert told(driver.look([machine("n1")], {}, 1.0)) == []
-    assert told(driver.answered("n1", {"gpu_ids": ["0"]})) == ["actor"]
-    assert told(driver.answered("n1", {"gpu_ids": ["0"]})) == [], "an answer to a later question says nothing new"
-    assert told(driver.look([machine("n1")], {}, WAITING_S * 10)) == []
-
-
 def test_labels_choose_machines_and_a_star_takes_any_value() -> None:
     nodes = [machine("n1", pool="a"), machine("n2", pool="b"), machine("n3")]
     for wanted, chosen in (({"pool": "a"}, {"n1"}), ({"pool": "*"}, {"n1", "n2"}), ({}, {"n1", "n2", "n3"})):
@@ -111,15 +102,6 @@ def test_a_machine_that_is_dead_is_told_with_rays_reason_and_may_come_back() -> 
     assert told(driver.look([machine("n1")], {}, 3.0)) == ["alive", "make"]
     assert told(driver.look([], {}, 4.0)) == ["forget", "dead"], "a head that forgot its machines"
     assert driver.answered("n1", {}) == [] and driver.failed("n1", "x", 0.0) == [], "late answers do nothing"
-
-
-def test_a_drain_is_told_once_and_no_actor_is_made_there_any_more() -> None:
-    driver = members()
-    driver.look([machine("n1")], {}, 0.0)
-    driver.failed("n1", "died", 0.0)
-    (act,) = driver.look([machine("n1")], {"n1": 5000.0}, 100.0)
-    assert act.message == {"kind": "draining", "node": "n1", "deadline_ms": 5000.0}
-    assert driver.look([machine("n1")], {"n1": 5000.0}, 200.0) == []
 
 
 @given(st.integers(0, 2**32))
