@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.relay import NodeRelay
-from tests.cluster.world import ClusterGateway, DaemonProcess, document, stopped
+from tests.cluster.world import ClusterGateway, DaemonProcess, NodeRelay, document, stopped
 
 StartGateway = Callable[..., ClusterGateway]
 MakeNode = Callable[..., DaemonProcess]

@@ -1,8 +1,10 @@
-"""Machines of a real cluster, what of Ray may die, and interfaces of Ray that are not public."""
+"""A real Ray cluster: machines, drains, and the deaths of drivers, actors, daemons, raylets and the head."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -12,9 +14,11 @@ from typing import TypeAlias
 import pytest
 
 from gateway.cli.node import look
-from tests.ray.conftest import DEADLINE_S, POOL, PYTHON, KeptCluster, RealCluster
+from tests.ray.conftest import DEADLINE_S, POOL, PYTHON, KeptCluster, RealCluster, alive, until
 
 pytestmark = pytest.mark.slow
+
+
 Keep: TypeAlias = Callable[..., AbstractAsyncContextManager[KeptCluster]]
 ASKED = """
 import json, sys, ray
@@ -90,3 +94,56 @@ def test_a_real_cluster_is_seen_as_it_is(cluster: RealCluster) -> None:
     seen = look(PYTHON, cluster.address, DEADLINE_S)
     (head,) = seen["nodes"]
     assert head["head"] and head["total"]["CPU"] == head["free"]["CPU"] == 1.0 and not seen["token"]
+
+
+async def test_a_driver_that_is_killed_finds_its_actors_again(cluster: RealCluster, keep: Keep) -> None:
+    node = cluster.add("driver")
+    async with keep(labels={POOL: "driver"}) as kept:
+        actor, daemon = await kept.served(node)
+        os.kill(await kept.driver_pid(), signal.SIGKILL)
+        await kept.driver_pid(count=2)
+        assert (await kept.heard("actor", node, count=2)).pid == actor
+        assert kept.daemon(node) == daemon
+        await kept.gone(node)
+
+
+async def test_a_actor_that_is_killed_is_replaced_and_finds_the_daemon(cluster: RealCluster, keep: Keep) -> None:
+    node = cluster.add("actor")
+    async with keep(labels={POOL: "actor"}) as kept:
+        actor, daemon = await kept.served(node)
+        os.kill(actor, signal.SIGKILL)
+        assert (await kept.heard("actor", node, count=2)).pid != actor
+        kept.start(node)
+        assert (await kept.heard("started", node, count=2)).daemon == daemon
+        await kept.gone(node)
+
+
+async def test_a_daemon_that_is_killed_is_started_again(cluster: RealCluster, keep: Keep) -> None:
+    node = cluster.add("daemon")
+    async with keep(labels={POOL: "daemon"}) as kept:
+        _, daemon = await kept.served(node)
+        os.kill(daemon, signal.SIGKILL)
+        await until(lambda: kept.daemon(node) not in (0, daemon))
+        await kept.gone(node)
+
+
+async def test_a_raylet_that_is_killed_is_told_and_its_daemon_lives(cluster: RealCluster, keep: Keep) -> None:
+    node = cluster.add("raylet")
+    async with keep(labels={POOL: "raylet"}) as kept:
+        _, daemon = await kept.served(node)
+        cluster.ask("kill", node, "raylet")
+        assert (await kept.heard("dead", node)).why
+        assert kept.daemon(node) == daemon
+
+
+async def test_a_head_that_is_killed_costs_a_warning_and_neither_gateway_nor_daemon(
+    cluster: RealCluster, keep: Keep
+) -> None:
+    node = cluster.add("head")
+    async with keep(labels={POOL: "head"}) as kept:
+        _, daemon = await kept.served(node)
+        await until(lambda: kept.driver.warning() is None)
+        cluster.ask("kill", "head", "gcs_server")
+        await until(lambda: kept.driver.warning() is not None)
+        assert "unreachable" in str(kept.driver.warning())
+        assert kept.daemon(node) == daemon and alive(os.getpid())

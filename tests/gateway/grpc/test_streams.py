@@ -21,7 +21,7 @@ from gateway.grpc.generated.tangram_grpc import GatewayStub
 from gateway.grpc.server import PIECE_MAX_BYTES
 from gateway.grpc.service import FILE_PIECE_BYTES, WAITING_BYTES, InputPiece, WaitingInput
 from runtimes.sandbox.runner.client import SessionExchange
-from tests.cluster.relay import NodeRelay
+from tests.cluster.world import NodeRelay
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
 from tests.gateway.grpc.test_service import channel

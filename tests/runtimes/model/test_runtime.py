@@ -1,4 +1,4 @@
-"""The runtime on real processes: swaps, bounds, crashes, stuck ranks, batches, and what it reports."""
+"""The model runtime over real processes: actions, batches, residency, replicas and every degree of parallelism."""
 
 from __future__ import annotations
 
@@ -11,20 +11,34 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import structlog
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.model
 
-from manager.action import Chunk
-from manager.config import ServiceSpec
+import structlog
+
+from manager.action import (
+    Action,
+    Chunk,
+    Lease,
+    Outcome,
+)
+from manager.assembly import build_core
+from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec
+from manager.engine import Engine, Submission
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported
+from manager.executor import Call
+from manager.formulation import formulate
 from manager.function import FunctionSpec, ModelAction
+from manager.learning import History
+from manager.scheduler.policy import PolicySpec
+from runtimes.executor import LocalExecutor
 from runtimes.model.processes import ForkServer
 from runtimes.model.request import ModelSettings
 from runtimes.model.runtime import (
@@ -33,11 +47,14 @@ from runtimes.model.runtime import (
 )
 from runtimes.model.torch_backend import _make_rendezvous_dir
 from runtimes.runtime import Result
-from tests.runtimes.model.asking import execution, function
+from tests.runtimes.model.asking import NoLog, execution, function
 from tests.runtimes.model.bounded import BOUND, BoundedForkServer
-from tests.runtimes.model.checkpoints import IDS, plain_logprobs, write
+from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain_logprobs, plain_score, plain_table, write
 from tests.runtimes.model.conftest import Write
 from tests.runtimes.recorder import assert_as_declared
+
+pytestmark = pytest.mark.model
+
 
 ROOT = Path(__file__).parents[3]
 
@@ -489,3 +506,181 @@ async def test_a_public_sentence_encoder_tells_like_from_unlike(runtime: ModelRu
     like, unlike = (sum(a * b for a, b in zip(rows[0], rows[i], strict=True)) for i in (1, 2))
     assert sum(a * a for a in rows[0]) == pytest.approx(1, abs=1e-5)
     assert like > 0.8 > 0.2 > unlike
+
+
+@pytest.mark.parametrize("dop", [1, 2, 4])
+async def test_the_likeliest_tokens_and_ranks_are_those_of_transformers(
+    dop: int, checkpoint: Write, runtime: ModelRuntime
+) -> None:
+    asked = teacher(checkpoint, (dop,))
+    given = {"token_ids": IDS, "top_logprobs": 5}
+    told: Any = value(await runtime.execute(execution(asked, given, (0, dop))))
+    plain: Any = value(await runtime.execute(execution(asked, GIVEN, (0, dop))))
+    assert told["token_ids"] == IDS
+    for index, ids in enumerate(IDS):
+        table = plain_table(asked.model.path, ids)  # type: ignore[union-attr]
+        assert told["logprobs"][index] == pytest.approx(plain["logprobs"][index], abs=1e-6)
+        for position, token in enumerate(ids[1:]):
+            best = table[position].topk(5)
+            shown = told["top_logprobs"][index][position]
+            assert [each for each, _ in shown] == best.indices.tolist()
+            assert [number for _, number in shown] == pytest.approx(best.values.tolist(), abs=1e-5)
+            assert told["ranks"][index][position] == 1 + int((table[position] > table[position, token]).sum())
+
+
+async def test_none_of_the_likeliest_still_tells_ids_and_ranks(checkpoint: Write, runtime: ModelRuntime) -> None:
+    asked = teacher(checkpoint, (1,))
+    told: Any = value(await runtime.execute(execution(asked, {"token_ids": [[7, 3], [9]], "top_logprobs": 0})))
+    assert (told["token_ids"], told["top_logprobs"]) == ([[7, 3], [9]], [[[]], []])
+    assert [len(row) for row in told["ranks"]] == [1, 0]
+
+
+@pytest.mark.parametrize("count", [-1, 129, 1.5, True, "1"])
+async def test_a_count_of_likeliest_tokens_that_is_none_is_refused(
+    count: object, checkpoint: Write, runtime: ModelRuntime
+) -> None:
+    with pytest.raises(ActionFailed, match="top_logprobs"):
+        await runtime.execute(execution(teacher(checkpoint, (1,)), {"token_ids": IDS, "top_logprobs": count}))
+
+
+EARLY_IDS = [7, 3, 99, 12]
+
+
+@pytest.mark.promise("A short continuation is answered while a long one beside it goes on.")
+async def test_a_short_continuation_is_answered_while_a_long_one_beside_it_goes_on(
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
+) -> None:
+    runtime = ModelRuntime(replace(settings, gather_s=300), fork_server=fork_server)
+    asked, names = function(checkpoint("qwen3", "lm"), ModelAction.GENERATE, max_new_tokens=100), ("short", "long")
+    ids = {"token_ids": [EARLY_IDS]}
+    await runtime.prepare(asked)
+    ends: list[str] = []
+
+    async def one(name: str, **sampling: object) -> Result:
+        result = await runtime.execute(execution(asked, {**ids, **sampling}, name=name, batch=names))
+        ends.append(name)
+        return result
+
+    short, long = await asyncio.gather(one("short", max_new_tokens=1), one("long", max_new_tokens=100, seed=1))
+    assert ends == ["short", "long"]
+    assert (short.usage.get("early"), long.usage.get("early")) == (1.0, None)
+    assert (short.usage["batch"], short.usage["devices"]) == (2.0, 1.0)
+    alone = await runtime.execute(execution(asked, {**ids, "max_new_tokens": 1}))
+    assert value(short)["token_ids"] == value(alone)["token_ids"]
+    assert len(value(long)["token_ids"][0]) > 1  # type: ignore[index]
+    await runtime.close()
+
+
+async def ask(runtime: ModelRuntime, asked: object, chunk: tuple[int, int]) -> dict[str, object]:
+    value = (await runtime.execute(execution(asked, {"token_ids": IDS}, chunk))).value  # type: ignore[arg-type]
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.promise("A restored model computes what transformers does, at every degree of parallelism.")
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_every_dop_agrees_with_transformers(family: str, checkpoint: Write, runtime: ModelRuntime) -> None:
+    teacher = function(checkpoint(family, "lm"), ModelAction.LOGPROBS, (1, 2, 4, 8))
+    reward = function(checkpoint(family, "score"), ModelAction.SCORE, (1, 2, 4, 8))
+    await runtime.prepare(teacher)
+    await runtime.prepare(reward)
+    for dop in (2, 4, 8):
+        chunk = (8 - dop, dop)
+        rows = (await ask(runtime, teacher, chunk))["logprobs"]
+        scores = (await ask(runtime, reward, chunk))["scores"]
+        assert isinstance(rows, list)
+        for ids, row in zip(IDS, rows, strict=True):
+            assert row == pytest.approx(plain_logprobs(teacher.model.path, ids), abs=1e-5)  # type: ignore[union-attr]
+        assert scores == pytest.approx([plain_score(reward.model.path, ids) for ids in IDS], abs=1e-5)  # type: ignore[union-attr]
+
+
+async def test_biases_are_added_once_and_a_single_head_serves_every_rank(tmp_path: Path, runtime: ModelRuntime) -> None:
+    path = write(tmp_path, "llama", "lm", attention_bias=True, mlp_bias=True, num_key_value_heads=1)
+    rows = (await ask(runtime, function(path, ModelAction.LOGPROBS, (4,)), (0, 4)))["logprobs"]
+    assert isinstance(rows, list)
+    for ids, row in zip(IDS, rows, strict=True):
+        assert row == pytest.approx(plain_logprobs(path, ids), abs=1e-5)
+
+
+async def test_generation_and_embedding_do_not_depend_on_the_dop(checkpoint: Write, runtime: ModelRuntime) -> None:
+    judge = function(checkpoint("llama", "lm"), ModelAction.GENERATE, (1, 4), max_new_tokens=6)
+    embed = function(checkpoint("llama", "lm"), ModelAction.EMBED, (1, 4))
+    alone, together = [await ask(runtime, judge, (0, dop)) for dop in (1, 4)]
+    assert alone["token_ids"] == together["token_ids"]
+    one, four = [(await ask(runtime, embed, (0, dop)))["embeddings"] for dop in (1, 4)]
+    assert isinstance(one, list)
+    assert isinstance(four, list)
+    for left, right in zip(one, four, strict=True):
+        assert left == pytest.approx(right, abs=1e-5)
+
+
+DEADLINE_S = 120.0
+
+
+class Noting(LocalExecutor):
+    """Remembers how its copies ended; its actions last until the first one has, however fast the machine is."""
+
+    def __init__(self, runtime: ModelRuntime) -> None:
+        super().__init__({"model": runtime})
+        self.copied = asyncio.Event()
+        self.answers: list[bool] = []
+
+    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
+        outcome = await super().execute(action, lease, call)
+        await self.copied.wait()
+        return outcome
+
+    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
+        done = await super().replicate(function, service, node, chunk)
+        self.answers.append(done)
+        self.copied.set()
+        return done
+
+
+def spec(settings: ModelSettings) -> ManagerSpec:
+    node = NodeSpec(
+        name=settings.node, numa=(), memory_bytes=0, devices=settings.devices, device_bytes=settings.device_bytes
+    )
+    return ManagerSpec(nodes=(node,), scheduler=SchedulerSpec(policies={"default": PolicySpec(name="price")}))
+
+
+@asynccontextmanager
+async def serving(
+    functions: Sequence[FunctionSpec], settings: ModelSettings, fork_server: ForkServer
+) -> AsyncIterator[tuple[Engine, Noting]]:
+    """An engine over real devices, which knows what the functions need of them."""
+    runtime = ModelRuntime(settings, fork_server=fork_server)
+    executor = Noting(runtime)
+    services = {service.name: service for service in [await runtime.footprint(one) for one in functions]}
+    engine = Engine(build_core(replace(spec(settings), services=services)), executor)
+    runtime.on_residency = lambda resident: engine.report_residency(settings.node, resident)
+    await engine.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield engine, executor
+    finally:
+        await engine.close()
+        await runtime.close()
+
+
+def asking(function: FunctionSpec, id: str) -> Submission:
+    given = {"token_ids": [[7, 3, 99, 12]]}
+    action = formulate(function, id=id, input=given, trajectory=None, task="default", history=History(), now_s=0.0)
+    return Submission(action=action, call=Call(function=function, input=given, log=NoLog()))
+
+
+@pytest.mark.parametrize("dop", [1, 2])
+async def test_a_service_in_use_is_copied_to_the_idle_device_and_found_there(
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer, dop: int
+) -> None:
+    asked = function(checkpoint("qwen3", "lm"), ModelAction.LOGPROBS, (dop,))
+    assert asked.model is not None
+    asked = replace(asked, model=replace(asked.model, batch_tokens=1))  # each alone
+    size = replace(settings, devices=2 * dop)
+    async with serving((asked,), size, fork_server) as (engine, executor):
+        await asyncio.gather(*engine.submit([asking(asked, "first")]))
+        assert executor.answers == [True]
+        ends = await asyncio.gather(*engine.submit([asking(asked, "second"), asking(asked, "third")]))
+    assert [end.outcome.usage["restored"] for end in ends] == [0.0, 0.0]
+    assert {end.lease.grants["gpu"].chunk for end in ends if end.lease is not None} == {(0, dop), (dop, dop)}
+    assert engine.replicas() == {"started": 1, "under_way": 0, "hits": 1, "wasted": 0, "failed": 0}

@@ -1,8 +1,9 @@
-"""What a gateway may rely on of one node: cancels, losses, resizes, requests, and the bounds of the channel."""
+"""What a gateway may rely on of one node, also when links are cut and daemons and gateways killed at every frame."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,11 @@ from manager.errors import FILES_LOST, ActionFailed, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
 from runtimes.node import protocol, remote
-from runtimes.node.protocol import Message
+from runtimes.node.protocol import AttemptPermit, AttemptReady, Message
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine
 from tests.runtimes.node.memory_stream import close_all, pair
-from tests.runtimes.node.session import FUNCTION, STUCK_S, WORDS, Session, settled
+from tests.runtimes.node.session import FUNCTION, STUCK_S, WORDS, Session, kept_in, said, settled
 from tests.runtimes.node.test_protocol import ACTION, LEASE
 
 IDEMPOTENT = replace(FUNCTION, name="again", idempotent=True)
@@ -284,3 +285,69 @@ async def test_a_frame_of_the_wrong_side_cuts_the_link(session: Session) -> None
     link, _ = pair()
     with pytest.raises(protocol.ChannelError):
         session.daemon._handle(link, protocol.AttemptReady("a.1/"))
+
+
+FAULTS = ("cut", "daemon", "gateway")
+#: Frames of a session without faults, at least; asserted, so that the tests below cut it all over.
+FRAMES_MIN = 19
+PAIRS = 40
+
+
+async def play(directory: Path, faults: dict[int, str], *, ready: bool = False) -> Session:
+    """Play a session of two actions and a trajectory, under these faults.
+
+    ``ready``: the trajectory has its sandbox already, so that its action is let go before it asks.
+    """
+    machine = Machine(WORDS)
+    if ready:
+        machine.open("t1")
+    session = Session(directory, machine)
+    session.faults = faults
+    try:
+        session.start("a")
+        session.start("b", trajectory="t1")
+        await session.play(lambda: settled(session))
+        assert machine.begun == {"a.1/": 1, "b.1/": 1}
+        for name, kept in session.actions.items():
+            (end,) = kept.ends
+            words = WORDS[f"{name}.1/"]
+            assert (end.state, end.result) == (State.SUCCEEDED, {"said": len(words), "echo": {"of": name}})
+            assert kept.log.said == said(words)
+        assert machine.killed == [] and machine.commands == {} and kept_in(directory, "attempts", "logs") == []
+    finally:
+        await session.close()
+    return session
+
+
+async def test_a_session_without_faults_has_one_link(tmp_path: Path) -> None:
+    session = await play(tmp_path / "calm", {})
+    assert session.links == 1
+    assert session.frames >= FRAMES_MIN
+    assert session.actions["a"].asked == 1
+
+
+async def test_what_needs_no_preparation_is_let_go_before_it_asks(tmp_path: Path) -> None:
+    for ready, asks in ((False, 2), (True, 1)):
+        session = await play(tmp_path / str(ready), {}, ready=ready)
+        assert session.heard[AttemptReady] == asks and session.heard[AttemptPermit] == 2
+        assert session.actions["b"].asked == 1
+
+
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_fault_at_any_frame_begins_and_ends_nothing_twice_and_loses_nothing(
+    tmp_path: Path, fault: str, ready: bool
+) -> None:
+    frames = (await play(tmp_path / "calm", {}, ready=ready)).frames
+    for place in range(1, frames + 1):
+        session = await play(tmp_path / str(place), {place: fault}, ready=ready)
+        assert session.links == 2, place
+
+
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("seed", range(PAIRS))
+async def test_two_faults_in_one_session_are_no_worse(tmp_path: Path, seed: int, ready: bool) -> None:
+    chance = random.Random(seed)
+    first = chance.randrange(1, FRAMES_MIN)
+    second = first + chance.randrange(1, FRAMES_MIN)
+    await play(tmp_path / "pair", {first: chance.choice(FAULTS), second: chance.choice(FAULTS)}, ready=ready)

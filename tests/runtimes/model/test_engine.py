@@ -1,4 +1,4 @@
-"""Devices: declared ``cpu`` ones where there are no others, in powers of two; two nodes know nothing of each other."""
+"""Batches, estimates of restores, and devices: declared cpu ones where there are no others, in powers of two."""
 
 from __future__ import annotations
 
@@ -8,16 +8,90 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from manager.errors import ActionFailed, InvalidConfig
 from manager.function import ModelAction
 from runtimes.model import engine
-from runtimes.model.engine import Device, Gpu, discover, nvml, used_bytes, visible_gpus
+from runtimes.model.compute import pack
+from runtimes.model.engine import (
+    KEPT,
+    Device,
+    Gpu,
+    Restores,
+    discover,
+    has_moved,
+    middle,
+    nvml,
+    used_bytes,
+    visible_gpus,
+)
 from runtimes.model.processes import ForkServer, ModelProcess
 from runtimes.model.request import GIB, ModelSettings
 from runtimes.model.runtime import ModelRuntime
 from tests.runtimes.model.asking import execution, function
 from tests.runtimes.model.conftest import Write
+
+lengths = st.lists(st.integers(1, 300), max_size=60)
+
+
+@given(lengths, st.integers(1, 2000))
+def test_every_sequence_is_in_exactly_one_batch(sizes: list[int], budget: int) -> None:
+    assert sorted(index for batch in pack(sizes, budget) for index in batch) == list(range(len(sizes)))
+
+
+@given(lengths, st.integers(1, 2000))
+def test_no_batch_exceeds_the_budget_padding_included(sizes: list[int], budget: int) -> None:
+    for batch in pack(sizes, budget):
+        cost = len(batch) * max(sizes[index] for index in batch)
+        assert cost <= budget or len(batch) == 1
+
+
+def test_sequences_of_like_length_share_a_batch() -> None:
+    sizes = [100, 10, 100, 10]
+    assert pack(sizes, 200) == [[1, 3], [0, 2]]
+
+
+def test_nothing_measured_is_estimated_by_the_rate_that_is_assumed() -> None:
+    assert Restores(100.0).estimate("a", {1: 200, 2: 100}) == {1: 2.0, 2: 1.0}
+
+
+def test_each_dop_follows_its_own_measurements_and_the_others_the_nodes_rate() -> None:
+    restores = Restores(1.0)
+    restores.add("a", 2, 100, 0.5)
+    assert restores.estimate("a", {1: 200, 2: 100}) == {1: 1.0, 2: 0.5}
+    restores.add("a", 1, 200, 4.0)
+    assert restores.estimate("a", {1: 200, 2: 100}) == {1: 4.0, 2: 0.5}
+
+
+def test_outliers_change_nothing() -> None:
+    restores = Restores(1.0)
+    for seconds in (1.0, 1.1, 0.9, 60.0, 1.0, 0.0001):
+        restores.add("a", 1, 100, seconds)
+    assert restores.estimate("a", {1: 100})[1] == pytest.approx(1.0)
+
+
+def test_a_machine_that_became_slower_is_followed() -> None:
+    restores = Restores(1.0)
+    for seconds in (*[1.0] * 100, *[3.0] * KEPT):
+        restores.add("a", 1, 100, seconds)
+    assert restores.estimate("a", {1: 100}) == {1: 3.0}
+
+
+def test_another_checkpoint_under_the_same_name_is_measured_anew() -> None:
+    restores = Restores(1.0)
+    restores.add("a", 1, 100, 1.0)
+    assert restores.estimate("a", {1: 400}) == {1: 4.0}
+
+
+def test_the_middle_is_the_value_the_mean_or_the_mean_of_the_middle_third() -> None:
+    assert (middle([5.0]), middle([1.0, 2.0]), middle([1.0, 2.0, 90.0])) == (5.0, 1.5, 2.0)
+
+
+def test_a_tenth_is_worth_telling() -> None:
+    assert not has_moved({1: 1.0}, {1: 1.09})
+    assert has_moved({1: 1.0}, {1: 1.2}) and has_moved({1: 1.0, 2: 1.0}, {1: 1.0, 2: 0.8}) and has_moved({}, {1: 0.1})
 
 
 @pytest.mark.parametrize(("declared", "made"), [(0, 1), (1, 1), (3, 2), (8, 8)])

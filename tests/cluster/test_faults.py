@@ -1,0 +1,356 @@
+"""Nodes while disks fill, engines die, machines freeze, networks are cut and strangers flood the listener."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from bench.private_docker import PrivateDocker, private_docker
+from tests.cluster.conftest import MakeNode, MakeRelay, StartGateway
+from tests.cluster.world import TALE, TOLD, ClusterGateway, Direction, begun, document, until
+from tests.e2e.gateway import ROOT
+from tests.small_disk import fill, small_disk_at
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
+
+
+@pytest.fixture
+def mounted() -> Iterator[ExitStack]:
+    """What is mounted until the nodes have stopped."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.promise("A node whose disk is full gets no actions, reports why, and serves again by itself.")
+def test_a_node_whose_disk_is_full_is_closed_says_why_and_opens_by_itself_once_there_is_room(
+    mounted: ExitStack, start_gateway: StartGateway, make_node: MakeNode, tmp_path: Path
+) -> None:
+    gateway = start_gateway()
+    node = make_node(gateway, "n1")
+    mounted.enter_context(small_disk_at(tmp_path / "n1" / "state", "8m"))
+    node.configure(server={"free_min": "4Mi"})
+    node.start()
+    gateway.until_state("n1", "ready")
+    assert gateway.ended(gateway.submit("there", "echo made > file", trajectory="idle"))["state"] == "succeeded"
+    mine = gateway.submit("there", TALE, trajectory="t")
+    begun(gateway, mine)
+    filler = fill(tmp_path / "n1" / "state")
+    gateway.until_state("n1", "unfit")
+    assert "server.free_min" in gateway.has("n1").why
+    assert any("n1" in each and "server.free_min" in each for each in gateway.ready()["warnings"]), "/readyz tells it"
+    late = [gateway.submit("there", "echo late", trajectory=trajectory) for trajectory in ("fresh", "idle")]
+    here = gateway.ended(gateway.submit("again", "echo here"))
+    assert (here["state"], here["node"]) == ("succeeded", "local"), "what needs no such node goes on"
+    found = gateway.ended(mine)
+    assert (found["state"], found["attempt"]) == ("succeeded", 1), "what had begun goes on"
+    assert found["result"]["stdout"] == TOLD
+    assert {gateway.record(each)["state"] for each in late} == {"queued"}, "nothing begins there"
+    assert (gateway.has("n1").state, gateway.has("n1").losses) == ("unfit", 0)
+    filler.unlink()
+    gateway.until_state("n1", "ready")
+    for each in late:
+        after = gateway.ended(each)
+        assert (after["state"], after["node"], after["result"]["stdout"]) == ("succeeded", "n1", "late\n"), after
+    for trajectory, command, told in (
+        ("idle", "cat file", "made\n"),
+        ("t", "cat runs", "run\n"),
+        ("fresh", "echo a", "a\n"),
+    ):
+        after = gateway.ended(gateway.submit("there", command, trajectory=trajectory))
+        assert (after["state"], after["node"], after["result"]["stdout"]) == ("succeeded", "n1", told), after
+        assert gateway.said(after["id"]) == told
+
+
+@pytest.fixture
+def engine(docker: str) -> Iterator[PrivateDocker]:
+    """An engine of one node alone."""
+    if os.geteuid() != 0 and os.environ.get("CI") != "true":
+        pytest.skip("only root can start an engine")
+    with private_docker(docker) as made:
+        yield made
+
+
+def test_a_dead_engine_is_its_nodes_own_trouble_and_over_once_it_is_back(
+    engine: PrivateDocker, start_gateway: StartGateway, make_node: MakeNode
+) -> None:
+    gateway = start_gateway()
+    ill, well = make_node(gateway, "n1"), make_node(gateway, "n2", core=0)
+    ill.environment = engine.environment
+    ill.start(labels={"pool": "there"})
+    well.start(labels={"pool": "elsewhere"})
+    for name in ("n1", "n2"):
+        gateway.until_state(name, "ready")
+    until(lambda: "there" in gateway.has("n1").able, "the node is able to run it")
+    assert gateway.ended(gateway.submit("there", "echo made > file", trajectory="idle"))["state"] == "succeeded"
+    mine = gateway.submit("there", TALE, trajectory="t")
+    begun(gateway, mine)
+    engine.kill()
+    gateway.until_state("n1", "unfit")
+    why = gateway.has("n1").why
+    assert engine.host in why and "systemctl restart docker" in why, "what is wrong, and what mends it"
+    assert any("n1" in each and engine.host in each for each in gateway.ready()["warnings"]), "/readyz tells it"
+    late = gateway.submit("there", "echo late", trajectory="fresh")
+    anywhere = [gateway.ended(gateway.submit("again", "echo a", trajectory=f"new-{n}")) for n in range(3)]
+    assert all(each["state"] == "succeeded" and each["node"] != "n1" for each in anywhere), "it draws nothing new"
+    found = gateway.ended(mine)
+    assert (found["state"], found["attempt"], found["result"]["stdout"]) == ("succeeded", 1, TOLD), "what began goes on"
+    idle = gateway.ended(gateway.submit("there", "cat file", trajectory="idle"))
+    assert (idle["state"], idle["result"]["stdout"]) == ("succeeded", "made\n"), "a living sandbox needs no engine"
+    elsewhere = gateway.ended(gateway.submit("elsewhere", "echo well", trajectory="well"))
+    assert (elsewhere["state"], elsewhere["node"]) == ("succeeded", "n2"), "others do not notice"
+    assert gateway.record(late)["state"] == "queued", "what can go nowhere else waits"
+    states = [(gateway.has(name).state, gateway.has(name).losses) for name in ("n1", "n2")]
+    assert states == [("unfit", 0), ("ready", 0)]
+    engine.start()
+    gateway.until_state("n1", "ready")
+    after = gateway.ended(late)
+    assert (after["state"], after["node"], after["result"]["stdout"]) == ("succeeded", "n1", "late\n"), after
+    assert gateway.ended(gateway.submit("there", "cat file", trajectory="idle"))["result"]["stdout"] == "made\n"
+
+
+@pytest.fixture
+def gateway_there(tmp_path: Path, engine: PrivateDocker) -> Iterator[ClusterGateway]:
+    """A gateway whose own machine has the engine that dies."""
+    described = document(tmp_path / "gateway" / "state", "container")
+    described["sandbox"]["engine_silence"] = "2s"
+    made = ClusterGateway(tmp_path / "gateway", described, engine.environment)
+    made.start()
+    yield made
+    made.stop()
+
+
+def test_the_gateways_own_machine_draws_nothing_new_while_its_engine_is_dead_or_stopped(
+    engine: PrivateDocker, gateway_there: ClusterGateway, make_node: MakeNode
+) -> None:
+    gateway, well = gateway_there, make_node(gateway_there, "n1", core=0)
+    well.start(labels={"pool": "elsewhere"})
+    gateway.until_state("n1", "ready")
+    until(lambda: gateway.has("local").state == "ready" and "again" in gateway.has("local").able, "it serves")
+    homes = {name: gateway.ended(gateway.submit("again", "echo made > file", trajectory=name)) for name in ("a", "b")}
+    mine = next((name for name, ended in homes.items() if ended["node"] == "local"), None)
+    assert mine is not None, {name: ended["node"] for name, ended in homes.items()}
+
+    def shut_until(back: Callable[[], None]) -> None:
+        gateway.until_state("local", "unfit")
+        why = gateway.has("local").why
+        assert engine.host in why and "systemctl restart docker" in why, "what is wrong, and what mends it"
+        assert any(engine.host in each for each in gateway.ready()["warnings"]), "/readyz tells it"
+        anywhere = [gateway.ended(gateway.submit("once", "echo a", trajectory=f"new-{n}")) for n in range(3)]
+        assert {(each["state"], each["node"]) for each in anywhere} == {("succeeded", "n1")}, "it draws nothing new"
+        lives = gateway.ended(gateway.submit("again", "cat file", trajectory=mine))
+        assert (lives["state"], lives["result"]["stdout"]) == ("succeeded", "made\n"), "what lives there goes on"
+        back()
+        gateway.until_state("local", "ready")
+        with gateway.client() as client:
+            for number in range(3):
+                client.end_trajectory(f"new-{number}")
+
+    engine.signal(signal.SIGSTOP)
+    shut_until(lambda: engine.signal(signal.SIGCONT))
+    engine.kill()
+    shut_until(engine.start)
+    assert not gateway.ready()["warnings"]
+    ends = [gateway.ended(gateway.submit("once", "true", trajectory=f"after-{n}")) for n in range(4)]
+    assert {each["state"] for each in ends} == {"succeeded"} and "local" in {each["node"] for each in ends}
+
+
+def test_an_idempotent_action_of_a_lost_node_runs_elsewhere_once(
+    start_gateway: StartGateway, make_node: MakeNode
+) -> None:
+    gateway = start_gateway(lost_after="6s")
+    first, second = make_node(gateway, "n1"), make_node(gateway, "n2", core=0)
+    first.start()
+    gateway.until_state("n1", "ready")
+    mine = gateway.submit("there_again", "echo begun; exec sleep 1000")
+    begun(gateway, mine)
+    first.kill()
+    gateway.until_state("n1", "lost")
+    until(lambda: gateway.record(mine)["state"] == "queued", "it waits for another node")
+    second.start()
+    until(lambda: gateway.record(mine)["state"] == "running", "it runs on the other node")
+    found = gateway.record(mine)
+    assert (found["node"], found["attempt"]) == ("n2", 2), found
+    assert [each["reason"] for each in found["attempts"]] == ["node_lost"]
+    with gateway.client() as client:
+        assert client.cancel(mine).state == "cancelled"
+
+
+def test_a_frozen_node_that_wakes_after_it_was_given_up_ends_all_that_it_has_before_it_serves(
+    start_gateway: StartGateway, make_node: MakeNode
+) -> None:
+    gateway = start_gateway(lost_after="6s")
+    node = make_node(gateway, "n1")
+    node.start()
+    gateway.until_state("n1", "ready")
+    mine = gateway.submit("there", "echo begun; exec sleep 1000", trajectory="t")
+    begun(gateway, mine)
+    node.signal(signal.SIGSTOP)
+    gateway.until_state("n1", "lost")
+    assert gateway.ended(mine)["reason"] == "node_lost"
+    node.signal(signal.SIGCONT)
+    gateway.until_state("n1", "ready")
+    assert "all that it has is ended" in node.log
+    found = gateway.node("n1")
+    assert found is not None and (found.running, found.trajectories, found.losses) == (0, 0, 1)
+    anew = gateway.ended(gateway.submit("there", "ls", trajectory="fresh"))
+    assert (anew["state"], anew["result"]["stdout"]) == ("succeeded", ""), anew
+
+
+LINES, CUTS_MIN = 400, 4
+#: Ends after some eight seconds.
+LONG_TALE = (
+    f'i=0; while [ $i -lt {LINES} ]; do i=$((i+1)); echo "line $i"; sleep 0.02; done; echo run >> runs; cat runs'
+)
+LONG_TOLD = "".join(f"line {number}\n" for number in range(1, LINES + 1)) + "run\n"
+
+
+def ran_once(gateway: ClusterGateway, invocation_id: str, node: str) -> None:
+    """It has ended well, at its first try, where it began, and its log is whole."""
+    found = gateway.ended(invocation_id)
+    assert (found["state"], found["message"], found["node"], found["attempt"]) == ("succeeded", "", node, 1), found
+    assert found["result"]["stdout"] == gateway.said(invocation_id) == LONG_TOLD
+
+
+def test_a_link_that_is_cut_again_and_again_costs_nothing(
+    start_gateway: StartGateway, make_node: MakeNode, make_relay: MakeRelay
+) -> None:
+    gateway = start_gateway()
+    node, relay = make_node(gateway, "n1"), make_relay(gateway)
+    node.start(through=relay.address)
+    gateway.until_state("n1", "ready")
+    mine = gateway.submit("there", LONG_TALE, trajectory="t")
+    begun(gateway, mine)
+    cuts = 0
+    while gateway.record(mine)["state"] == "running":
+        relay.cut()
+        gateway.until_state("n1", "suspect")
+        relay.mend()
+        gateway.until_state("n1", "ready")
+        cuts += 1
+    ran_once(gateway, mine, "n1")
+    assert cuts >= CUTS_MIN
+
+
+@pytest.mark.parametrize("direction", ["to the gateway", "to the node"])
+def test_a_network_of_one_direction_makes_a_node_suspect_and_costs_nothing_else(
+    start_gateway: StartGateway, make_node: MakeNode, make_relay: MakeRelay, direction: Direction
+) -> None:
+    gateway = start_gateway()
+    node, relay = make_node(gateway, "n1"), make_relay(gateway)
+    node.start(through=relay.address)
+    gateway.until_state("n1", "ready")
+    mine = gateway.submit("there", LONG_TALE, trajectory="t")
+    begun(gateway, mine)
+    relay.block(direction)
+    gateway.until_state("n1", "suspect")
+    later = gateway.submit("there", "cat runs", trajectory="t")
+    here = gateway.ended(gateway.submit("again", "echo here"))
+    assert (here["state"], here["node"]) == ("succeeded", "local"), "what needs no silent node goes on"
+    relay.mend()
+    gateway.until_state("n1", "ready")
+    ran_once(gateway, mine, "n1")
+    assert gateway.ended(later)["result"]["stdout"] == "run\n"
+
+
+@pytest.mark.parametrize("lost_share", [0.0, 0.01, 0.2])
+def test_what_travels_slowly_or_is_lost_on_the_way_arrives_whole(
+    start_gateway: StartGateway, make_node: MakeNode, make_relay: MakeRelay, lost_share: float
+) -> None:
+    gateway = start_gateway()
+    node, relay = make_node(gateway, "n1"), make_relay(gateway)
+    relay.slow(0.1, lost_share)
+    node.start(through=relay.address)
+    gateway.until_state("n1", "ready")
+    mine = [gateway.submit("there", f"seq {number} 2000", trajectory=f"t{number % 4}") for number in range(16)]
+    for number, invocation_id in enumerate(mine):
+        found = gateway.ended(invocation_id)
+        expected = "".join(f"{each}\n" for each in range(number, 2001))
+        assert (found["state"], found["attempt"], found["result"]["stdout"]) == ("succeeded", 1, expected)
+    assert (gateway.has("n1").state, gateway.has("n1").losses) == ("ready", 0)
+    assert relay.lost > 0 or lost_share < 0.2
+
+
+def test_silence_of_all_nodes_at_once_is_the_gateways_own_and_no_verdict_falls(
+    start_gateway: StartGateway, make_node: MakeNode, make_relay: MakeRelay
+) -> None:
+    gateway = start_gateway(lost_after="4s")
+    relays = {name: make_relay(gateway) for name in ("n0", "n1")}
+    for core, (name, relay) in enumerate(relays.items()):
+        make_node(gateway, name, core=core).start(through=relay.address)
+    for name in relays:
+        gateway.until_state(name, "ready")
+    mine = [gateway.submit("there", LONG_TALE, trajectory=name) for name in relays]
+    for each in mine:
+        begun(gateway, each)
+    on = {gateway.record(each)["node"]: each for each in mine}
+    assert on.keys() == relays.keys()
+    for relay in relays.values():
+        relay.cut()
+    until(lambda: "none is counted lost" in " ".join(gateway.ready()["warnings"]), "the storm is told")
+    held = [each.node for each in gateway.nodes() if each.state == "suspect"]
+    assert held, "one may be lost within a minute; of more it is first of all our own network"
+    for name in held:
+        relays[name].mend()
+        gateway.until_state(name, "ready")
+        ran_once(gateway, on[name], name)
+
+
+#: Less where the machine allows a process fewer descriptors.
+STRANGERS, STRANGERS_MIN = 10_000, 500
+#: Places of strangers, and descriptors of the gateway that come and go besides (HTTP, cut connections that linger).
+HANDSHAKES_MAX, OTHERS = 64, 160
+STOP_S = 60.0
+
+
+@contextmanager
+def flooded(gateway: ClusterGateway) -> Iterator[int]:
+    """Strangers dial, and dial again; yield how many have, once each did."""
+    host, _, port = gateway.door[0].rpartition(":")
+    words = [sys.executable, "-m", "bench.cluster.flood", host, port, str(STRANGERS)]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
+        assert flood.stdin is not None and flood.stdout is not None
+        try:
+            yield int(json.loads(flood.stdout.readline())["dialled"])
+            flood.stdin.close()
+            assert json.loads(flood.stdout.readline())["dialled"] > 0
+            assert flood.wait(STOP_S) == 0
+        finally:
+            flood.kill()
+
+
+def descriptors(gateway: ClusterGateway) -> int:
+    return len(list(Path(f"/proc/{gateway.pid}/fd").iterdir()))
+
+
+def test_nodes_join_and_serve_beside_ten_thousand_strangers_and_every_descriptor_is_given_back(
+    start_gateway: StartGateway, make_node: MakeNode
+) -> None:
+    gateway = start_gateway(handshakes_max=HANDSHAKES_MAX, handshake="5s")
+    first, second = make_node(gateway, "n1"), make_node(gateway, "n2", core=0)
+    first.start()
+    gateway.until_state("n1", "ready")
+    mine = gateway.submit("there", "echo begun; exec sleep 1000")
+    begun(gateway, mine)
+    before = descriptors(gateway)
+    with flooded(gateway) as dialled:
+        assert dialled >= STRANGERS_MIN
+        print(f"{dialled} strangers")
+        assert descriptors(gateway) <= before + HANDSHAKES_MAX + OTHERS
+        second.start()
+        gateway.until_state("n2", "ready")
+        there = gateway.ended(gateway.submit("there", "echo served"))
+        assert (there["state"], there["node"], there["result"]["stdout"]) == ("succeeded", "n2", "served\n")
+        assert descriptors(gateway) <= before + HANDSHAKES_MAX + OTHERS
+        found = gateway.has("n1")
+        assert (found.state, found.running) == ("ready", 1), "who was there before has not noticed"
+    until(lambda: descriptors(gateway) <= before + 16, "every descriptor is given back")
+    with gateway.client() as client:
+        assert client.cancel(mine).state == "cancelled"

@@ -1,1 +1,0 @@
-"""Tests of the transfers of files between a gateway and a node."""
