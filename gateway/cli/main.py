@@ -24,7 +24,6 @@ VERBS: Mapping[str, Verb] = {
     ),
     "restore": Verb("gateway.cli.maintenance:restore", "Put such a copy back, while none does.", "operate"),
     "node": Verb("gateway.cli.node:node", "This machine as a node, and its daemon that joins a gateway.", "operate"),
-    "cluster": Verb("gateway.cli.node:cluster", "Look at the Ray cluster whose machines may serve.", "operate"),
     "clean": Verb("gateway.cli.maintenance:clean", "Show and remove what gateways left behind.", "operate"),
     "simulate": Verb(
         "gateway.cli.simulate:simulate", "Play a workload on the same scheduler under a virtual clock.", "operate"

@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
-import msgspec
 from msgspec import UNSET, convert
 
 from gateway import limits
@@ -24,7 +20,7 @@ from gateway.config.schema import DevicesConfig
 from gateway.invocations import logs
 from gateway.runtime_factory import make_runtimes
 from manager.clock import MonotonicClock
-from manager.errors import CodedError, InvalidConfig
+from manager.errors import InvalidConfig
 from runtimes.model.engine import nvml
 from runtimes.node.daemon import (
     KEY,
@@ -33,11 +29,9 @@ from runtimes.node.daemon import (
     NodeModels,
     NodeRuntimes,
 )
-from runtimes.node.ray.driver import RayMembers, RayNode, Reservation
-from runtimes.node.ray.process import DRIVER
 from tangram import Client
-from tangram.cli.options import Duration, connected, json_option
-from tangram.cli.output import print_json, say, show, show_seconds, table, visible
+from tangram.cli.options import connected, json_option
+from tangram.cli.output import print_json, say, show, show_seconds, table
 from tangram.types import FunctionInfo, NodeStatus, show_size, size_bytes
 
 
@@ -182,16 +176,7 @@ def homeless(functions: Sequence[FunctionInfo], nodes: Sequence[NodeStatus]) -> 
     return result
 
 
-class NodeVerbs(click.Group):
-    """``tangram node VERB``; without a verb it shows this machine, as it is configured in the paths that follow."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not (args and (args[0] in self.commands or args[0] in ("-h", "--help"))):
-            args = ["show", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group(cls=NodeVerbs)
+@click.group()
 def node() -> None:
     """Nodes: this machine as the scheduler would see it, and its daemon."""
 
@@ -358,113 +343,6 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
     loop.add_signal_handler(signal.SIGINT, daemon.stop)
     loop.add_signal_handler(signal.SIGHUP, daemon.leave)
     await daemon.run()
-
-
-class RayUnseen(CodedError):
-    """The Ray cluster cannot be looked at."""
-
-    code = "action_failed"
-
-
-@click.group()
-def cluster() -> None:
-    """Look at the Ray cluster whose machines may serve."""
-
-
-@cluster.command("check")
-@click.option("--address", metavar="HOST:PORT", default="auto", show_default=True, help="the head's, such as head:6379")
-@click.option("--python", metavar="PATH", default=sys.executable, help="an interpreter with the cluster's own Ray")
-@click.option(
-    "--label", "labels", multiple=True, metavar="KEY=VALUE", help="of the machines that are wanted; repeatable"
-)
-@click.option("--head", is_flag=True, help="the head's machine is wanted too")
-@click.option("--cpus", type=click.FloatRange(min=0), help="to be reserved on each; all by default")
-@click.option("--gpus", type=click.FloatRange(min=0), default=0.0, show_default=True, help="likewise")
-@click.option(
-    "--within", "within_s", type=Duration(), default="1m", show_default=True, help="longest that Ray may take"
-)
-@json_option
-def check(
-    address: str,
-    python: str,
-    labels: tuple[str, ...],
-    head: bool,
-    cpus: float | None,
-    gpus: float,
-    within_s: float,
-    as_json: bool,
-) -> None:
-    """Say which machines would be taken, and what is in the way.
-
-    \b
-    tangram cluster check --address head:6379
-    """
-    reservation = Reservation(cpus=cpus, gpus=gpus)
-    members = RayMembers(_labels("--label", labels), head=head, reservation=reservation)
-    seen = look(python, address, within_s)
-    rows = list(machines(seen, members, reservation))
-    notes = list(_notes(seen, rows))
-    if as_json:
-        print_json({"ok": not notes, "ray": seen.get("version"), "machines": rows, "notes": notes})
-    else:
-        show(table(("MACHINE", "ADDRESS", "CPUS", "GPUS", "FREE", "TAKEN"), [_row(each) for each in rows]))
-        for note in notes:
-            click.echo(visible(f"note: {note}"))
-    raise SystemExit(1 if notes else 0)
-
-
-def look(python: str, address: str, within_s: float) -> dict[str, Any]:
-    """Return what a driver sees there; raises RayUnseen with Ray's words."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    try:
-        done = subprocess.run(
-            [python, str(DRIVER), "look", address], capture_output=True, timeout=within_s, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        raise RayUnseen(f"{address} did not answer within {within_s:g} s", component="cluster") from None
-    except OSError as error:
-        raise RayUnseen(f"{python} cannot be run: {error}", component="cluster") from None
-    try:
-        seen = msgspec.json.decode(done.stdout, type=dict[str, Any])
-    except msgspec.DecodeError:
-        output = done.stderr.decode(errors="replace").strip()[-500:]
-        raise RayUnseen(
-            f"{python} says nothing of a cluster: {output or 'nothing at all'}", component="cluster"
-        ) from None
-    if "why" in seen:
-        raise RayUnseen(f"{address}, seen by Python {seen['python']}: {seen['why']}", component="cluster")
-    return seen
-
-
-def machines(seen: Mapping[str, Any], members: RayMembers, reservation: Reservation) -> Iterator[dict[str, object]]:
-    """Each living machine: what it has, what of it is free, and whether it would be taken or why not yet."""
-    for each in seen["nodes"]:
-        resources = dict(each["total"]) | ({"node:__internal_head__": 1.0} if each["head"] else {})
-        node = RayNode(id=each["id"], alive=True, labels=each["labels"], resources=resources)
-        wanted = dict(zip(("CPU", "GPU"), reservation.on(node), strict=True))
-        free = each["free"]
-        lacking = [f"{wanted[name]:g} {name}s asked, {free[name]:g} free" for name in free if free[name] < wanted[name]]
-        taken = "no"
-        if members.wants(node):
-            taken = "draining" if each["draining_ms"] else "; ".join(lacking) or "yes"
-        yield {"id": each["id"], "address": each["address"], "total": each["total"], "free": free, "taken": taken}
-
-
-def _notes(seen: Mapping[str, Any], rows: list[dict[str, object]]) -> Iterator[str]:
-    wanted = [row for row in rows if row["taken"] != "no"]
-    if not wanted:
-        yield "no machine would be taken: see --label and --head"
-    for row in wanted:
-        if row["taken"] != "yes":
-            yield f"{str(row['id'])[:12]} would wait: {row['taken']}"
-    if not seen["token"]:
-        yield "no token (RAY_AUTH_MODE=token): whoever reaches the head's port runs code on every machine"
-
-
-def _row(each: Mapping[str, Any]) -> tuple[object, ...]:
-    total, free = each["total"], each["free"]
-    left = f"{free['CPU']:g} CPUs, {free['GPU']:g} GPUs" if free else "not told"
-    return each["id"][:12], each["address"], f"{total['CPU']:g}", f"{total['GPU']:g}", left, each["taken"]
 
 
 def _labels(option: str, texts: Iterable[str]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -243,22 +242,6 @@ def simulate(
 @click.group()
 def trace() -> None:
     """Traces of what trajectories did."""
-
-
-@trace.command()
-@click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@json_option
-def check(path: Path, as_json: bool) -> None:
-    """Read a trace and say what is in it."""
-    try:
-        trajectories = read_trace(path.read_text(encoding="utf-8").splitlines())
-    except CodedError as error:
-        _fail(error)
-    actions = sum(len(trajectory.steps) for trajectory in trajectories)
-    if as_json:
-        click.echo(json.dumps({"trajectories": len(trajectories), "actions": actions}))
-    else:
-        click.echo(f"{len(trajectories)} trajectories, {actions} actions")
 
 
 @trace.command()

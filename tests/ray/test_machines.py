@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 import pytest
 
-from gateway.cli.node import look
 from tests.ray.conftest import DEADLINE_S, POOL, PYTHON, KeptCluster, RealCluster, alive, until
 
 pytestmark = pytest.mark.slow
@@ -88,12 +87,6 @@ def test_what_is_private_is_as_the_driver_reads_it(cluster: RealCluster) -> None
     assert read <= set(told["node"]), told["version"]
     assert told["draining"] == {} and told["head"] and told["by_value"]
     assert all("CPU" in each for each in told["available"]) and told["available"]
-
-
-def test_a_real_cluster_is_seen_as_it_is(cluster: RealCluster) -> None:
-    seen = look(PYTHON, cluster.address, DEADLINE_S)
-    (head,) = seen["nodes"]
-    assert head["head"] and head["total"]["CPU"] == head["free"]["CPU"] == 1.0 and not seen["token"]
 
 
 async def test_a_driver_that_is_killed_finds_its_actors_again(cluster: RealCluster, keep: Keep) -> None:

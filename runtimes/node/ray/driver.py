@@ -350,36 +350,6 @@ class RayDriver:
                 self._awaited[actor.facts.remote()] = (node, "facts", time.monotonic())
 
 
-def look_once(address: str) -> int:
-    """Print what a driver would see there, as one JSON object; its status is 1 if the cluster cannot be reached."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    seen: dict[str, object] = {"python": "{}.{}.{}".format(*sys.version_info[:3]), "nodes": []}
-    try:
-        cluster = RayCluster(address)
-        free, draining = cluster.available(), cluster.draining()
-        seen["version"] = cluster.ray.__version__
-        seen["nodes"] = [
-            {
-                "id": node.id,
-                "address": node.address,
-                "head": node.head,
-                "labels": dict(node.labels),
-                "total": {name: node.resources.get(name, 0.0) for name in ("CPU", "GPU")},
-                "free": {name: free.get(node.id, {}).get(name, 0.0) for name in ("CPU", "GPU")} if free else {},
-                "draining_ms": draining.get(node.id),
-            }
-            for node in cluster.nodes()
-            if node.alive
-        ]
-    except Exception as error:  # noqa: BLE001  # no Ray, a wrong token, another version, nobody there
-        seen["why"] = f"{type(error).__name__}: {error}"[:1000]
-    seen["token"] = os.environ.get("RAY_AUTH_MODE", "") == "token"
-    out.write(json.dumps(seen) + "\n")
-    out.flush()
-    return 1 if "why" in seen else 0
-
-
 @dataclass
 class Sight:
     """When the cluster was last seen, and why not since; shared by the two threads."""
@@ -466,4 +436,4 @@ def _read(
 if __name__ == "__main__":
     # What lies beside this file is no module of the cluster's interpreter.
     sys.path[:] = [place for place in sys.path if place != str(Path(__file__).parent)]
-    raise SystemExit(look_once(sys.argv[2]) if sys.argv[1:2] == ["look"] else main())
+    raise SystemExit(main())

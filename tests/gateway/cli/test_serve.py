@@ -247,7 +247,7 @@ def test_the_schema_is_printed(tangram: Tangram) -> None:
 
 def test_the_machine_is_shown(tangram: Tangram, tmp_path: Path) -> None:
     (tmp_path / "tangram.yaml").write_text("node: {name: here, devices: {kind: cpu}}")
-    described = json.loads(tangram("node", "--json", str(tmp_path))[1])
+    described = json.loads(tangram("node", "show", "--json", str(tmp_path))[1])
     assert described["name"] == "here" and described["numa"]
 
 
