@@ -78,7 +78,7 @@ class ChatRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EmbeddingRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """``/v1/embeddings`` and vLLM's ``/pooling``."""
+    """``/v1/embeddings``."""
 
     input: Prompts
     model: str | None = None
@@ -92,14 +92,6 @@ class ClassifyRequest(Struct, frozen=True, forbid_unknown_fields=True):
     input: Prompts
     model: str | None = None
     use_activation: bool = True
-
-
-class ScoreRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's ``/score``: how alike two texts are."""
-
-    text_1: str | list[str]
-    text_2: str | list[str]
-    model: str | None = None
 
 
 class VllmSampling(Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,8 +132,8 @@ class SglangGenerateRequest(Struct, frozen=True, forbid_unknown_fields=True):
     stream: bool = False
 
 
-class SglangEncodeRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """SGLang's ``/encode`` and ``/classify``."""
+class SglangClassifyRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """SGLang's ``/classify``."""
 
     text: Texts | None = None
     input_ids: Ids | None = None
@@ -306,10 +298,7 @@ class Models(Facade):
             "/v1/embeddings": self.embed,
             "/inference/v1/generate": self.vllm_generate,
             "/classify": self.classify,
-            "/score": self.score,
-            "/pooling": self.pool,
             "/generate": self.sglang_generate,
-            "/encode": self.encode,
         }
         gets: dict[str, Endpoint] = {
             "/v1/models": self.list_models,
@@ -454,37 +443,13 @@ class Models(Facade):
 
     async def embed(self, request: Request) -> Response:
         """A unit vector for each text."""
-        return await self._vectors(request, "embedding", "embedding")
-
-    async def pool(self, request: Request) -> Response:
-        """vLLM's other word for it."""
-        return await self._vectors(request, "pooling", "data")
-
-    async def _vectors(self, request: Request, kind: str, key: str) -> Response:
         body = await self._read(request, EmbeddingRequest)
         vector((), body.encoding_format)
         function = self._model(request, body.model, ModelAction.EMBED)
         record, result = await self._act(request, function, sequences_of(body.input, "input"), OPENAI_S)
         rows = [
-            {"object": kind, "index": index, key: vector(row, body.encoding_format)}
+            {"object": "embedding", "index": index, "embedding": vector(row, body.encoding_format)}
             for index, row in enumerate(result["embeddings"])
-        ]
-        return answer(_listed(record, rows, sum(result["tokens"])), record)
-
-    async def score(self, request: Request) -> Response:
-        """How alike two texts are, by an embedding model."""
-        body = await self._read(request, ScoreRequest)
-        function = self._model(request, body.model, ModelAction.EMBED)
-        left, right = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
-        if not left or not right or (len(left) != len(right) and len(left) != 1):
-            raise refusal("text_2", "must have as many texts as text_1, or text_1 one")
-        input = sequences_of([*left, *right], "text_1")
-        record, result = await self._act(request, function, input, OPENAI_S)
-        vectors = result["embeddings"]
-        first = vectors[: len(left)] * (len(right) if len(left) == 1 else 1)
-        rows = [
-            {"index": index, "object": "score", "score": cosine(one, other)}
-            for index, (one, other) in enumerate(zip(first, vectors[len(left) :], strict=True))
         ]
         return answer(_listed(record, rows, sum(result["tokens"])), record)
 
@@ -492,7 +457,7 @@ class Models(Facade):
         """The value of a score model's head: vLLM's form, or SGLang's, which share a path."""
         inputs = await self.read_object(request)
         if "text" in inputs or "input_ids" in inputs:
-            return await self._sglang_vectors(request, read_shape(inputs, SglangEncodeRequest), ModelAction.SCORE)
+            return await self._sglang_classify(request, read_shape(inputs, SglangClassifyRequest))
         body = read_shape(inputs, ClassifyRequest)
         function = self._model(request, body.model, ModelAction.SCORE)
         record, result = await self._act(request, function, sequences_of(body.input, "input"), OPENAI_S)
@@ -504,21 +469,16 @@ class Models(Facade):
             rows.append({"index": index, "label": label, "probs": probs, "num_classes": len(values)})
         return answer(_listed(record, rows, sum(result["tokens"])), record)
 
-    async def encode(self, request: Request) -> Response:
-        """SGLang's embeddings."""
-        return await self._sglang_vectors(request, await self._read(request, SglangEncodeRequest), ModelAction.EMBED)
-
-    async def _sglang_vectors(self, request: Request, body: SglangEncodeRequest, action: ModelAction) -> Response:
+    async def _sglang_classify(self, request: Request, body: SglangClassifyRequest) -> Response:
         prompts = _one_of(body.text, body.input_ids)
-        function = self._model(request, None, action)
+        function = self._model(request, None, ModelAction.SCORE)
         record, result = await self._act(request, function, sequences_of(prompts, "text"), SGLANG_S)
-        values = result["scores" if action is ModelAction.SCORE else "embeddings"]
         rows = [
             {
                 "embedding": row if isinstance(row, list) else [row],
                 "meta_info": {"id": record.id, "prompt_tokens": count},
             }
-            for row, count in zip(values, result["tokens"], strict=True)
+            for row, count in zip(result["scores"], result["tokens"], strict=True)
         ]
         return answer(rows if _is_batch(prompts) else rows[0], record)
 
@@ -625,11 +585,6 @@ def _written(ended: tuple[Record, Mapping[str, Any]]) -> tuple[Record, Mapping[s
             "model", f"the checkpoint of {ended[0].function} has no tokenizer, and this route answers with text"
         )
     return ended
-
-
-def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return how alike two vectors are; a checkpoint may declare that its own are not of length one."""
-    return math.fsum(map(float.__mul__, one, other)) / (math.hypot(*one) * math.hypot(*other) or 1.0)
 
 
 def _usage(prompt: int, completion: int) -> dict[str, int]:
