@@ -286,21 +286,6 @@ _PAGE_HEADERS = {
 }
 #: A worker may ask its own gateway, and nothing else.
 _WORKER_POLICY = "default-src 'none'; connect-src 'self'"
-_LINKS = {
-    "/v1/functions": "registered functions",
-    "/v1/invocations": "invocations, newest first",
-    "/v1/trajectories": "living trajectories",
-    "/v1/resources": "resources and who holds them",
-    "/v1/queue": "what waits, and for what",
-    "/v1/tasks": "RL tasks and their use",
-    "/metrics": "metrics",
-    "/openapi.json": "the API for machines",
-}
-_ROWS = "".join(f'<li><a href="{path}">{path}</a>: {about}</li>' for path, about in _LINKS.items())
-_TEXT = (
-    '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Tangram gateway</title></head>'
-    f"<body><h1>Tangram gateway</h1><ul>{_ROWS}</ul></body></html>"
-)
 
 
 class LandingPage:
@@ -311,13 +296,12 @@ class LandingPage:
         self._pages = pages
 
     async def show(self, request: Request) -> Response:
-        """Lead a browser to the page, with the right key with a cookie; tell others where things are."""
+        """Lead a browser to the page, with the right key with a cookie; others as far as they may come in."""
         cookie = self._pages.open(request.query_params.get("key", ""))
         if cookie is None:
-            if "text/html" in request.headers.get("accept", ""):
-                return await self.lead(request)
-            self._guard.authorize(request.scope)
-            return Response(_TEXT, media_type="text/html", headers={**_PAGE_HEADERS, "Cache-Control": "no-store"})
+            if "text/html" not in request.headers.get("accept", ""):
+                self._guard.authorize(request.scope)
+            return await self.lead(request)
         # Not the page itself: the key must not stay in the browser's history, nor reach another page as its referrer.
         answer = RedirectResponse("/", 303, {**_PAGE_HEADERS, "Cache-Control": "no-store"})
         secure = request.scope["scheme"] == "https"
