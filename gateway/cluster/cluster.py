@@ -28,7 +28,7 @@ from gateway.config.load import GatewayConfig
 from gateway.config.schema import ClusterConfig
 from gateway.invocations.record import Record
 from gateway.invocations.restart import Reattachment, TrajectoryRecovery
-from gateway.registry import UPLOADS, Prepare
+from gateway.registry import Prepare
 from gateway.runtime_factory import ModelServices
 from gateway.store.store import Store
 from manager.action import Action, Chunk, Lease, Outcome, State
@@ -1042,5 +1042,5 @@ async def open_cluster(
         directory.mkdir(mode=0o700, exist_ok=True)
         certificate = await asyncio.to_thread(ensure_certificate, directory)
         await snapshots.open(records.all)
-        admission = NodeAdmission(tickets, certificate, HandlerArchives(copies.excluded, state_dir / UPLOADS, copies))
+        admission = NodeAdmission(tickets, certificate, HandlerArchives(copies))
     return Cluster(cluster, here, records=records, snapshots=snapshots, admission=admission, clock=clock)

@@ -102,13 +102,13 @@ from runtimes.node.protocol import (
     TransferStopped,
     TransferVerb,
     as_failure,
-    digest_of,
     end_of,
     error_of,
     facts_of,
     failed,
     mislaid,
     oversized,
+    packed,
     read_function,
     unpack_object,
 )
@@ -864,7 +864,7 @@ class HandlerStore:
     def _keep(self, part: Path, place: Path, in_use: Collection[str]) -> None:
         """Unpack what has arrived, and let it be found by its name once it is whole."""
         size_bytes = unpack_tree(part / "archive", part / _FILES, SOURCES_LIMIT_BYTES)
-        if digest_of(part / _FILES) != place.name:
+        if packed(part / _FILES).digest != place.name:
             raise InvalidInput("what was sent are not the files that were promised", component=ARCHIVE_COMPONENT)
         if place.is_dir():
             return  # it was sent twice
@@ -921,7 +921,7 @@ def _is_whole(place: Path, digest: str) -> bool:
     if not place.is_dir():
         return False
     try:
-        if digest_of(place / _FILES) == digest:
+        if packed(place / _FILES).digest == digest:
             return True
     except (OSError, CodedError):
         pass

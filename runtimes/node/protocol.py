@@ -10,7 +10,7 @@ import os
 import struct
 import tarfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -27,7 +27,6 @@ from runtimes.sandbox.handler.sources import (
     SOURCES_LIMIT_BYTES,
     SOURCES_MAX,
     HandlerCopies,
-    HandlerFile,
     handler_files,
     too_much,
 )
@@ -77,12 +76,14 @@ class TransferVerb(StrEnum):
 class TransferRequest(Message, kw_only=True):
     """Begin a transfer; to the node."""
 
-    transfer: int
+    #: Its number, which whoever sends it chooses.
+    transfer: int = 0
     verb: TransferVerb
-    trajectory: str
     path: str
+    #: Empty for a handler's files.
+    trajectory: str = ""
     #: Empty: the sandbox's own.
-    user: str
+    user: str = ""
     #: Of a file that is written; None keeps what is there.
     mode: int | None = None
     #: Most bytes of what is read, packed or unpacked.
@@ -1207,64 +1208,39 @@ class HandlerArchive(NamedTuple):
 class HandlerArchives:
     """The archives of a gateway's handlers. Use from one event loop."""
 
-    def __init__(
-        self, excluded: Collection[Path] = (), uploads: Path | None = None, copies: HandlerCopies | None = None
-    ) -> None:
-        """Nothing of the ``excluded`` directories ever travels, such as the gateway's own state.
-
-        But each directory in ``uploads``, in which the gateway keeps handlers that it was sent, does, and each of its
-        ``copies``.
-        """
-        self._excluded = frozenset(path.resolve() for path in excluded)
+    def __init__(self, copies: HandlerCopies | None = None) -> None:
         self._copies = copies or HandlerCopies()
-        self._kept_in = {path.resolve() for path in (uploads, self._copies.root) if path is not None}
-        #: By directory, the one used last at the end.
-        self._kept: dict[Path, tuple[list[HandlerFile], HandlerArchive]] = {}
+        #: By copy, which never changes, the one used last at the end.
+        self._kept: dict[Path, HandlerArchive] = {}
         self._one = asyncio.Lock()
 
-    async def of_function(self, function: FunctionSpec) -> HandlerArchive:
-        """Return the files that this revision of a handler runs; raises as `of`."""
-        return await self.of(await self._copies.of(function))
-
-    async def of(self, directory: Path) -> HandlerArchive:
-        """Return the files of a handler's directory as they are now.
+    async def of(self, function: FunctionSpec) -> HandlerArchive:
+        """Return the files that this revision of a handler runs.
 
         Raises InvalidConfig for more than travels, CapacityExceeded where this machine ran short.
         """
+        directory = await self._copies.of(function)
         async with self._one:
-            try:
-                found = await asyncio.to_thread(self._found, directory)
-                kept = self._kept.pop(directory, None)
-                if kept is None or kept[0] != found:
-                    kept = found, await asyncio.to_thread(_packed, directory, found)
-            except OSError as error:
-                message = f"the files of {directory} cannot be read: {error}"
-                failure = exhaustion(error, ARCHIVE_COMPONENT) or InvalidConfig(message, component=ARCHIVE_COMPONENT)
-                raise failure from None
-            self._kept[directory] = kept
-            while sum(len(archive.data) for _, archive in self._kept.values()) > KEPT_MAX_BYTES:
+            archive = self._kept.pop(directory, None)
+            if archive is None:
+                try:
+                    archive = await asyncio.to_thread(packed, directory, self._copies.excluded)
+                except OSError as error:
+                    message = f"the files of {directory} cannot be read: {error}"
+                    short = exhaustion(error, ARCHIVE_COMPONENT)
+                    raise short or InvalidConfig(message, component=ARCHIVE_COMPONENT) from None
+            if directory.parent == self._copies.root:
+                self._kept[directory] = archive
+            while sum(len(each.data) for each in self._kept.values()) > KEPT_MAX_BYTES:
                 del self._kept[next(iter(self._kept))]
-            return kept[1]
-
-    def _found(self, directory: Path) -> list[HandlerFile]:
-        root = directory.resolve(strict=True)
-        if root.parent not in self._kept_in and not self._excluded.isdisjoint((root, *root.parents)):
-            message = (
-                f"{directory} lies where nothing travels from, as the gateway's state does: keep the handler elsewhere"
-            )
-            raise InvalidConfig(message, component=ARCHIVE_COMPONENT)
-        return handler_files(directory, self._excluded)
+        return archive
 
 
-def digest_of(directory: Path) -> str:
-    """Return the digest of the files in a directory; raises InvalidConfig and OSError."""
-    return _packed(directory, handler_files(directory, frozenset())).digest
-
-
-def _packed(directory: Path, found: list[HandlerFile]) -> HandlerArchive:
+def packed(directory: Path, excluded: frozenset[Path] = frozenset()) -> HandlerArchive:
+    """Return the files in a directory, but for what lies in the excluded ones; raises InvalidConfig and OSError."""
     out, digest, left_bytes = io.BytesIO(), hashlib.sha256(), SOURCES_LIMIT_BYTES
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for each in found:
+        for each in handler_files(directory, excluded):
             with each.path.open("rb") as file:
                 data = file.read(left_bytes + 1)
             left_bytes -= len(data)

@@ -19,7 +19,7 @@ from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.config import ServiceSpec
 from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, Reason, Unsupported
 from manager.executor import Call
-from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
+from manager.function import FunctionSpec, SandboxSpec
 from runtimes.kinds import KINDS
 from runtimes.node.daemon import SERVED
 from runtimes.node.protocol import (
@@ -223,15 +223,15 @@ class RemoteFiles:
         return self._workdir
 
     async def write(self, path: str, data: FileSource, *, mode: int | None = None, user: str = "") -> int:
-        return await self._node.upload(
-            self._request(TransferVerb.WRITE, path, user, mode=mode), FileContent(data).pieces()
-        )
+        request = self._request(TransferVerb.WRITE, path=path, user=user, mode=mode)
+        return await self._node.upload(request, FileContent(data).pieces())
 
     async def unpack(self, path: str, chunks: AsyncIterator[bytes], *, limit_bytes: int, user: str = "") -> int:
-        return await self._node.upload(self._request(TransferVerb.UNPACK, path, user, limit_bytes=limit_bytes), chunks)
+        request = self._request(TransferVerb.UNPACK, path=path, user=user, limit_bytes=limit_bytes)
+        return await self._node.upload(request, chunks)
 
     async def list(self, path: str, *, user: str = "") -> list[FileStat]:
-        async with self._node.transfer(self._request(TransferVerb.LIST, path, user)) as transfer:
+        async with self._node.transfer(self._request(TransferVerb.LIST, path=path, user=user)) as transfer:
             ended = await transfer.ended
         try:
             return msgspec.msgpack.decode(ended.entries, type=list[FileStat])
@@ -240,40 +240,21 @@ class RemoteFiles:
 
     @asynccontextmanager
     async def open(self, path: str, *, limit_bytes: int, user: str = "") -> AsyncIterator[_RemoteStream]:
-        async with self._node.transfer(
-            self._request(TransferVerb.READ, path, user, limit_bytes=limit_bytes)
-        ) as transfer:
+        request = self._request(TransferVerb.READ, path=path, user=user, limit_bytes=limit_bytes)
+        async with self._node.transfer(request) as transfer:
             yield _RemoteStream(await transfer.opened, transfer)
 
     @asynccontextmanager
     async def pack(
         self, path: str, *, limit_bytes: int, user: str = "", base: bool = False
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        request = self._request(TransferVerb.PACK, path, user, limit_bytes=limit_bytes, base=base)
+        request = self._request(TransferVerb.PACK, path=path, user=user, limit_bytes=limit_bytes, base=base)
         async with self._node.transfer(request) as transfer:
             await transfer.opened
             yield transfer.chunks()
 
-    def _request(
-        self,
-        verb: TransferVerb,
-        path: str,
-        user: str,
-        *,
-        mode: int | None = None,
-        limit_bytes: int = 0,
-        base: bool = False,
-    ) -> TransferRequest:
-        return TransferRequest(
-            transfer=0,
-            verb=verb,
-            trajectory=self._trajectory,
-            path=path,
-            user=user,
-            mode=mode,
-            limit_bytes=limit_bytes,
-            base=base,
-        )
+    def _request(self, verb: TransferVerb, **what: Any) -> TransferRequest:
+        return TransferRequest(verb=verb, trajectory=self._trajectory, **what)
 
 
 #: Seconds in which what a node says of its models is taken up at most once: it may say it as often as it likes.
@@ -491,10 +472,8 @@ class RemoteHandlers:
 
     def __init__(self, node: RemoteNode, archives: HandlerArchives) -> None:
         self._node, self._archives = node, archives
-        #: By name and revision, the digest of the files with which the node has prepared it.
-        self._digests: dict[tuple[str, str], str] = {}
-        #: How such a function travels, as long as it is the same object.
-        self._named: dict[tuple[str, str], tuple[FunctionSpec, FunctionSpec]] = {}
+        #: By name and revision, how a function travels that the node has prepared.
+        self._named: dict[tuple[str, str], FunctionSpec] = {}
         self._sending = asyncio.Lock()
 
     def named(self, function: FunctionSpec) -> FunctionSpec:
@@ -504,18 +483,12 @@ class RemoteHandlers:
         """
         if function.handler is None:
             return function
-        key = (function.name, function.revision)
-        known = self._named.get(key)
-        if known is not None and known[0] is function:
-            return known[1]
-        digest = self._digests.get(key)
-        if digest is None:
+        named = self._named.get((function.name, function.revision))
+        if named is None:
             message = f"node {self._node.name} has not prepared function {function.name}"
             raise ActionFailed(
                 Reason.ENVIRONMENT_LOST, message, component=ARCHIVE_COMPONENT, retry_after_s=RETRY_AFTER_S
             )
-        named = _named(function, function.handler, digest)
-        self._named[key] = function, named
         return named
 
     async def prepare(self, function: FunctionSpec) -> None:
@@ -526,28 +499,23 @@ class RemoteHandlers:
         """
         assert function.handler is not None, f"{function.name} has no handler"
         self._node.check(function)
-        archive = await self._archives.of_function(function)
+        archive = await self._archives.of(function)
         async with self._sending:  # one at a time, as those of one directory have the same files
             await self._send(archive)
-        named = _named(function, function.handler, archive.digest)
+        named = replace(function, handler=replace(function.handler, directory=Path(archive.digest)))
         await self._node.request("prepare", function.name, function=named)
         key = (function.name, function.revision)
-        self._digests.pop(key, None)
         self._named.pop(key, None)
-        self._digests[key] = archive.digest
-        while len(self._digests) > NAMED_MAX:
-            oldest = next(iter(self._digests))
-            del self._digests[oldest]
-            self._named.pop(oldest, None)
+        self._named[key] = named
+        while len(self._named) > NAMED_MAX:
+            del self._named[next(iter(self._named))]
 
     async def _send(self, archive: HandlerArchive) -> None:
         """Send the files, unless they are there; a link that is cut off in the middle is waited for."""
         for tries in count(1):
             if (await self._node.request("has_handler", archive.digest)).done:
                 return
-            request = TransferRequest(
-                transfer=0, verb=TransferVerb.HANDLER, trajectory="", path=archive.digest, user=""
-            )
+            request = TransferRequest(verb=TransferVerb.HANDLER, path=archive.digest)
             try:
                 await self._node.upload(request, _whole(archive.data))
                 return
@@ -555,10 +523,6 @@ class RemoteHandlers:
                 if tries >= TRIES_MAX or error.retry_after_s is None:
                     raise
                 await asyncio.sleep(error.retry_after_s)
-
-
-def _named(function: FunctionSpec, handler: HandlerSpec, digest: str) -> FunctionSpec:
-    return replace(function, handler=replace(handler, directory=Path(digest)))
 
 
 async def _whole(data: bytes) -> AsyncIterator[bytes]:

@@ -27,7 +27,7 @@ from runtimes.node.protocol import (
     TransferEnded,
     TransferPiece,
     TransferRequest,
-    digest_of,
+    packed,
 )
 from runtimes.sandbox.files import unpack_tree
 from runtimes.sandbox.handler.sources import SOURCES_LIMIT_BYTES, SOURCES_MAX
@@ -55,7 +55,7 @@ async def archive(directory: Path, text: str) -> HandlerArchive:
     source = directory / f"source-{len(text)}-{hash(text)}"
     source.mkdir()
     (source / "handler.py").write_text(text)
-    return await HandlerArchives().of(source)
+    return packed(source)
 
 
 async def pieces(data: bytes, size: int = 1000) -> AsyncIterator[bytes]:
@@ -213,38 +213,35 @@ def names(archive: HandlerArchive) -> list[str]:
         return tar.getnames()
 
 
-async def test_the_digest_is_that_of_names_bytes_and_modes_and_of_nothing_else(tmp_path: Path) -> None:
+def test_the_digest_is_that_of_names_bytes_and_modes_and_of_nothing_else(tmp_path: Path) -> None:
     one, other = (write(tmp_path / name, handler="x = 1", pkg__util="y = 2") for name in ("a", "b"))
     os.utime(other / "handler.py", (1, 1))
-    archives = HandlerArchives()
-    first = await archives.of(one)
-    assert (await archives.of(other)).digest == first.digest == digest_of(one)
-    digests = {first.digest}
+    digests = {packed(one).digest}
+    assert packed(other).digest in digests
     for change in (
         lambda: (other / "handler.py").write_text("x = 2"),
         lambda: (other / "handler.py").chmod(0o755),
         lambda: (other / "pkg" / "util.py").rename(other / "pkg" / "tool.py"),
     ):
         change()
-        digests.add((await archives.of(other)).digest)
+        digests.add(packed(other).digest)
     assert len(digests) == 4
 
 
-async def test_what_was_unpacked_has_the_digest_of_what_was_packed(tmp_path: Path) -> None:
+def test_what_was_unpacked_has_the_digest_of_what_was_packed(tmp_path: Path) -> None:
     source = write(tmp_path / "source", handler="x = 1", deep__er__util="y = 2")
     (source / "tool").write_bytes(b"\x00\xff")
     (source / "tool").chmod(0o700)
     (source / "words.txt").write_text("a b")
     (source / "tool").chmod(0o755)
-    archive = await HandlerArchives().of(source)
-    packed = tmp_path / "packed"
-    packed.write_bytes(archive.data)
-    unpack_tree(packed, tmp_path / "there" / "files", SOURCES_LIMIT_BYTES)
-    assert digest_of(tmp_path / "there" / "files") == archive.digest
+    archive, file = packed(source), tmp_path / "archive"
+    file.write_bytes(archive.data)
+    unpack_tree(file, tmp_path / "there" / "files", SOURCES_LIMIT_BYTES)
+    assert packed(tmp_path / "there" / "files").digest == archive.digest
     assert os.access(tmp_path / "there" / "files" / "tool", os.X_OK)
 
 
-async def test_what_is_hidden_private_elsewhere_or_compiled_stays(tmp_path: Path) -> None:
+def test_what_is_hidden_private_elsewhere_or_compiled_stays(tmp_path: Path) -> None:
     source = write(tmp_path / "source", handler="", data__words="", private__secret="", state__log="")
     for name in ("words.txt", "key.pem", "state/log.txt", "private/notes.txt", ".env", ".git/config", "pkg/a.txt"):
         file = source / name
@@ -260,11 +257,11 @@ async def test_what_is_hidden_private_elsewhere_or_compiled_stays(tmp_path: Path
     (source / "out.txt").symlink_to(tmp_path / "outside.txt")
     (source / "in.txt").symlink_to("words.txt")
     (source / "loop.txt").symlink_to("loop.txt")
-    archive = await HandlerArchives([source / "state"]).of(source)
+    archive = packed(source, frozenset([source / "state"]))
     assert names(archive) == ["data/words.py", "handler.py", "in.txt", "pkg/a.txt", "private/secret.py", "words.txt"]
 
 
-async def test_no_link_takes_along_what_would_stay(tmp_path: Path) -> None:
+def test_no_link_takes_along_what_would_stay(tmp_path: Path) -> None:
     source = write(tmp_path / "source", handler="", private__tool="", state__log="")
     stays = ("state/secret.txt", ".env", ".git/config", "private/notes.txt", "key.pem", "__pycache__/handler.pyc")
     for number, name in enumerate(stays):
@@ -277,34 +274,8 @@ async def test_no_link_takes_along_what_would_stay(tmp_path: Path) -> None:
     (source / "private").chmod(0o700)
     (source / "tool.py").symlink_to("private/tool.py")
     (source / "tool.txt").symlink_to("private/tool.py")
-    archive = await HandlerArchives([source / "state"]).of(source)
+    archive = packed(source, frozenset([source / "state"]))
     assert names(archive) == ["handler.py", "private/tool.py", "tool.py"]
-
-
-async def test_a_directory_within_one_that_never_travels_is_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "state" / "deep", handler="")
-    (tmp_path / "link").symlink_to(source)
-    for directory in (source, tmp_path / "link"):
-        for excluded in (source, tmp_path / "state"):
-            with pytest.raises(InvalidConfig, match="elsewhere"):
-                await HandlerArchives([excluded]).of(directory)
-
-
-async def test_a_handler_that_the_gateway_was_sent_travels_from_where_it_is_kept(tmp_path: Path) -> None:
-    source = write(tmp_path / "state" / "handlers" / "0123", handler="")
-    (source / "link.py").symlink_to("handler.py")
-    archives = HandlerArchives([tmp_path / "state"], tmp_path / "state" / "handlers")
-    assert names(await archives.of(source)) == ["handler.py", "link.py"]
-    with pytest.raises(InvalidConfig, match="elsewhere"):
-        await archives.of(tmp_path / "state" / "handlers")
-
-
-async def test_a_changed_file_is_seen_and_an_unchanged_directory_packed_once(tmp_path: Path) -> None:
-    source, archives = write(tmp_path / "source", handler="x = 1"), HandlerArchives()
-    first = await archives.of(source)
-    assert (await archives.of(source)) is first
-    (source / "words.txt").write_text("new")
-    assert (await archives.of(source)).digest != first.digest
 
 
 async def test_too_many_files_and_too_many_bytes_are_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -315,9 +286,9 @@ async def test_too_many_files_and_too_many_bytes_are_refused_with_the_remedy(tmp
         file.truncate(SOURCES_LIMIT_BYTES + 1)
     for source in (many, large):
         with pytest.raises(InvalidConfig, match="a directory of its own"):
-            await HandlerArchives().of(source)
+            packed(source)
     with pytest.raises(InvalidConfig, match="cannot be read"):
-        await HandlerArchives().of(tmp_path / "none")
+        await HandlerArchives().of(function(tmp_path / "none"))
 
 
 @pytest.fixture

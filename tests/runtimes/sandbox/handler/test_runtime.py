@@ -524,11 +524,11 @@ async def test_what_could_not_be_imported_is_copied_anew_at_the_next_try(tmp_pat
 async def test_a_node_that_joins_later_is_sent_what_the_others_run(tmp_path: Path, source: Path) -> None:
     state = tmp_path / "state"
     copies = HandlerCopies(state / ".handlers", [state])
-    archives = HandlerArchives(copies.excluded, copies=copies)
-    first = await archives.of_function(handler(source))
+    archives = HandlerArchives(copies)
+    first = await archives.of(handler(source))
     (source / "word.py").write_text("WORD = 'new'")
-    assert await archives.of_function(handler(source)) == first
-    assert (await archives.of_function(handler(source, revision="2"))).digest != first.digest
+    assert await archives.of(handler(source)) is first, "it is packed once"
+    assert (await archives.of(handler(source, revision="2"))).digest != first.digest
     assert (await copies.of(handler(source)) / "word.py").read_text() == "WORD = 'old'"
     assert (await copies.of(handler(source))).stat().st_mode & 0o777 == 0o755
     HandlerCopies(state / ".handlers", [state])
