@@ -26,9 +26,7 @@ from gateway.cluster.cluster import (
 from gateway.cluster.store import NodeRecords, NodeSnapshots
 from gateway.config.schema import ClusterConfig
 from gateway.invocations import restart
-from gateway.invocations.invocations import LiveInvocation
-from gateway.invocations.record import Mode, Record
-from gateway.invocations.restart import Reattachment, TrajectoryRecovery
+from gateway.invocations.restart import TrajectoryRecovery
 from gateway.store.store import Store, StoreSpec
 from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.clock import VirtualClock
@@ -36,13 +34,10 @@ from manager.config import NodeSpec, ServiceSpec
 from manager.errors import FILES_LOST, CapacityExceeded, InvalidConfig, Reason, Unsupported
 from manager.executor import Call
 from manager.function import FunctionSpec, ModelAction, ModelSpec
-from manager.resources.devices import split
 from runtimes.node.protocol import NodeHello
-from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.snapshots import NodeSnapshotSettings
 from tests.runtimes.node.machine import Machine, MachineEnvironments
 from tests.runtimes.node.session import hello
-from tests.runtimes.node.test_handlers import function as handler
 
 F, G = FunctionSpec(name="f", runtime="exec"), FunctionSpec(name="g", runtime="exec")
 
@@ -133,13 +128,6 @@ def greeting(**fields: Any) -> NodeHello:
     return msgspec.structs.replace(hello(), spec=replace(spec, **fields), labels={"pool": "a"})
 
 
-def test_a_node_has_the_name_and_labels_that_it_greets_with() -> None:
-    spec = described(greeting(labels={"pool": "b", "zone": "c"}))
-    assert (spec.name, spec.labels, spec.able) == ("n1", {"pool": "a", "zone": "c"}, frozenset())
-    assert (spec.cores, spec.memory_bytes, spec.devices, spec.device_bytes) == (4, 4, 2, 8)
-    assert described(greeting(numa=(), devices=0, memory_bytes=0)).cores == 0
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -173,12 +161,6 @@ def test_a_machine_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
 )
 def test_a_node_keeps_what_may_be_leased_of_it(before: dict[str, Any], awaited: bool, changed: bool) -> None:
     assert is_changed(described(greeting()), described(greeting(**before)), awaited=awaited) is changed
-
-
-def test_no_interval_is_split_that_cannot_be() -> None:
-    assert [*split(0, 0)] == []
-    with pytest.raises(AssertionError, match="-1 devices"):
-        next(split(0, -1))
 
 
 MODEL = ModelSpec(path=Path("/models/judge"), action=ModelAction.SCORE, batch_tokens=100)
@@ -341,25 +323,3 @@ async def test_a_loss_is_told_once_and_one_that_nobody_comes_for_is_forgotten_be
     assert register.take_loss("u") is None
     register.ended("v")
     assert register.take_loss("v") is not None, "it has ended with its node, and nobody was told"
-
-
-@pytest.mark.parametrize("runtime", ["exec", "handler", "model"])
-async def test_commands_and_handlers_go_on_at_a_node_without_a_gateway_and_models_do_not(runtime: str) -> None:
-    function = handler(Path("/f")) if runtime == "handler" else FunctionSpec(name="f", runtime=runtime)
-    record = Record(
-        seq=1,
-        id="a",
-        function=function.name,
-        task="default",
-        trajectory="t",
-        parent=None,
-        mode=Mode.ASYNC,
-        accepted_s=1.0,
-        input=b"{}",
-        detached=True,
-        state=State.RUNNING,
-        node="n1",
-    )
-    node = RemoteNode("n1")
-    attempts = Reattachment(MachineEnvironments(Machine()), {"n1": node}.get)
-    assert attempts.may_hold(LiveInvocation(record=record, function=function)) is (runtime != "model")

@@ -8,14 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-import uvloop
 
 from gateway.cluster.listener import NodeListener, bind
 from manager.errors import InvalidConfig
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, node_side, server_side
 from runtimes.node.protocol import (
     PROTOCOL,
-    AttemptLog,
     Beat,
     LinkSettings,
     NodeHello,
@@ -151,61 +149,6 @@ async def test_one_that_spells_its_greeting_byte_by_byte_has_no_more_time_than_o
         writer.close()
         assert porter.met.empty()
         await until(lambda: not door.handshaking)
-
-
-def test_nodes_are_let_in_on_the_loop_that_gateways_have(certificate: NodeCertificate) -> None:
-    async def run() -> None:
-        porter = Porter()
-        async with opened(certificate, porter) as door:
-            link = await linked(door)
-            link.send(hello(PROTOCOL))
-            async with asyncio.timeout(DEADLINE_S):
-                met = await porter.met.get()
-            met.send(Beat())
-            await link.receive(Beat, DEADLINE_S)
-            link.close("the test is over")
-            async with asyncio.timeout(DEADLINE_S):
-                await link.wait_closed()
-
-    uvloop.run(run())
-
-
-async def test_whoever_has_greeted_makes_room_for_the_next(certificate: NodeCertificate) -> None:
-    porter = Porter()
-    async with opened(certificate, porter, handshakes_max=1) as door:
-        links = []
-        for _ in range(3):
-            link = await linked(door)
-            link.send(hello(PROTOCOL))
-            async with asyncio.timeout(DEADLINE_S):
-                await porter.met.get()
-            links.append(link)
-        assert door.handshaking == 0
-        for link in links:
-            link.close("the test is over")
-
-
-async def test_a_node_that_does_not_read_is_cut_with_bounded_memory_and_the_others_are_served(
-    certificate: NodeCertificate,
-) -> None:
-    porter, bound_bytes, piece = Porter(), 2**20, AttemptLog("a.1/", 0, bytes(64 * 2**10))
-    async with opened(certificate, porter, settings=LinkSettings(unsent_max_bytes=bound_bytes)) as door:
-        slow = await dialled(door, node_side())
-        slow[1].transport.pause_reading()  # type: ignore[attr-defined]
-        slow[1].write(encode(hello()))
-        to_slow = await asyncio.wait_for(porter.met.get(), DEADLINE_S)
-        other = await dialled(door, node_side())
-        other[1].write(encode(hello()))
-        to_other = await asyncio.wait_for(porter.met.get(), DEADLINE_S)
-        async with asyncio.timeout(DEADLINE_S):
-            while not to_slow.closed.is_set():
-                to_slow.send(piece)
-                assert to_slow.unsent_bytes <= bound_bytes + 2 * len(piece.records)
-                to_other.send(Beat())
-                assert await other[0].readexactly(len(encode(Beat()))) == encode(Beat())
-        assert "unread" in to_slow.why and not to_other.closed.is_set()
-        for _, writer in (slow, other):
-            writer.transport.abort()
 
 
 def test_an_address_that_cannot_be_listened_on_is_told() -> None:

@@ -77,13 +77,3 @@ async def test_what_has_not_begun_waits_for_the_engine_and_says_so_and_what_need
     assert [answer.status_code for answer in await asyncio.gather(*calls)] == [200, 200]
     ended = await gateway.http.get(f"/v1/invocations/{submitted.json()['id']}", params={"wait": "10s"})
     assert ended.json()["state"] == "succeeded"
-
-
-async def test_a_trajectory_that_lives_on_the_machine_goes_on_without_its_engine(
-    gateway: RunningGateway, engine: EngineWords
-) -> None:
-    why, engine.trouble = engine.trouble, ""
-    assert (await gateway.invoke({}, headers={"X-Trajectory-Id": "lives"})).status_code == 200
-    engine.trouble = why
-    await until(lambda: bool(gateway.app.machines.warnings()))
-    assert (await gateway.invoke({}, headers={"X-Trajectory-Id": "lives"})).status_code == 200

@@ -200,20 +200,6 @@ async def test_rays_word_is_passed_on_and_ended_machines_are_told_as_such() -> N
         assert scene.states == []
 
 
-async def test_a_drained_node_is_given_back_and_stays_so_for_the_next_driver() -> None:
-    async with Scene() as scene:
-        scene.alive("m")
-        scene.ready("m")
-        scene.nodes.left("ray-10.0.0.1")
-        scene.nodes.take(RayMessage(kind="released", node="m", gone=True))
-        scene.nodes.take(RayMessage(kind="connected", pid=2, version="2"))
-        scene.alive("m")
-        scene.ready("m")
-        scene.pass_s(10 * TTL_S)
-        assert scene.driver.given_back == ["m", "m"] and len(scene.driver.started) == 1
-        assert scene.states == [("ray-10.0.0.1", "released")]
-
-
 async def test_a_drained_node_stays_given_back_whatever_becomes_of_its_actor() -> None:
     async with Scene() as scene:
         scene.alive("m")
@@ -237,16 +223,6 @@ async def test_a_machine_of_which_a_new_driver_says_nothing_is_forgotten() -> No
         scene.alive("stays")
         scene.pass_s(UNREPORTED_S + 1)
         assert scene.states == [("stays", "found")]
-
-
-async def test_a_actor_that_is_found_again_watches_over_its_daemon_again() -> None:
-    async with Scene() as scene:
-        scene.alive("m")
-        scene.ready("m")
-        scene.office.here.add("ray-10.0.0.1")
-        scene.pass_s(1.0)
-        scene.ready("m")
-        assert [id for id, _, _ in scene.driver.started] == ["m", "m"]
 
 
 async def test_the_end_of_the_gateway_keeps_or_releases_as_configured() -> None:

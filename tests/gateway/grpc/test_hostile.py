@@ -229,18 +229,6 @@ async def test_a_caller_whose_deadline_passes_takes_its_invocation_with_it(
     await until(lambda: gateway.app.invocations.living == ())
 
 
-async def test_a_detached_call_goes_on_without_its_caller(gateway: RunningGateway) -> None:
-    request = pb.InvokeRequest(function="echo", input_json=b'{"held": true}', detached=True)
-    async with peer(gateway) as opened:
-        opened.send(head(), framed(request.SerializeToString()))
-        await until(lambda: bool(gateway.runtime.running))
-        invocation_id = next(iter(gateway.runtime.running))
-    await until(lambda: gateway.app.connections["grpc"].open == 0)
-    gateway.runtime.finish(invocation_id)
-    record = (await gateway.http.get(f"/v1/invocations/{invocation_id}?wait=5s")).json()
-    assert record["state"] == "succeeded"
-
-
 @pytest.mark.slow
 async def test_who_asks_and_does_not_read_is_told_so_and_waited_for_no_longer(tmp_path: Path) -> None:
     loud = {"loud": function("loud", log_limit_bytes=2**24)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import filecmp
 import subprocess
 from collections.abc import AsyncIterator, Mapping
@@ -25,7 +24,7 @@ from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from gateway.grpc.server import SERVICE
 from gateway.http.app import HttpApp
-from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
+from tests.gateway.conftest import GatewayBench, RunningGateway, serving
 from tests.gateway.grpc.peer import framed, head, peer
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
@@ -84,14 +83,6 @@ def call(body: object) -> pb.InvokeRequest:
     return pb.InvokeRequest(function="echo", input_json=orjson.dumps(body))
 
 
-async def test_invoke_answers_with_the_end(stub: GatewayStub) -> None:
-    ended = await stub.Invoke(call({"a": 1}))
-    assert (ended.state, orjson.loads(ended.result_json)) == ("succeeded", {"a": 1})
-    assert dict(ended.units) == {"cpu": 1}
-    record = orjson.loads(ended.record_json)
-    assert record["act_ms"] == pytest.approx(ended.queue_ms + ended.overhead_ms + ended.execution_ms, abs=0.01)
-
-
 async def test_the_work_of_the_function_failing_is_an_answer_and_the_rest_a_status(stub: GatewayStub) -> None:
     ended = await stub.Invoke(call({"reason": "handler_error", "message": "why"}))
     assert (ended.state, ended.reason, ended.message) == ("failed", "handler_error", "why")
@@ -147,17 +138,6 @@ async def test_logs_are_tailed_from_an_offset_to_eof(stub: GatewayStub) -> None:
     ended = await stub.Invoke(call({"log": "x" * 20_000}))
     records = await stub.TailLogs(pb.TailLogsRequest(id=ended.id, offset=1, follow=True))
     assert [(record.offset, record.stream) for record in records] == [(1, "stdout"), (2, "eof")]
-
-
-async def test_a_call_that_is_cancelled_takes_its_invocation_with_it(
-    gateway: RunningGateway, stub: GatewayStub
-) -> None:
-    task = asyncio.create_task(stub.Invoke(call({"hangs": True})))
-    await until(lambda: bool(gateway.runtime.running))
-    invocation_id = next(iter(gateway.runtime.running))
-    task.cancel()
-    await until(lambda: not gateway.runtime.running)
-    assert (await stub.Wait(pb.WaitRequest(id=invocation_id))).state == "cancelled"
 
 
 async def test_the_token_and_the_bound_of_a_message_are_enforced(tmp_path: Path) -> None:

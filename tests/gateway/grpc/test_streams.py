@@ -12,15 +12,13 @@ from typing import Any
 import orjson
 import pytest
 from grpclib.client import Channel
-from grpclib.config import Configuration
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from gateway.grpc.server import PIECE_MAX_BYTES
-from gateway.grpc.service import FILE_PIECE_BYTES, WAITING_BYTES, InputPiece, WaitingInput
-from runtimes.sandbox.runner.client import SessionExchange
+from gateway.grpc.service import FILE_PIECE_BYTES
 from tests.cluster.world import NodeRelay
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 from tests.gateway.grpc.peer import framed, head, peer
@@ -278,52 +276,6 @@ async def refused(stub: GatewayStub, *requests: pb.SessionRequest) -> tuple[Stat
     return told.value.status, told.value.message or "", str(stream.trailing_metadata["tangram-code"])
 
 
-async def test_pipes_carry_every_byte_and_the_end_of_the_input(stub: GatewayStub) -> None:
-    data = bytes(range(256)) * 1000
-    async with call(stub, opening("sh", "-c", "cat; printf warned >&2; exit 3")) as caller:
-        sending = asyncio.create_task(caller.type(data, end=True))
-        ended = await caller.end()
-        await sending
-    assert caller.said == {"stdout": data, "stderr": b"warned"}
-    assert (ended.state, ended.exit_code, ended.HasField("signal"), ended.reason) == ("succeeded", 3, False, "")
-    assert ended.offset == caller.offset == len(data) + 6
-    assert caller.fed[-1].input_offset == len(data)
-    record = await stub.Get(pb.GetRequest(id=caller.id))
-    assert (record.function, record.trajectory, record.state) == ("shell", "t1", "succeeded")
-    async with call(stub, pb.AttachSession(id=caller.id, offset=len(data))) as again:
-        assert (await again.end()).exit_code == 3, "an ended one is told again while it is kept"
-    assert again.said == {"stdout": b"", "stderr": b"warned"}
-
-
-async def test_a_connection_that_breaks_loses_no_byte_and_doubles_none(gateway: RunningGateway) -> None:
-    typed = b"".join(b"%d\n" % number for number in range(5000))
-    expected = b"".join(b"said %d\n" % number for number in range(5000))
-    share, heard, request = len(typed) // 5, b"", pb.SessionRequest(open=opening(*ECHO))
-    with closing(NodeRelay(f"127.0.0.1:{gateway.app.grpc_port}")) as relay:
-        host, port = relay.address.split(":")
-        for number in range(4):
-            with closing(Channel(host, int(port))) as opened, pytest.raises(StreamTerminatedError):
-                async with Caller(GatewayStub(opened)) as caller:
-                    caller.offset = len(heard)
-                    await caller.stream.send_message(request)
-                    start = (await caller.until_attached()).input_offset
-                    for at in range(start, (number + 1) * share, 500):
-                        await caller.type(typed[at : at + 500], at)
-                    while caller.offset < number * share:
-                        assert await caller.hear()
-                    await asyncio.to_thread(relay.cut)  # what is under way in both directions is gone
-                    await caller.end()
-            relay.mend()
-            heard += caller.said["stdout"]
-            id = caller.id or request.attach.id
-            request = pb.SessionRequest(attach=pb.AttachSession(id=id, offset=len(heard)))
-    async with channel(gateway) as direct, call(GatewayStub(direct), request.attach) as caller:
-        start = (await caller.until_attached()).input_offset
-        await caller.type(typed[start:], start, end=True)
-        assert (await caller.end()).exit_code == 9
-    assert heard + caller.said["stdout"] == expected
-
-
 async def test_what_cannot_be_is_refused_by_the_same_table(gateway: RunningGateway, stub: GatewayStub) -> None:
     size = pb.SessionTerminal(rows=5000)
     invalid = (Status.INVALID_ARGUMENT, "invalid_input")
@@ -397,32 +349,6 @@ async def test_the_token_and_the_bound_of_a_message_hold_and_the_session_outlive
         assert gateway.app.held.bytes == 0
 
 
-async def test_output_that_nobody_reads_holds_the_command_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, steer = asyncio.Event(), SessionExchange.steer
-
-    def steered(self: SessionExchange, request: Mapping[str, object]) -> None:
-        steer(self, request)
-        if request.get("held"):
-            held.set()
-
-    monkeypatch.setattr(SessionExchange, "steer", steered)
-    total = 8 * 2**20
-    bench = GatewayBench(tmp_path, bounds={"stall_s": 0.05})
-    small = Configuration(http2_connection_window_size=2**16, http2_stream_window_size=2**16)
-    async with serving(bench) as gateway:
-        with closing(Channel("127.0.0.1", gateway.app.grpc_port, config=small)) as opened:
-            async with call(GatewayStub(opened), opening("head", "-c", str(total), "/dev/zero")) as caller:
-                await caller.until_attached()
-                async with asyncio.timeout(DEADLINE_S):
-                    await held.wait()
-                session = gateway.app.api.sessions.get(caller.id)
-                assert session is not None
-                assert session.start == 0
-                assert session.end <= session.settings.output_bytes
-                ended = await caller.end()
-    assert (caller.offset, ended.offset, ended.exit_code) == (total, total, 0)
-
-
 async def test_the_example_of_the_page_goes_on_over_a_cut(gateway: RunningGateway) -> None:
     page = (ROOT / "docs" / "reference" / "grpc.md").read_text(encoding="utf-8")
     (example,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def converse" in each]
@@ -459,16 +385,3 @@ async def test_both_may_be_silent_between_messages_and_not_within_one(tmp_path: 
             for sent in (None, opens[:-1], opens + framed(b"xx")[:-1]):
                 answer = await slow.answer(slow.send(head({":path": SESSION}), sent, end=False))
                 assert answer.headers["tangram-code"] == "too_slow", answer
-
-
-async def test_waiting_input_is_bounded() -> None:
-    waiting, count = WaitingInput(), 0
-    with pytest.raises(TimeoutError):
-        while count < WAITING_BYTES:
-            async with asyncio.timeout(0):  # passes only what need not wait
-                await waiting.put(InputPiece(b"", None, False))
-            count += 1
-    assert WAITING_BYTES // 128 < count < WAITING_BYTES // 32
-    await waiting.take()
-    async with asyncio.timeout(0):
-        await waiting.put(InputPiece(b"", None, False))

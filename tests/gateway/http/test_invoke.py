@@ -63,19 +63,6 @@ async def test_a_sync_call_that_takes_longer_than_wait_goes_on_without_its_calle
     assert ended.json()["state"] == "succeeded"
 
 
-async def test_a_stream_sends_the_first_line_before_the_action_ends(gateway: RunningGateway) -> None:
-    async with gateway.http.stream(
-        "POST", "/v1/functions/echo/invocations?mode=stream", json={"held": True, "log": "hello\n"}
-    ) as response:
-        lines = response.aiter_lines()
-        accepted = orjson.loads(await anext(lines))
-        assert orjson.loads(await anext(lines))["data"] == "hello\n"
-        gateway.runtime.finish(accepted["invocation"]["id"])
-        last = orjson.loads(await anext(lines))
-    assert last["stream"] == "result"
-    assert last["invocation"]["state"] == "succeeded"
-
-
 @pytest.mark.promise("A failure has a reason from a closed list, with a status for each.")
 async def test_a_failure_has_the_status_of_its_reason(gateway: RunningGateway) -> None:
     for reason, status in [
@@ -201,16 +188,6 @@ async def test_a_key_latches_on_in_every_mode_and_on_every_door(gateway: Running
     assert [verb for verb, _ in gateway.runtime.seen].count("execute") == 1
 
 
-async def test_cancel_ends_a_running_invocation_and_is_409_afterwards(gateway: RunningGateway) -> None:
-    invocation_id = (await gateway.invoke({"hangs": True}, mode="async")).json()["id"]
-    await gateway.executing(invocation_id)
-    cancelled = await gateway.http.post(f"/v1/invocations/{invocation_id}/cancel")
-    assert (cancelled.status_code, cancelled.json()["state"]) == (200, "cancelled")
-    assert not gateway.runtime.running
-    again = await gateway.http.post(f"/v1/invocations/{invocation_id}/cancel")
-    assert (again.status_code, again.json()["code"]) == (409, "conflict")
-
-
 @pytest.mark.promise("A refusal for lack of capacity is 429 or 503 with Retry-After, and nothing was started.")
 async def test_a_full_function_is_429_with_a_time_to_come_back(gateway: RunningGateway) -> None:
     cores = gateway.app.node.cores
@@ -220,16 +197,6 @@ async def test_a_full_function_is_429_with_a_time_to_come_back(gateway: RunningG
     refused = await gateway.invoke({}, mode="async", function="narrow")
     assert (refused.status_code, refused.json()["code"]) == (429, "quota_exceeded")
     assert int(refused.headers["retry-after"]) >= 1
-
-
-async def test_each_try_is_in_the_record_and_an_exhausted_one_is_a_dead_letter(gateway: RunningGateway) -> None:
-    accepted = await gateway.invoke({"reason": "handler_error"}, mode="async", function="retried")
-    ended = await gateway.http.get(f"/v1/invocations/{accepted.json()['id']}", params={"wait": "5s"})
-    record = ended.json()
-    assert (record["state"], record["attempt"], record["dead"]) == ("failed", 3, True)
-    assert [attempt["reason"] for attempt in record["attempts"]] == ["handler_error", "handler_error"]
-    dead = (await gateway.http.get("/v1/invocations", params={"dead": "true"})).json()["invocations"]
-    assert [entry["id"] for entry in dead] == [record["id"]]
 
 
 async def test_bad_input_is_a_problem_with_its_place(gateway: RunningGateway) -> None:
@@ -251,11 +218,6 @@ async def test_bad_input_is_a_problem_with_its_place(gateway: RunningGateway) ->
         assert response.headers["content-type"] == "application/problem+json"
         assert response.json()["status"] == status
         assert not gateway.runtime.seen[1 + len(gateway.app.config.functions) :]
-
-
-async def test_the_path_of_what_does_not_fit_a_schema_is_told(gateway: RunningGateway) -> None:
-    response = await gateway.invoke({"n": "x"}, function="strict")
-    assert response.json()["errors"] == {"path": "$.n"}
 
 
 async def test_a_body_over_the_bound_is_413_whether_announced_or_not(tmp_path: Path) -> None:
@@ -332,24 +294,6 @@ async def test_a_batch_that_is_none_is_refused(gateway: RunningGateway) -> None:
     assert (await gateway.http.post("/v1/invocations:batch?wait=some", json={"calls": []})).status_code == 422
 
 
-async def test_a_dead_letter_is_sent_again_once_or_let_go_of(gateway: RunningGateway) -> None:
-    dead = []
-    for n in range(3):
-        accepted = await gateway.invoke({"reason": "handler_error", "n": n}, mode="async", wait="5s")
-        dead.append(accepted.json()["id"])
-    redriven = await gateway.http.post(f"/v1/dead-letters/{dead[0]}/redrive")
-    assert redriven.status_code == 202
-    assert redriven.json()["input"] == {"reason": "handler_error", "n": 0}
-    again = await gateway.http.post(f"/v1/dead-letters/{dead[0]}/redrive")
-    assert (again.status_code, again.json()["code"]) == (409, "conflict")
-    assert (await gateway.http.delete(f"/v1/dead-letters/{dead[1]}")).json() == {"purged": 1}
-    await gateway.http.get(f"/v1/invocations/{redriven.json()['id']}?wait=5s")
-    assert (await gateway.http.delete("/v1/dead-letters?function=echo")).json() == {"purged": 2}
-    left = (await gateway.http.get("/v1/invocations?dead=true")).json()["invocations"]
-    assert left == []
-    assert (await gateway.http.get(f"/v1/invocations/{dead[1]}")).json()["state"] == "failed"
-
-
 async def verdicts(gateway: RunningGateway, query: str, calls: list[dict[str, object]]) -> list[int]:
     answer = await gateway.http.post(f"/v1/invocations:batch?{query}", json={"calls": calls})
     return [verdict["status"] for verdict in answer.json()["results"]]
@@ -365,21 +309,6 @@ async def test_waiting_for_any_ends_with_the_first_end_whenever_it_was_or_with_t
     assert await verdicts(gateway, "wait=any&timeout=10ms", [hangs, hangs]) == [202, 202]
     assert await verdicts(gateway, "wait=any", [{"function": "nope"}]) == [404], "nothing to wait for"
     assert await verdicts(gateway, "wait=all", []) == []
-
-
-async def test_a_dead_letter_is_sent_again_to_its_function_as_it_is_now(gateway: RunningGateway) -> None:
-    letters = []
-    for _ in range(2):
-        accepted = await gateway.invoke({"reason": "handler_error"}, mode="async", wait="5s")
-        letters.append(accepted.json())
-    assert (await gateway.http.put("/v1/config", content=STRICT)).status_code == 200
-    refused = await gateway.http.post(f"/v1/dead-letters/{letters[0]['id']}/redrive")
-    assert (refused.status_code, refused.json()["code"]) == (422, "invalid_input"), "its input does not fit any more"
-    gone = b"version: 1\nfunctions:\n  other: {runtime: exec, cost: {cpu: 1}}\n"
-    assert (await gateway.http.put("/v1/config?prune=true", content=gone)).status_code == 200
-    assert (await gateway.http.post(f"/v1/dead-letters/{letters[0]['id']}/redrive")).status_code == 404
-    dead = (await gateway.http.get("/v1/invocations?dead=true")).json()["invocations"]
-    assert [each["id"] for each in dead] == [each["id"] for each in reversed(letters)], "none was let go of"
 
 
 async def test_a_dead_letter_goes_to_the_new_revision_and_remembers_the_old_one(gateway: RunningGateway) -> None:

@@ -97,19 +97,6 @@ async def test_a_log_that_retention_removed_says_so_to_every_reader(gateway: Run
         assert told.stream == "expired" and "server.retention" in told.text
 
 
-async def test_a_follower_gets_lines_live_as_server_sent_events(gateway: RunningGateway) -> None:
-    record_id = (await gateway.invoke({"held": True, "log": "first"}, mode="async")).json()["id"]
-    await gateway.executing(record_id)
-    path = f"/v1/invocations/{record_id}/logs?follow=true"
-    async with gateway.http.stream("GET", path, headers={"Accept": "text/event-stream"}) as response:
-        assert response.headers["content-type"] == "text/event-stream"
-        lines = response.aiter_lines()
-        assert [await anext(lines), await anext(lines)] == ["id: 0", "event: stdout"]
-        assert orjson.loads((await anext(lines)).removeprefix("data: "))["data"] == "first"
-        gateway.runtime.finish(record_id)
-        assert "event: eof" in [line async for line in lines]
-
-
 @pytest.mark.promise("Server-Sent Events are resumed by `Last-Event-ID`.")
 async def test_a_reconnecting_event_source_goes_on_after_its_last_event(gateway: RunningGateway) -> None:
     record_id = (await gateway.invoke({"log": "x" * 20_000})).json()["id"]
@@ -138,13 +125,6 @@ async def test_a_relative_path_begins_at_the_sandboxs_own_working_directory(tmp_
         assert (await gateway.http.get(f"{files}/testbed/c")).content == b"2"
         for odd in ({}, {"path": ""}, {"path": "\0"}):
             assert (await gateway.http.get(files, params=odd)).status_code == 422
-
-
-async def test_an_odd_trajectory_request_tells_what_is_wrong(gateway: RunningGateway) -> None:
-    for body in ({}, {"function": 1}, {"function": "shell", "extra": 1}):
-        assert (await gateway.http.put("/v1/trajectories/t-3", json=body)).status_code == 422
-    assert (await gateway.http.put("/v1/trajectories/t-3", json={"function": "nope"})).status_code == 404
-    assert (await gateway.http.put("/v1/trajectories/%20", json={"function": "shell"})).status_code == 422
 
 
 async def test_the_document_holds_every_route_and_its_answers(gateway: RunningGateway) -> None:
@@ -192,28 +172,6 @@ async def test_the_gateway_tells_what_it_has_and_how_isolated_it_is(gateway: Run
     assert (await gateway.http.get("/v1/tasks")).json()["tasks"][0]["task"] == "default"
     ready = (await gateway.http.get("/readyz")).json()
     assert ready == {"status": "ready", "warnings": [], "preparing": [], "unavailable": []}
-
-
-async def test_a_configuration_is_applied_without_dropping_what_runs(gateway: RunningGateway) -> None:
-    running = asyncio.create_task(gateway.invoke({"held": True}, mode="async"))
-    record_id = (await running).json()["id"]
-    await gateway.executing(record_id)
-    document = b"version: 1\nfunctions:\n  fresh: {runtime: exec, cost: {cpu: 1}}\n"
-    planned = (await gateway.http.put("/v1/config?dry_run=true", content=document)).json()
-    assert (planned["added"], planned["applied"]) == (["fresh"], False)
-    assert (await gateway.http.get("/v1/functions/fresh")).status_code == 404
-    applied = await gateway.http.put("/v1/config", content=document)
-    assert (applied.status_code, applied.json()["added"], applied.json()["removed"]) == (200, ["fresh"], [])
-    assert (await gateway.invoke({})).status_code == 200
-    pruned = await gateway.http.put("/v1/config?prune=true", content=document)
-    assert "echo" in pruned.json()["removed"]
-    assert (await gateway.invoke({})).status_code == 404
-    gateway.runtime.finish(record_id)
-    ended = await gateway.http.get(f"/v1/invocations/{record_id}?wait=5s")
-    assert ended.json()["state"] == "succeeded"
-    odd = await gateway.http.put("/v1/config", content=b"functoins: {}")
-    assert (odd.status_code, odd.json()["code"]) == (422, "invalid_config")
-    assert "functions" in odd.json()["detail"]
 
 
 async def test_failures_and_rates_are_told_and_the_list_finds_them_by_reason_and_time(gateway: RunningGateway) -> None:
@@ -299,16 +257,6 @@ async def test_what_is_of_the_files_or_no_function_is_refused(gateway: RunningGa
         assert "mine" not in [each.name for each in await client.functions()]
     answer = await gateway.http.put("/v1/functions/mine", json={"definitions": {}})
     assert answer.status_code == 422
-
-
-async def test_a_mistake_in_what_was_sent_is_told_in_the_senders_words(gateway: RunningGateway) -> None:
-    async with client_of(gateway) as client:
-        with pytest.raises(InvalidConfigError) as failure:
-            await client.put_function("mine", HANDLER | {"handler": "mine:rewrd"}, sources={"mine.py": SOURCE})
-        assert "rewrd" in str(failure.value) and "uploads" not in str(failure.value), failure.value
-        with pytest.raises(InvalidConfigError, match="the function that was sent") as failure:
-            await client.put_function("mine", {"runtim": "exec"})
-        assert "function.yaml" not in str(failure.value)
 
 
 async def test_what_was_applied_over_a_function_of_the_files_is_removed_there_first(tmp_path: Path) -> None:

@@ -13,10 +13,6 @@ from pathlib import Path
 import orjson
 import pytest
 
-from gateway.config.schema import CallbacksSection
-from gateway.invocations.callbacks import CallbackSender
-from gateway.store.store import Store, StoreSpec
-from manager.errors import InvalidInput
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 from tests.listening import listening
 
@@ -195,14 +191,6 @@ async def test_a_receiver_that_trickles_is_given_up_and_one_that_talks_for_ever_
         await until(lambda: gateway.app.callbacks.delivered == 1)
         await asyncio.wait_for(gone.wait(), DEADLINE_S)
         await given_up(gateway, f"{url}/slow")
-
-
-async def test_a_name_that_leads_out_of_the_allowed_blocks_is_not_called(tmp_path: Path) -> None:
-    store = Store(StoreSpec(path=tmp_path / "db.sqlite"))
-    callbacks = CallbackSender(CallbacksSection(allow=("10.0.0.0/8",)), store)
-    parts = callbacks._parts("http://localhost:1/")
-    with pytest.raises(InvalidInput, match="lies in no block"):
-        await callbacks._address(parts)
 
 
 async def test_nothing_is_told_that_a_restart_could_take_back(tmp_path: Path, receiver: Receiver) -> None:

@@ -22,7 +22,6 @@ from gateway.invocations.record import Mode, Record
 from manager.action import Action, Lease, Outcome, Settlement, State
 from manager.errors import CANCEL_ASKED, NOT_BEGUN, CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec, RetrySpec
-from tangram import types
 from tangram.types import BatchItem, FileEntry, FileList
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 from tests.gateway.invocations.test_restart import crash, ended
@@ -129,11 +128,6 @@ def test_durations_and_names_are_read_strictly() -> None:
             serialization.name(odd, "name")
 
 
-def test_a_duration_means_the_same_in_a_request_as_in_a_file() -> None:
-    for text in ("1h30m", "2m5s", "1d12h", "1s500ms"):
-        assert serialization.duration_s(text, "X-Timeout") == types.duration_s(text)
-
-
 def test_what_json_cannot_hold_is_repaired_and_encoded_json_is_not_parsed_again() -> None:
     assert serialization.dumps({"a": 1, 1: {2}}) == b'{"a":1,"1":"{2}"}'
     assert serialization.dumps({"c": "\ud800"}) == b'{"c":"?"}'
@@ -182,12 +176,6 @@ def test_a_function_that_declares_its_input_has_sessions_like_any_other(tmp_path
     Inputs().check(shell, {"argv": ["bash"], "session": {"terminal": True, "rows": 24, "columns": 80}})
     with pytest.raises(InvalidInput, match="no field is called 'sessions'; it takes argv; "):
         Inputs().check(shell, {"argv": ["bash"], "sessions": {}})
-
-
-def test_what_a_function_declares_is_told_with_its_path(config: Path) -> None:
-    scored = load([config], {}).functions["scored"]
-    with pytest.raises(InvalidInput, match=r"^\$.n: 'x' is not of type 'integer'; tangram functions show scored "):
-        Inputs().check(scored, {"n": "x", "command": "true"})
 
 
 def test_for_an_unknown_field_the_nearest_and_all_known_ones_are_named(config: Path) -> None:

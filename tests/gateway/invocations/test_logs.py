@@ -138,16 +138,6 @@ async def test_text_that_is_no_unicode_is_kept_as_well_as_can_be(logs: Logs) -> 
     assert [row.data for row in await whole(logs, 1)] == ["a?b"]
 
 
-async def test_too_many_followers_are_refused(logs: Logs) -> None:
-    logs.open(1, limit_bytes=100)
-    open_pages = [logs.follow(1, 0), logs.follow(1, 0)]
-    for pages in open_pages:
-        await anext(pages)
-    with pytest.raises(CapacityExceeded):
-        logs.follow(1, 0)
-    logs.close(1)
-
-
 async def test_one_task_does_not_follow_all_logs(logs: Logs) -> None:
     logs.settings = replace(logs.settings, followers_max=4)
     logs.open(1, limit_bytes=100)
@@ -158,13 +148,6 @@ async def test_one_task_does_not_follow_all_logs(logs: Logs) -> None:
         logs.follow(1, 0, "a")
     await anext(logs.follow(1, 0, "b"))
     logs.close(1)
-
-
-async def test_a_log_goes_on_where_an_earlier_gateway_stopped(logs: Logs, store: Store) -> None:
-    logs.open(1, limit_bytes=1000).write("stdout", "before")
-    await store.commit()
-    (await Logs(store, ServerConfig()).resume(1, 1000, math.inf)).write("stdout", "after")
-    assert [(row.position, row.data) for row in await store.logs(1, 0, 10)] == [(0, "before"), (1, "after")]
 
 
 @pytest.mark.promise("A log goes on over a restart without a line twice.")

@@ -442,20 +442,6 @@ async def test_a_restart_goes_on_in_the_window_and_what_ran_at_the_kill_ends_now
         assert free(engine) == 5
 
 
-async def test_a_further_try_consumes_beside_the_one_before(tmp_path: Path) -> None:
-    wall = Wall()
-    async with gateway_of(tmp_path, wall) as (store, record, _):
-        used = record.begin(lease(1))
-        record.again(used)
-        record.again(used)
-        await store.commit()
-    async with gateway_of(tmp_path, wall) as (_, _, engine):
-        assert free(engine) == 2, "three of five, one of which may still have been on its way"
-    wall.now_s += 61
-    async with gateway_of(tmp_path, wall) as (_, _, engine):
-        assert free(engine) == 5
-
-
 async def test_what_is_kept_of_a_quota_is_bounded(tmp_path: Path) -> None:
     wall = Wall()
     async with gateway_of(tmp_path, wall) as (store, record, _):
@@ -624,28 +610,6 @@ async def test_retention_takes_nothing_before_its_time(
     spec = RetentionSection(records_age_s=DAY_S, logs_age_s=DAY_S)
     assert await prune(jumping_gateway.app.store, spec, jumping_gateway.app.wall) == {"logs": 0, "records": 0}
     assert '"data":"x"' in (await jumping_gateway.http.get(f"/v1/invocations/{kept}/logs")).text
-
-
-@JUMPS
-async def test_a_callback_is_tried_again_after_time_that_passes(
-    tmp_path: Path, machine: JumpingClock, jump_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.invocations.callbacks.BACKOFF_S", 0.001)
-    tried = 0
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal tried
-        tried += 1
-        machine.set_s += jump_s  # between two tries
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n" % (b"503 Busy" if tried < 3 else b"200 OK"))
-
-    bench = GatewayBench(tmp_path, server={"callbacks": {"allow": ["127.0.0.1/32"]}})
-    async with listening(serve) as port, serving(bench, machine.clock()) as jumping_gateway:
-        url = f"http://127.0.0.1:{port}/"
-        await jumping_gateway.invoke({}, mode="async", headers={"X-Callback-Url": url})
-        await until(lambda: jumping_gateway.app.callbacks.delivered == 1)
-    assert tried == 3
 
 
 @pytest.mark.slow

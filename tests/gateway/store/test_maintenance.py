@@ -78,13 +78,6 @@ async def test_many_that_must_stay_do_not_shield_those_behind_them(
     assert not any(await kept(store, *old))
 
 
-async def test_logs_go_by_age_before_their_records(store: Store) -> None:
-    living, old, young = record(store, ended_s=None), record(store, ended_s=10.0), record(store, ended_s=990.0)
-    assert await pruned(store, logs_age_s=100.0) == {"records": 0, "logs": 1}
-    assert [await streams(store, each) for each in (living, old, young)] == [["stdout"], ["expired"], ["stdout"]]
-    assert await kept(store, living, old, young) == [True, True, True]
-
-
 async def test_a_log_that_is_gone_says_so_in_the_place_of_its_last_record_until_its_record_goes_too(
     store: Store,
 ) -> None:

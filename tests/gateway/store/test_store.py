@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import random
 import shutil
@@ -28,7 +27,6 @@ from gateway.store.store import (
     Store,
     StoreSpec,
     make_ready,
-    mended_by,
     queries,
     record_of,
     row_of,
@@ -36,7 +34,6 @@ from gateway.store.store import (
 )
 from manager.action import Outcome, State
 from manager.errors import InvalidInput, NotFound, Reason, StorageUnavailable
-from runtimes.sandbox.disk import REMEDY as ROOM
 from tests.gateway.conftest import until
 from tests.gateway.records import accepted
 
@@ -110,24 +107,6 @@ async def test_a_burst_shares_its_commits(store: Store) -> None:
     assert store.commits <= 5
 
 
-async def test_a_listing_filters_and_pages_newest_first(store: Store) -> None:
-    made = [accepted(store, function=f"f{n % 2}", trajectory="t" if n < 4 else None) for n in range(6)]
-    made[0].end(State.CANCELLED, Reason.CANCELLED, "", 9.0)
-    store.save(made[0])
-    evens = await store.find(Filter(function="f0"))
-    assert [each.seq for each in evens.records] == [made[4].seq, made[2].seq, made[0].seq]
-    page = await store.find(Filter(trajectory="t", before=made[3].seq, limit=2))
-    assert [each.seq for each in page.records] == [made[2].seq, made[1].seq]
-    assert [each.seq for each in (await store.find(Filter(state=State.CANCELLED))).records] == [made[0].seq]
-    assert [each.seq for each in await store.unfinished()] == [each.seq for each in made[1:]]
-
-
-def test_a_full_disk_is_told_with_what_mends_it() -> None:
-    for error in (sqlite3.OperationalError("database or disk is full"), OSError(errno.ENOSPC, "No space left")):
-        assert mended_by(error, Path("/state/db.sqlite")) == f" (/state): {ROOM}"
-    assert not mended_by(sqlite3.OperationalError("database is locked"), Path("/state/db.sqlite"))
-
-
 @pytest.mark.promise("While the disk refuses, accepted work waits and reads go on.")
 async def test_a_full_disk_refuses_what_waits_keeps_what_happened_and_recovers(store: Store, tmp_path: Path) -> None:
     running = accepted(store)
@@ -170,17 +149,6 @@ async def test_a_key_is_found_until_it_expires(tmp_path: Path) -> None:
     assert await store.key("f\nk") == (b"digest", 7)
     now_s = 200.0
     assert await store.key("f\nk") is None
-    await store.close()
-
-
-async def test_log_records_beyond_the_backlog_are_refused_not_held(tmp_path: Path) -> None:
-    store = Store(spec(tmp_path, log_backlog_bytes=10))
-    await store.open()
-    rows = [LogRow(seq=1, position=n, time_s=1.0, stream="stdout", data="x" * 8) for n in range(3)]
-    assert [store.save_log(row) for row in rows] == [True, True, False]
-    await store.commit()
-    assert store.save_log(rows[2])
-    assert store.log_records_dropped == 1
     await store.close()
 
 
@@ -282,17 +250,6 @@ async def test_no_commit_waits_for_the_file(tmp_path: Path) -> None:
     assert in_the_file(tmp_path) == 0
     await store.close()
     assert in_the_file(tmp_path) == 4
-
-
-async def test_what_was_committed_is_in_the_file_soon_also_what_came_while_it_was_copied(tmp_path: Path) -> None:
-    store = await opened(tmp_path, 0.001)
-    for count in range(1, 20):
-        accepted(store)
-        await store.commit()
-        if count % 6 == 0:
-            await until(lambda count=count: in_the_file(tmp_path) == count)  # type: ignore[misc]
-    await until(lambda: in_the_file(tmp_path) == 19)
-    await store.close()
 
 
 async def test_a_large_log_is_copied_to_its_end_between_two_commits(
