@@ -130,14 +130,3 @@ async def test_swe_rex_is_answered_as_by_its_own_server(
     assert own.keys() == ours.keys()
     odd = {name: (own[name], ours[name]) for name in own if plain(own[name]) != ours[name] and not better(name, ours)}
     assert not odd, odd
-
-
-async def test_mini_swe_agents_own_docker_environment_works_to_its_submission(
-    elsewhere: ClusterGateway, client: Callable[[str], ClientEnvironment]
-) -> None:
-    host = f"unix://{elsewhere.directory.parent / 'docker.sock'}"
-    told = await client("mini_swe").run("mini_swe_docker", "tangram-base:bookworm", "1", DOCKER_HOST=host)
-    assert told["end"] == ["Submitted", "1\n"]
-    assert told["codes"] == [0, 7, 137]
-    assert told["late"] == ["begun\n", -1, "TimeoutExpired"]
-    assert told["after"] == "/tmp\n"

@@ -57,14 +57,3 @@ def test_a_node_that_is_gone_counts_no_more_unless_it_was_the_only_one() -> None
     services.learn("n2", (service(3.0),))
     services.learn("n3", (service(7.0),))
     assert services.services["s"].restore_s_by_node == {"n3": {1: 7.0}, "n2": {1: 3.0}}, "it has come back"
-
-
-def test_a_node_that_comes_back_as_it_was_is_told_of_again() -> None:
-    told = HeardServices()
-    services = ModelServices(cast(Runtimes, told), "local")
-    services.report_to(cast(Engine, told))
-    services.learn("n1", (service(1.0),))
-    services.forget("n1")
-    services.learn("n1", (service(1.0),))
-    services.learn("n2", (service(3.0),))
-    assert services.services["s"].restore_s_by_node == {"n1": {1: 1.0}, "n2": {1: 3.0}}

@@ -34,7 +34,7 @@ from manager.errors import (
     Unsatisfiable,
     Unsupported,
 )
-from manager.function import FunctionSpec, SandboxSpec
+from manager.function import FunctionSpec
 from runtimes.testing import ScriptedRuntime
 from tangram.types import ValueChange
 from tests.gateway.conftest import (
@@ -179,14 +179,6 @@ async def test_what_names_no_function_removes_none_unless_it_is_told_to(bench: R
     assert [each.name for each in registry.all()] == ["a", "b"]
     assert (await registry.configure(body, False, True)).removed == ("a", "b")
     assert registry.all() == ()
-
-
-async def test_what_is_added_may_use_what_is_there(bench: RegistryBench) -> None:
-    there = "resources: {r: {kind: concurrency, limit: 1}, s: {kind: concurrency, limit: 4}}"
-    registry = bench.registry(there)
-    await registry.configure(b"functions: {f: {runtime: exec, cost: {s: 1}}}\ntasks: {t: {caps: {s: 2}}}", False)
-    assert set(registry.get("f").cost) == {"s"}
-    assert [each.name for each in registry.all()] == ["f"]
 
 
 async def test_two_requests_at_once_both_count(bench: RegistryBench) -> None:
@@ -427,17 +419,6 @@ def spec(revision: str, **changed: object) -> FunctionSpec:
 @pytest.fixture
 def revisions() -> Revisions:
     return Revisions({"f": spec("a", timeout_s=1.0)}, lambda: 1000.0)
-
-
-def test_a_change_tells_what_each_key_was_and_is(revisions: Revisions) -> None:
-    boxed = SandboxSpec(memory_bytes=2**20, env={"TOKEN": "secret", "WORD": "${secret:word}"})
-    revisions.switched({"f": spec("b", timeout_s=2.0, sandbox=boxed)})
-    (change,) = revisions.of("f")
-    assert (change.was, change.now, change.at.timestamp()) == ("a", "b", 1000.0)
-    assert (change.values["timeout_s"].was, change.values["timeout_s"].now) == ("1.0", "2.0")
-    assert (change.values["sandbox.memory_bytes"].was, change.values["sandbox.memory_bytes"].now) == ("", "1048576")
-    assert "revision" not in change.values and change.values["sandbox.env.TOKEN"].now == "[secret]"
-    assert change.values["sandbox.env.WORD"].now == "${secret:word}"
 
 
 def test_only_the_source_of_a_handler_is_a_change_without_values(revisions: Revisions) -> None:

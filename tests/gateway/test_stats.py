@@ -17,7 +17,6 @@ from gateway.stats import (
     FUNCTIONS_MAX,
     KEPT_S,
     OTHER,
-    RECENT_FUNCTIONS_MAX,
     Spread,
     Stats,
 )
@@ -182,14 +181,6 @@ def test_each_function_is_told_by_its_own_last_ends(stats: Stats, clocks: Clocks
     clocks.now_s += 61
     found = stats.by_function()
     assert (found["g"].ended, found["g"].of) == (0, 1), "its last ends stay, its rate does not"
-
-
-def test_functions_that_come_and_go_stay_bounded(stats: Stats, clocks: Clocks) -> None:
-    for number in range(RECENT_FUNCTIONS_MAX + 3):
-        clocks.now_s += 1
-        stats.ended(record(function=f"f{number}"))
-    found = stats.by_function()
-    assert len(found) == RECENT_FUNCTIONS_MAX and "f2" not in found and "f3" in found
 
 
 def test_an_act_is_of_what_was_completed(stats: Stats) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -107,34 +105,6 @@ async def test_an_odd_step_is_refused_by_name(gateway: RunningGateway) -> None:
         assert (await gateway.http.get("/v1/tasks/math/steps")).json() == {"steps": []}
 
 
-async def test_an_odd_header_is_refused_and_nothing_runs(gateway: RunningGateway) -> None:
-    for step in ["x", "-1", "", "1.5", "null"]:
-        answer = await gateway.invoke({}, headers={"X-Step": step})
-        assert answer.status_code == 422
-        assert "X-Step" in answer.json()["detail"]
-        opening = await gateway.http.put("/v1/trajectories/t", json={"function": "echo"}, headers={"X-Step": step})
-        assert opening.status_code == 422
-        assert [verb for verb, _ in gateway.runtime.seen if verb == "execute"] == []
-
-
-async def test_a_step_told_again_changes_what_is_expected(gateway: RunningGateway) -> None:
-    await told(gateway, 1, 1)
-    await gateway.invoke({}, headers={"X-Task": "math", "X-Step": "1"})
-    (step,) = (await gateway.http.get("/v1/tasks/math/steps")).json()["steps"]
-    assert step["ended_at"] is not None
-    assert (await told(gateway, 1, 2))["ended_at"] is None
-    assert (await told(gateway, 1, 1))["ended_at"] is not None
-
-
-async def test_tasks_show_their_steps_that_have_not_ended(gateway: RunningGateway) -> None:
-    await told(gateway, 1, 1)
-    await told(gateway, 2, 5)
-    await gateway.invoke({}, headers={"X-Task": "math", "X-Step": "1"})
-    tasks = {each["task"]: each for each in (await gateway.http.get("/v1/tasks")).json()["tasks"]}
-    assert [each["step"] for each in tasks["math"]["steps"]] == [2]
-    assert tasks["default"]["steps"] == []
-
-
 async def test_a_task_shows_its_steps_before_its_first_call(tmp_path: Path) -> None:
     async def shown(gateway: RunningGateway) -> list[dict[str, Any]]:
         return list((await gateway.http.get("/v1/tasks")).json()["tasks"])
@@ -200,14 +170,6 @@ async def test_after_a_restart_the_task_with_the_oldest_steps_goes_first(
     async with serving(bench) as gateway:
         await told(gateway, 1, 1, task="search")
         assert [len(gateway.app.steps.of(task)) for task in ("math", "code", "search")] == [2, 0, 1]
-
-
-async def test_a_trajectory_that_was_opened_is_on_disk_with_its_step(gateway: RunningGateway) -> None:
-    await opened(gateway, "t1", 4)
-    database = gateway.app.config.server.state_dir / "tangram.sqlite"
-    with closing(sqlite3.connect(database)) as beside:
-        rows = beside.execute("SELECT trajectory, task, number FROM step_trajectories").fetchall()
-    assert rows == [("t1", "math", 4)], "a gateway that is killed now finds it of its step again"
 
 
 async def test_steps_outlive_the_gateway_and_what_did_not_outlive_it_has_ended(tmp_path: Path) -> None:

@@ -143,18 +143,6 @@ def test_what_never_ran_has_no_execution() -> None:
     assert whole.status.description is not None and whole.status.description.startswith("queue_timeout")
 
 
-def test_a_request_is_what_collectors_take() -> None:
-    (resource,) = encode_spans(spans(ended())).resource_spans
-    assert {each.key: each.value.string_value for each in resource.resource.attributes}["service.name"] == "rl"
-    whole, queue, *_ = resource.scope_spans[0].spans
-    assert len(whole.trace_id) == 16 and len(whole.span_id) == 8 and not whole.parent_span_id
-    assert (whole.kind, queue.kind) == (2, 1) and queue.parent_span_id == whole.span_id
-    assert (whole.start_time_unix_nano, whole.end_time_unix_nano) == (100_000_000_000, 107_000_000_000)
-    told = {each.key: each.value for each in whole.attributes}
-    assert told["tangram.units.cpu"].int_value == 2 and told["tangram.usage.cpu_s"].double_value == 3.5
-    assert whole.status.code == 0
-
-
 def test_a_span_that_failed_says_why_within_bounds() -> None:
     record = ended(state=State.FAILED, reason=Reason.HANDLER_ERROR, message="e" * 5000, accepted_s=108.0)
     whole, *_ = encode_spans(spans(record)).resource_spans[0].scope_spans[0].spans
@@ -265,16 +253,6 @@ async def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:
             exporter.ended(ended())
             await until(lambda: collector.requests >= 1)
         assert exporter.sent == 0 and exporter.dropped == 4
-
-
-async def test_what_runs_is_told_the_span_of_its_execution() -> None:
-    async with exporting("http://127.0.0.1:9/") as exporter:
-        told = exporter.passed_on(ID, ID, KEPT)
-        assert told is not None and told.startswith(f"00-{TRACE}-") and PARENT not in told and told.endswith("-01")
-        assert exporter.passed_on(ID, f"{ID}.2", KEPT) != told, "each try is a span of its own"
-        assert exporter.passed_on(ID, ID, NOT_KEPT) == NOT_KEPT
-        own = exporter.passed_on(ID, ID, None)
-        assert own is not None and own.endswith("-01")
 
 
 async def test_a_call_through_the_gateway_is_a_trace_with_its_runtime_as_its_child(tmp_path: Path) -> None:

@@ -275,19 +275,6 @@ async def test_trajectories_tasks_nodes_and_the_configuration_are_there(tmp_path
         await shown.says("details tr:has-text('timeout_s')", "7.0")
 
 
-async def test_a_dead_letter_is_sent_again(tmp_path: Path, shown: ShownPage) -> None:
-    once = replace(FUNCTIONS["echo"], name="once", retry=RetrySpec(max_attempts=1))
-    async with serving(GatewayBench(tmp_path, functions={"once": once})) as gateway:
-        dead = (await gateway.invoke({"reason": "handler_error"}, function="once", mode="async")).json()["id"]
-        await gateway.http.get(f"/v1/invocations/{dead}?wait=5s")
-        await shown.page.goto(address(gateway, "/ui/dead"))
-        await shown.says("tbody tr", "handler_error")
-        await shown.find("tbody button", "Redrive").click()
-        await shown.page.wait_for_url("**/ui/invocations/*")
-        assert dead not in shown.page.url
-        await shown.says(".problem", "handler_error")
-
-
 async def test_a_wrong_token_is_told_and_the_right_one_lets_in(tmp_path: Path, shown: ShownPage) -> None:
     async with serving(bench(tmp_path, auth="token")) as gateway:
         assert gateway.app.tokens is not None
@@ -302,18 +289,6 @@ async def test_a_wrong_token_is_told_and_the_right_one_lets_in(tmp_path: Path, s
         assert gateway.app.tokens.admin not in shown.page.url
         await shown.page.goto(address(gateway, "/ui/invocations"))
         await shown.says("main", "No invocation passes this filter")
-
-
-async def test_the_address_that_serve_prints_opens_the_page(tmp_path: Path, shown: ShownPage) -> None:
-    async with serving(bench(tmp_path, auth="token")) as gateway:
-        opened = gateway.app.page_address()
-        await shown.page.goto(opened)
-        await shown.sees(".verdict .badge")
-        assert opened.partition("key=")[2] not in shown.page.url
-        await shown.find("#nav a", "Functions").click()
-        await (await shown.sees("td a", "math_reward")).click()
-        await shown.find("button.pri", "Send").click()
-        await shown.says("main", "Accepted: ")
 
 
 async def test_a_restart_in_the_middle_is_told_and_passes(tmp_path: Path, shown: ShownPage) -> None:

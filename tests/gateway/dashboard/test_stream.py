@@ -18,7 +18,6 @@ import httpx
 import orjson
 import pytest
 
-from gateway import serialization
 from gateway.dashboard import stream as watching
 from gateway.dashboard.files import bundled, the_page
 from gateway.dashboard.stream import (
@@ -94,12 +93,6 @@ def test_a_module_comes_once_and_after_what_it_imports() -> None:
 def test_what_one_document_cannot_hold_is_refused(text: str) -> None:
     with pytest.raises(AssertionError, match="cannot hold"):
         bundled({"app.js": text, "b.js": ""}, "app.js")
-
-
-def test_a_ring_of_imports_is_refused() -> None:
-    ring = {"app.js": 'import {b} from "./b.js";', "b.js": 'import {a} from "./app.js";'}
-    with pytest.raises(AssertionError, match="imports itself"):
-        bundled(ring, "app.js")
 
 
 def seen(**given: object) -> dict[str, Any]:
@@ -256,17 +249,6 @@ async def test_a_viewer_is_told_the_state_and_then_what_changes(gateway: Running
         assert (shown["run"], shown["rate"][1]) == (0, 1)
 
 
-async def test_who_watches_without_bars_is_not_told_any(gateway: RunningGateway) -> None:
-    async with asyncio.timeout(DEADLINE_S), watched(gateway) as stream:
-        told = (await anext(stream))[2] | (await anext(stream))[2]
-        assert "bars" not in told
-        await gateway.invoke({})
-        _, kind, tick = await anext(stream)
-        assert kind == "tick" and "bars" not in tick
-        first, named = tick["names"]
-        assert first == len(told["names"][1]) and "echo" in named, "it knows in which order functions came"
-
-
 async def test_who_comes_back_is_told_the_rest_and_after_a_restart_everything(gateway: RunningGateway) -> None:
     async with asyncio.timeout(DEADLINE_S):
         async with watched(gateway) as keeper:  # somebody stays, so that ticks are made meanwhile
@@ -368,29 +350,6 @@ def test_some_viewers_are_the_admins_alone() -> None:
     watch.viewers = VIEWERS_MAX
     with pytest.raises(CapacityExceeded):
         watch.check(is_admin=True)
-
-
-async def test_all_viewers_are_sent_the_very_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[object] = []
-    encode = serialization.encode
-
-    def noted(value: object) -> bytes:
-        encoded.append(value)
-        return encode(value)
-
-    monkeypatch.setattr(serialization, "encode", noted)
-    status = ["0"]
-    watch = quiet_watch(functions=lambda: {"f": (status[0], "")}, tick_s=3600.0)
-    viewers = [watch.follow(WatchView(packed=True)) for _ in range(10)]
-    for viewer in viewers:
-        await anext(viewer), await anext(viewer)
-    before = len(encoded)
-    status[0] = "1"
-    watch._tick()
-    told = [await anext(viewer) for viewer in viewers]
-    assert len(encoded) == before + 1 and len(set(told)) == 1
-    for viewer in viewers:
-        await viewer.aclose()
 
 
 async def test_packed_chunks_are_one_gzip_stream_wherever_a_viewer_comes_in() -> None:

@@ -125,27 +125,6 @@ async def test_a_caller_that_goes_takes_its_calls_with_it(tmp_path: Path) -> Non
         assert {each["state"] for each in found} == {State.CANCELLED}
 
 
-async def test_a_full_queue_of_the_gateway_does_not_end_a_foreign_call(tmp_path: Path) -> None:
-    script = lambda execution: HELD if "held" in execution.call.input else ScriptStep(result=1.0)  # noqa: E731
-    bench = GatewayBench(
-        tmp_path,
-        functions=NARROW | {"reward": function("reward", idempotent=True, cost={"door": UnitSet.fixed(1)})},
-        resources={"door": ConcurrencySpec(limit=1)},
-        scheduler={"max_queued": 1},
-        server={"facades": {"rewards": {}}},
-    )
-    async with serving(bench, runtime=ScriptedRuntime(script)) as running:
-        first = (await running.invoke({"held": True}, function="narrow", mode="async")).json()["id"]
-        await running.executing(first)
-        await running.invoke({"held": True}, function="narrow", mode="async")
-        call = asyncio.create_task(running.http.post("/rm/reward", json=SLIME))
-        await until(lambda: waiting(running) == 1)
-        running.runtime.finish(first)
-        await until(lambda: bool(running.runtime.running.keys() - {first}))
-        running.runtime.finish(*(running.runtime.running.keys() - {first}))
-        assert (await call).json() == 1.0
-
-
 async def test_what_is_not_a_door_stays_the_gateways_own(tmp_path: Path) -> None:
     async with doors(tmp_path, {}, lambda _: ScriptStep(result=1.0)) as running:
         closed = await running.http.post("/rm/reward", json=SLIME)

@@ -80,20 +80,6 @@ async def single(
 # The older era: a handshake, and a session
 
 
-@pytest.mark.parametrize(
-    ("asked", "served"),
-    [("2025-11-25", "2025-11-25"), ("2025-06-18", "2025-06-18"), ("1999-01-01", "2025-11-25")],
-)
-async def test_the_handshake_agrees_on_a_version_and_opens_a_session(
-    door: RunningGateway, asked: str, served: str
-) -> None:
-    answer = await Talk(door).post("initialize", HELLO | {"protocolVersion": asked})
-    result = answer.json()["result"]
-    assert (result["protocolVersion"], result["capabilities"]) == (served, {"tools": {"listChanged": False}})
-    assert result["serverInfo"]["name"] == "tangram"
-    assert answer.headers["mcp-session-id"].startswith("mcp-")
-
-
 async def test_the_named_functions_are_the_tools_with_their_schemas(door: RunningGateway) -> None:
     talk = Talk(door)
     await talk.open()
@@ -299,14 +285,6 @@ async def test_the_newer_era_has_its_own_statuses_and_its_headers_agree_with_its
     for method, params, headers, status, code in rows:
         answer = await single(door, method, params, **headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
-
-
-async def test_a_client_that_breaks_off_takes_its_call_with_it(door: RunningGateway) -> None:
-    running = asyncio.create_task(single(door, "tools/call", {"name": "echo", "arguments": {"hangs": True}}))
-    await until(lambda: bool(door.runtime.running))
-    running.cancel()
-    await until(lambda: not door.app.invocations.living)
-    assert not door.runtime.running
 
 
 # Who comes in

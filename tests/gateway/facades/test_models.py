@@ -145,13 +145,6 @@ async def test_a_batch_is_answered_in_its_order_by_one_action(served: ServedMode
     assert await recorded(served) - before == 2
 
 
-async def test_with_one_likeliest_token_there_are_one_or_two_by_the_rank(served: ServedModels) -> None:
-    body = {"prompt": IDS, "max_tokens": 1, "prompt_logprobs": 1}
-    answer = await ask(served, "/models/teacher/v1/completions", body)
-    for row, token in zip(answer["choices"][0]["prompt_logprobs"][1:], IDS[1:], strict=True):
-        assert len(row) == (1 if row[str(token)]["rank"] == 1 else 2)
-
-
 async def test_a_port_of_its_own_serves_the_routes_at_the_root(served: ServedModels) -> None:
     await ask(served, "/models/judge/classify", {"input_ids": IDS})  # its models are prepared
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=ANSWER_S) as client:

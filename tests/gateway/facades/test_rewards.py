@@ -27,15 +27,6 @@ def saying(result: object) -> ScriptStep:
     return ScriptStep(result=result)
 
 
-async def test_slime_is_answered_with_the_bare_number_as_json(tmp_path: Path) -> None:
-    async with doors(tmp_path, OPEN, graded) as running:
-        right = await running.http.post("/rm/reward", json=SLIME)
-        wrong = await running.http.post("/rm/reward", json=SLIME | {"response": "3"})
-    assert (right.status_code, right.json(), wrong.json()) == (200, 1.0, 0.0)
-    assert right.headers["content-type"] == "application/json"
-    assert right.headers["x-invocation-id"]
-
-
 async def test_openrlhf_is_answered_with_a_list_and_its_answer_is_what_follows_the_prompt(tmp_path: Path) -> None:
     async with doors(tmp_path, OPEN, graded) as running:
         body = {"query": ["1+1=2", "2+2=5"], "prompts": ["1+1=", "2+2="], "labels": ["2", "4"]}

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import docker
 import pytest
@@ -84,26 +83,6 @@ async def test_a_container_is_a_trajectory_that_holds_no_core_until_a_command_ru
     assert (box.status, box.attrs["State"]["ExitCode"]) == ("exited", 137)
     with pytest.raises(docker.errors.APIError, match="is not running"):
         await engine.do(lambda: box.exec_run("true"))
-
-
-async def test_a_commands_input_is_its_clients_and_ends_with_the_half_that_it_closes(engine: EngineWorld) -> None:
-    box = await engine.keep_alive()
-    api = engine.client.api
-
-    def talk() -> tuple[bytes, dict[str, Any]]:
-        made = api.exec_create(box.id, ["sh", "-c", "read x; echo got $x; cat"], stdin=True)["Id"]
-        stream = upgraded(engine.socket, made)
-        stream.sendall(b"one\n")
-        heard = read_frames(stream, 1)
-        stream.sendall(b"rest")
-        stream.shutdown(socket.SHUT_WR)
-        heard += read_frames(stream, None)
-        stream.close()
-        return heard, api.exec_inspect(made)
-
-    heard, told = await engine.do(talk)
-    assert heard == b"got one\nrest"
-    assert (told["ExitCode"], told["Running"], told["ContainerID"]) == (0, False, box.id)
 
 
 def read_frames(stream: socket.socket, count: int | None) -> bytes:
@@ -214,30 +193,6 @@ async def test_a_kill_of_the_process_that_was_told_reaches_the_command(engine: E
     assert (await heard).removesuffix(b"Terminated\n") in (b"up\n", b"")  # the shell may say it of its `sleep`
     assert (await engine.do(lambda: api.exec_inspect(made)))["ExitCode"] in (9, 143)
     assert (await engine.do(lambda: box.exec_run(f"kill -TERM {pid}"))).exit_code == 1
-
-
-async def test_a_main_command_says_its_output_and_its_exit_status(engine: EngineWorld) -> None:
-    run = engine.client.containers.run
-    assert await engine.do(lambda: run(IMAGE, ["sh", "-c", "seq 3; echo e >&2"], remove=True)) == b"1\n2\n3\n"
-    with pytest.raises(docker.errors.ContainerError) as failed:
-        await engine.do(lambda: run(IMAGE, ["sh", "-c", "echo why >&2; exit 4"], remove=True))
-    assert failed.value.exit_status == 4
-    assert "why" in str(failed.value)
-    kept = await engine.do(lambda: run(IMAGE, ["sh", "-c", "seq 9; echo f > f"], detach=True, name="kept"))
-    assert (await engine.do(kept.wait))["StatusCode"] == 0
-    assert await engine.do(lambda: kept.logs(tail=2)) == b"8\n9\n"
-    assert await engine.do(lambda: kept.logs(stdout=False)) == b""
-    await engine.do(kept.start)
-    assert (await engine.do(kept.wait))["StatusCode"] == 0
-    busy = await engine.do(
-        lambda: run(IMAGE, ["sh", "-c", "trap 'exit 5' TERM; while :; do sleep 0.05; done"], detach=True)
-    )
-    with pytest.raises(docker.errors.APIError, match="sleep infinity"):
-        await engine.do(lambda: busy.exec_run("true"))
-    await engine.do(lambda: busy.stop(timeout=30))
-    assert (await engine.do(busy.wait))["StatusCode"] in (5, 143)
-    with pytest.raises(docker.errors.APIError, match="No command specified"):
-        await engine.do(lambda: run(IMAGE))
 
 
 async def test_a_container_that_sleeps_ends_when_its_sleep_does_and_goes_if_it_is_to(engine: EngineWorld) -> None:
@@ -360,15 +315,6 @@ async def pair() -> AsyncIterator[PeerPair]:
     yield PeerPair(DockerConnection(reader, writer, ServerConfig()), theirs)
     writer.close()
     theirs.close()
-
-
-async def test_an_answer_is_one_piece(pair: PeerPair) -> None:
-    exchange = await pair.asked(b"GET /_ping HTTP/1.1\r\nHost: engine\r\n\r\n")
-    await exchange.answer(200, {"a": 1})
-    heard = await asyncio.to_thread(pair.client.recv, 65536)
-    assert heard.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert heard.endswith(b'\r\n\r\n{"a":1}')
-    assert await pair.peer.next_cycle()
 
 
 async def test_a_stream_follows_when_its_head_was_read(pair: PeerPair) -> None:

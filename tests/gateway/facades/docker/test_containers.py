@@ -103,22 +103,6 @@ async def test_a_start_that_is_refused_leaves_no_command_that_runs(engine: Engin
         assert made not in (box.attrs["ExecIDs"] or ())
 
 
-async def test_an_empty_entrypoint_is_none(engine: EngineWorld) -> None:
-    """As ``docker run --entrypoint ''`` sends it, with which an image's own is turned off."""
-    told = await engine.do(lambda: engine.client.containers.run(IMAGE, ["echo", "here"], entrypoint=[""]))
-    assert told == b"here\n"
-
-
-async def test_logs_of_less_than_no_line_are_all(engine: EngineWorld) -> None:
-    api = engine.client.api
-    kept: Any = await engine.do(lambda: engine.client.containers.run(IMAGE, ["seq", "3"], detach=True))
-    await engine.do(kept.wait)
-    for tail, said in (("-1", b"1\n2\n3\n"), ("0", b""), ("2", b"2\n3\n")):
-        url = f"{api.base_url}/v1.41/containers/{kept.id}/logs?stdout=1&tail={tail}"
-        heard = (await engine.do(lambda url=url: api.get(url))).content  # type: ignore[misc]
-        assert _unframed(heard) == said
-
-
 def _unframed(data: bytes) -> bytes:
     said = b""
     while data:
