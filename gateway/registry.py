@@ -533,8 +533,8 @@ class Registry:
         if function is None:
             known = ", ".join(sorted(self.config.functions)) or "none"
             near = get_close_matches(name, self.config.functions, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise NotFound(f"no function {name!r}{hint}; registered: {known}", component="registry")
+            hint = f"did you mean {near[0]!r}? Registered" if near else "registered"
+            raise NotFound(f"no function {name!r}; {hint}: {known}", component="registry")
         return function
 
     def task(self, name: str) -> TaskSpec:

@@ -30,6 +30,7 @@ from runtimes.node.daemon import (
     NodeRuntimes,
 )
 from tangram import Client
+from tangram.cli.main import VerbGroup
 from tangram.cli.options import connected, json_option
 from tangram.cli.output import print_json, say, show, show_seconds, table
 from tangram.types import FunctionInfo, NodeStatus, show_size, size_bytes
@@ -176,7 +177,7 @@ def homeless(functions: Sequence[FunctionInfo], nodes: Sequence[NodeStatus]) -> 
     return result
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def node() -> None:
     """Nodes: this machine as the scheduler would see it, and its daemon."""
 

@@ -30,6 +30,7 @@ from manager.simulation.workloads import (
     write_trace,
 )
 from tangram import Client, InvocationResult
+from tangram.cli.main import VerbGroup
 from tangram.cli.options import connected, json_option
 from tangram.cli.output import progress
 
@@ -239,7 +240,7 @@ def simulate(
     click.echo(result.to_json() if as_json else result.table())
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def trace() -> None:
     """Traces of what trajectories did."""
 

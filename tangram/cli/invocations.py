@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tangram import Client, InvocationResult, LogLine, NotFoundError, TangramError
 from tangram.cli import exit_status
+from tangram.cli.main import VerbGroup
 from tangram.cli.options import (
     Duration,
     connected,
@@ -184,8 +185,9 @@ def show_invocation(client: Client, id: str, wait_s: float | None, as_json: bool
     if as_json:
         print_json(result)
     else:
-        fields = msgspec.to_builtins(result)
-        show(record({name: each if isinstance(each, str) else in_json(each) for name, each in fields.items() if each}))
+        fields = {name: each for name, each in msgspec.to_builtins(result).items() if each}
+        plain = (str, int, float)
+        show(record({name: each if isinstance(each, plain) else in_json(each) for name, each in fields.items()}))
     return exit_status.of_reason(result.reason)
 
 
@@ -315,7 +317,7 @@ def invocation_rows(invocations: Iterable[InvocationResult], *, short: bool) -> 
     ]
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def dlq() -> None:
     """Dead letters: asynchronous work that has failed for good."""
 

@@ -113,6 +113,15 @@ class Verbs(click.Group):
                 formatter.write_dl([(name, verb.summary) for name, verb in self.verbs.items() if verb.group == group])
 
 
+class VerbGroup(click.Group):
+    """A group of verbs, each with its whole summary."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs by name; a summary that is longer than its line goes on in the next."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.commands[name].get_short_help_str(200)) for name in sorted(self.commands)])
+
+
 def command_line(more: Mapping[str, Verb] | None = None) -> Verbs:
     """Return the command with all of its verbs, ``more`` included."""
 

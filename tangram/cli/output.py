@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import count
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 import click
@@ -35,6 +36,8 @@ COLOURS: Mapping[str, str] = {
 }
 #: Columns whose cells are states.
 STATES = frozenset({"STATE", "STATUS"})
+#: Columns whose cells are cut at their beginning: names of rollouts differ at their end.
+ENDS = frozenset({"TRAJECTORY"})
 _FIGURE = re.compile(r"-|[\d.]+[a-zA-Z%]{0,2}(\d+[smh])?")
 #: Control characters beyond ASCII: a terminal obeys them, or they hide or turn round what stands beside them.
 _CONTROL_BEYOND_ASCII = (
@@ -134,6 +137,8 @@ class TableColumn(NamedTuple):
     least: int | None = None
     #: Where the width is short the highest goes first; 0 stays to the end.
     rank: int = 0
+    #: Whether it goes on in further lines instead of being cut; the last column only.
+    wraps: bool = False
 
 
 def show(*shown: str | Iterable[str]) -> None:
@@ -172,14 +177,20 @@ def table(
     def line(texts: Sequence[str]) -> str:
         return GAP.join(padded(texts[at], wide, at in right) for at, wide in widths.items()).rstrip()
 
-    def row_line(row: Sequence[str]) -> str:
-        shown = [padded(row[at], wide, at in right) for at, wide in widths.items()]
+    def row_lines(row: Sequence[str]) -> Iterator[str]:
+        further: list[str] = []
+        if specs[-1].wraps and len(row) - 1 in widths:
+            first, *further = wrap(row[-1], widths[len(row) - 1]) or [""]
+            row = [*row[:-1], first]
+        shown = [padded(row[at], wide, at in right, specs[at].title in ENDS) for at, wide in widths.items()]
         for place, at in enumerate(widths):
             if specs[at].title in STATES and (colour := COLOURS.get(row[at])):
                 shown[place] = styled(shown[place], fg=colour)
-        return GAP.join(shown).rstrip()
+        yield GAP.join(shown).rstrip()
+        yield from (line([*[""] * (len(row) - 1), each]) for each in further)
 
-    return [styled(line([each.title for each in specs]), bold=True), *map(row_line, cells)]
+    titles = styled(line([each.title for each in specs]), bold=True)
+    return [titles, *(each for row in cells for each in row_lines(row))]
 
 
 def _spec(column: str | TableColumn, at: int) -> TableColumn:
@@ -211,8 +222,12 @@ def _taken(widths: Iterable[int]) -> int:
     return sum(listed) + len(GAP) * max(0, len(listed) - 1)
 
 
-def padded(text: str, width: int, right: bool = False) -> str:
+def padded(text: str, width: int, right: bool = False, keep_end: bool = False) -> str:
     """Return the text as exactly ``width`` signs of a terminal: cut with a mark, or filled."""
+    if keep_end and cells_of(text) > width:
+        while cells_of(text) >= width and text:
+            text = text[1:]
+        text = CUT + text
     text = cut(text, width)
     fill = " " * (width - cells_of(text))
     return fill + text if right else text + fill
@@ -223,8 +238,19 @@ def cut(text: str, width: int) -> str:
     return text if cells_of(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + CUT[: max(0, width)]
 
 
+#: How a number is written whose name ends so; the name is shown without it.
+_UNITS: Mapping[str, Callable[[float], str]] = {
+    "_bytes": show_size,
+    "_ms": lambda value: show_seconds(value / 1000),
+    "_s": show_seconds,
+}
+
+
 def record(fields: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield the lines of nested mappings, one field to a line; what is empty is left out."""
+    """Yield the lines of nested mappings, one field to a line; what is empty is left out.
+
+    Sizes and durations are written for people: ``memory: 512Mi`` of ``memory_bytes``.
+    """
     for name, value in fields.items():
         if value in (None, "", [], {}, ()):
             continue
@@ -232,12 +258,17 @@ def record(fields: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{visible(name)}:"
             yield from record(value, indent + "  ")
         else:
+            unit = next((each for each in _UNITS if name.endswith(each)), "")
+            if unit and isinstance(value, int | float):
+                name, value = name.removesuffix(unit), _UNITS[unit](value)
             yield f"{indent}{visible(name)}: {_shown(value)}"
 
 
 def _shown(value: object) -> str:
     if isinstance(value, str):
         return visible(value)
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import UNSET
 
 from tangram import Client, InvalidConfigError, UnauthorizedError
-from tangram.cli.main import inherit
+from tangram.cli.main import VerbGroup, inherit
 from tangram.cli.options import connected, json_option, paths_argument
 from tangram.cli.output import (
     TableColumn,
@@ -53,7 +53,7 @@ from tangram.types import (
 )
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def functions() -> None:
     """The registered functions."""
 
@@ -144,7 +144,7 @@ def _usage(function: FunctionInfo, server: str) -> Iterator[str]:
             for name, each in sorted(properties.items(), key=lambda item: item[0] not in needed)
         ]
         yield ""
-        yield from table(("INPUT", "TYPE", TableColumn("DESCRIPTION", 20)), rows)
+        yield from table(("INPUT", "TYPE", TableColumn("DESCRIPTION", 20, wraps=True)), rows)
 
 
 def _needed_fields(schema: Mapping[str, Any]) -> Sequence[str]:
@@ -186,7 +186,7 @@ def remove_functions(client: Client, names: tuple[str, ...], dry_run: bool, as_j
     print_either({key: removed}, as_json, *(f"{name} {done}" for name in removed))
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def trajectories() -> None:
     """The living trajectories."""
 
@@ -419,7 +419,7 @@ def task_rows(infos: Iterable[TaskInfo]) -> list[tuple[object, ...]]:
     return rows
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def images() -> None:
     """The container images of the gateway's sandboxes."""
 

@@ -219,15 +219,16 @@ def function_rows(state: TopState) -> list[tuple[object, ...]]:
 
 
 def summary(state: TopState) -> list[str]:
-    """Return two lines: how much runs, waits, ended and failed, and the action completion time (ACT)."""
+    """Return three lines: how much runs, waits, ended and failed, and the action completion time (ACT)."""
     activity, act = state.activity, state.activity.act
     causes = cause_rows(state.queue)
     waits = f", {causes[0][0]} of them for {visible(str(causes[0][3]))}" if causes else ""
     return [
         f"{sum(task.running for task in state.tasks)} running, {state.waiting} waiting{waits}",
         f"last minute: {activity.ended} ended, {activity.failed} failed; ACT {show_seconds(act.p50_s)} p50, "
-        f"{show_seconds(act.p99_s)} p99 (mean: queue {show_seconds(act.queue_s)}, overhead "
-        f"{show_seconds(act.overhead_s)}, execution {show_seconds(act.execution_s)})",
+        f"{show_seconds(act.p99_s)} p99",
+        f"mean: queue {show_seconds(act.queue_s)}, overhead {show_seconds(act.overhead_s)}, execution "
+        f"{show_seconds(act.execution_s)}",
     ]
 
 

@@ -111,6 +111,22 @@ def test_times_are_read_by_since_and_durations_have_three_figures() -> None:
     assert [show_time(None), show_seconds(None), show_seconds(-1.0), show_seconds(0.047)] == ["-", "-", "0s", "47ms"]
 
 
+def test_sizes_and_durations_of_a_record_are_written_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    show(record({"memory_bytes": 2**29, "timeout_s": 90, "queue_ms": 1500.0, "idempotent": False, "why_s": "text"}))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["memory: 512Mi", "timeout: 1m30s", "queue: 1.5s", "idempotent: false", "why_s: text"]
+
+
+def test_a_last_column_that_wraps_goes_on_below_and_rollouts_keep_their_end() -> None:
+    columns = (TableColumn("TRAJECTORY", 6), TableColumn("MEANING", 8, wraps=True))
+    assert table(columns, [("swe-0007", "one two three"), ("t1", "")], width=16) == [
+        "TRAJE~  MEANING",
+        "~-0007  one two",
+        "        three",
+        "t1",
+    ]
+
+
 ODD = "\x1b]0;gotcha\x07\x1b[2J\x9b31m\x7f"
 
 
