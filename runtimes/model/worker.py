@@ -16,6 +16,13 @@ from typing import Any
 import torch
 
 from manager.errors import Reason, Unsupported
+from runtimes.model.arena import (
+    Arena,
+    DoesNotFit,
+    Fences,
+    SlotKey,
+    bind,
+)
 from runtimes.model.checkpoint import Layout, Shard, shard
 from runtimes.model.compute import BoundModel, RankGroup, Team, compute, install, is_out_of_memory, stage
 from runtimes.model.processes import (
@@ -37,15 +44,10 @@ from runtimes.model.processes import (
     Usage,
 )
 from runtimes.model.weights import (
-    Arena,
     DeviceBackend,
-    DoesNotFit,
     Dropped,
-    Fences,
     Image,
-    SlotKey,
     Transfer,
-    bind,
     build_skeleton,
     make_backend,
     place_buffers,

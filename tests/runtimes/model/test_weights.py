@@ -17,17 +17,19 @@ pytest.importorskip("torch")
 
 import torch
 
+from runtimes.model.arena import (
+    DoesNotFit,
+    SlotKey,
+    Slots,
+)
 from runtimes.model.checkpoint import CopyRange, Cut, Head
 from runtimes.model.weights import (
     GENTLE_PARTS,
     Cuda,
     DeviceBackend,
-    DoesNotFit,
     Dropped,
     Host,
     ShardingPlan,
-    SlotKey,
-    Slots,
     Transfer,
     build_skeleton,
     plan_of,
