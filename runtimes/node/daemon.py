@@ -10,7 +10,6 @@ import re
 import secrets
 import shutil
 import ssl
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
@@ -115,9 +114,9 @@ from runtimes.node.protocol import (
 from runtimes.sandbox.disk import REMEDY, shortage_of
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec import terminal_of
-from runtimes.sandbox.files import LocalFiles, SandboxFiles, unpack_tree
+from runtimes.sandbox.files import LocalFiles, SandboxFiles, TreeStore, unpack_tree
 from runtimes.sandbox.handler.sources import SOURCES_LIMIT_BYTES
-from runtimes.sandbox.sandbox import Sandbox
+from runtimes.sandbox.sandbox import Sandbox, to_its_end
 from runtimes.sandbox.session import InteractiveSession, SessionPiece, SessionTable, TerminalSize
 from runtimes.sandbox.snapshots import SnapshotStore
 from tangram.archive import Refused
@@ -762,11 +761,7 @@ class SessionServer:
             logger.error("the output of a session is not sent", error=repr(error))
 
 
-#: In a directory of the store: the files themselves, and their bytes.
-_FILES, _SIZE = "files", "size"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
 #: Most bytes of handlers' files; beyond it those used least recently go, never one in use.
 HANDLERS_MAX_BYTES = 2 * 2**30
 
@@ -781,10 +776,8 @@ class HandlerStore:
         in_use: Callable[[], Collection[Path]] = lambda: (),
     ) -> None:
         """Directories ``in_use``, which instances have mounted, are never removed."""
-        self._directory, self._max_bytes, self._in_use = directory.absolute(), max_bytes, in_use
         directory.mkdir(parents=True, exist_ok=True)
-        for left in directory.glob(".*"):
-            shutil.rmtree(left, ignore_errors=True)  # half of what a daemon before was sent
+        self._trees, self._max_bytes, self._in_use = TreeStore(directory, max_bytes), max_bytes, in_use
         #: What was seen to be whole since the start.
         self._whole: set[str] = set()
         self._held: Counter[str] = Counter()
@@ -801,18 +794,16 @@ class HandlerStore:
         digest = str(function.handler.directory)
         if not _DIGEST.fullmatch(digest):
             raise ChannelError(f"function {function.name}: its files are not named by a digest")
-        handler = replace(function.handler, directory=self._directory / digest / _FILES)
+        handler = replace(function.handler, directory=self._trees.files(digest))
         return replace(function, revision=f"{function.revision}+{digest[:12]}", handler=handler)
 
     async def has(self, digest: str) -> bool:
         """Return whether these files are here, and whole."""
-        place = self._place(digest)
+        self._check(digest)
         async with self._changing:
-            if digest not in self._whole and await asyncio.to_thread(_is_whole, place, digest):
+            if digest not in self._whole and await asyncio.to_thread(self._is_whole, digest):
                 self._whole.add(digest)
-            try:
-                _touch(place)
-            except OSError:
+            if not self._trees.use(digest):
                 self._whole.discard(digest)
         return digest in self._whole
 
@@ -821,14 +812,15 @@ class HandlerStore:
 
         Raises TooLarge, InvalidInput for files of another digest, and CapacityExceeded where there is no room.
         """
-        place, part = self._place(digest), self._directory / f".{secrets.token_hex(8)}"
+        self._check(digest)
         async with self._receiving:
+            part: list[Path] = []
             try:
-                await _to_its_end(asyncio.to_thread(part.mkdir, mode=0o755))
-                size_bytes = await _received(part, chunks)
+                await to_its_end(lambda: part.append(self._trees.new()))
+                size_bytes = await _received(part[0], chunks)
                 async with self._changing:
                     in_use = {path.parent.name for path in self._in_use()} | set(self._held)
-                    await _to_its_end(asyncio.to_thread(self._keep, part, place, in_use))
+                    await to_its_end(partial(self._keep, part[0], digest, in_use))
                     self._whole.add(digest)
             except Refused as error:
                 raise InvalidInput(f"what was sent is no handler: {error}", component=ARCHIVE_COMPONENT) from None
@@ -836,7 +828,8 @@ class HandlerStore:
                 message = f"the node cannot keep a handler's files: {error}"
                 raise exhaustion(error, ARCHIVE_COMPONENT) or CodedError(message, component=ARCHIVE_COMPONENT) from None
             finally:
-                await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
+                for each in part:
+                    await asyncio.to_thread(shutil.rmtree, each, ignore_errors=True)
         return size_bytes
 
     @asynccontextmanager
@@ -856,38 +849,35 @@ class HandlerStore:
             self._held[digest] -= 1
             self._held += Counter()  # which drops what nobody holds
 
-    def _place(self, digest: str) -> Path:
+    def _check(self, digest: str) -> None:
         if not _DIGEST.fullmatch(digest):
             raise InvalidInput(f"{digest[:80]!r} is no digest", component=ARCHIVE_COMPONENT)
-        return self._directory / digest
 
-    def _keep(self, part: Path, place: Path, in_use: Collection[str]) -> None:
+    def _keep(self, part: Path, digest: str, in_use: Collection[str]) -> None:
         """Unpack what has arrived, and let it be found by its name once it is whole."""
-        size_bytes = unpack_tree(part / "archive", part / _FILES, SOURCES_LIMIT_BYTES)
-        if packed(part / _FILES).digest != place.name:
+        size_bytes = unpack_tree(part / "archive", part / TreeStore.FILES, SOURCES_LIMIT_BYTES)
+        if packed(part / TreeStore.FILES).digest != digest:
             raise InvalidInput("what was sent are not the files that were promised", component=ARCHIVE_COMPONENT)
-        if place.is_dir():
+        if self._trees.use(digest):
             return  # it was sent twice
-        self._make_room(size_bytes, in_use)
-        (part / _SIZE).write_text(str(size_bytes), encoding="ascii")
-        part.rename(place)
-        _touch(place)
-
-    def _make_room(self, size_bytes: int, in_use: Collection[str]) -> None:
-        """Remove what was used least recently until so many bytes have room; raises CapacityExceeded."""
-        kept = sorted((each.stat().st_mtime_ns, _size_of(each), each) for each in self._directory.glob("[!.]*"))
-        total_bytes = size_bytes + sum(size for _, size, _ in kept)
-        for _, size, place in kept:
-            if total_bytes <= self._max_bytes:
-                return
-            if place.name not in in_use:
-                self._whole.discard(place.name)
-                _remove(place)
-                total_bytes -= size
-                logger.info("a handler's files were removed to make room", digest=place.name, size_bytes=size)
-        if total_bytes > self._max_bytes:
+        if not self._trees.make_room(size_bytes, in_use):
             message = f"the handlers that the node serves have {self._max_bytes} bytes of files already"
             raise CapacityExceeded(message, component=ARCHIVE_COMPONENT)
+        self._trees.keep(part, digest, size_bytes)
+
+    def _is_whole(self, digest: str) -> bool:
+        """See whether a tree is what its name says, and remove it if not."""
+        files = self._trees.files(digest)
+        if not files.parent.is_dir():
+            return False
+        try:
+            if packed(files).digest == digest:
+                return True
+        except (OSError, CodedError):
+            pass
+        logger.warning("a handler's files were damaged, and are asked for anew", digest=digest)
+        self._trees.remove(digest)
+        return False
 
 
 async def _received(part: Path, chunks: AsyncIterator[bytes]) -> int:
@@ -900,54 +890,6 @@ async def _received(part: Path, chunks: AsyncIterator[bytes]) -> int:
                 raise TooLarge(message, component=ARCHIVE_COMPONENT)
             file.write(chunk)
     return size_bytes
-
-
-async def _to_its_end(work: Coroutine[None, None, None]) -> None:
-    """Do it; who is cancelled goes once it is done, as a thread is not stopped with who waits for it."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # seen: nobody comes back for it
-        raise
-
-
-def _is_whole(place: Path, digest: str) -> bool:
-    """See whether a directory holds what its name says, and remove it if not."""
-    if not place.is_dir():
-        return False
-    try:
-        if packed(place / _FILES).digest == digest:
-            return True
-    except (OSError, CodedError):
-        pass
-    logger.warning("a handler's files were damaged, and are asked for anew", digest=digest)
-    _remove(place)
-    return False
-
-
-def _touch(place: Path) -> None:
-    """Make it the one used last, by a finer clock than the kernel's own."""
-    now_ns = time.time_ns()
-    os.utime(place, ns=(now_ns, now_ns))
-
-
-def _remove(place: Path) -> None:
-    """Remove a directory such that no half of it is ever found by its name."""
-    away = place.with_name(f".{secrets.token_hex(8)}")
-    place.rename(away)
-    shutil.rmtree(away, ignore_errors=True)
-
-
-def _size_of(place: Path) -> int:
-    try:
-        return int((place / _SIZE).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0  # it is found damaged when it is asked for
 
 
 #: The kinds whose functions a node executes for a gateway. The others need what only the gateway has: its own address

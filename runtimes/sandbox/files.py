@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
+
+import structlog
 
 from manager.errors import ActionFailed, InvalidInput
 from manager.function import AUTO
@@ -16,6 +21,8 @@ from runtimes.sandbox.runner.runner import ProtocolError
 from runtimes.sandbox.sandbox import Sandbox
 from tangram import archive
 from tangram.archive import DIRECTORY, REFUSED, Extraction, Reader, opened_directory
+
+logger = structlog.get_logger("sandbox.files")
 
 SOURCE = Path(archive.__file__).read_text(encoding="utf-8")
 #: Seconds that one archive may take.
@@ -172,6 +179,66 @@ class LocalFiles:
         self, path: str, *, limit_bytes: int, user: str = "", base: bool = False
     ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
         return open_archive(self._sandbox, path, user=user, limit_bytes=limit_bytes, base=base)
+
+
+class TreeStore:
+    """Trees of files by name, within a bound of bytes: beyond it those used least recently go. Its methods block."""
+
+    #: In a tree's directory: its files, and how many bytes they are.
+    FILES, SIZE = "files", "size"
+
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        """What the process before left half there is removed."""
+        self.root, self._max_bytes = root.absolute(), max_bytes
+        for left in root.glob(".*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def files(self, name: str) -> Path:
+        return self.root / name / self.FILES
+
+    def new(self) -> Path:
+        """Return a new directory for a tree that arrives, to be kept or removed."""
+        part = self.root / f".{secrets.token_hex(8)}"
+        part.mkdir(mode=0o755, parents=True)
+        return part
+
+    def keep(self, part: Path, name: str, size_bytes: int) -> None:
+        """Let a tree that has arrived be found by its name."""
+        (part / self.SIZE).write_text(str(size_bytes), encoding="ascii")
+        part.rename(self.root / name)
+        self.use(name)
+
+    def use(self, name: str) -> bool:
+        """Make a tree the one used last, by a finer clock than the kernel's own; return whether it is there."""
+        now_ns = time.time_ns()
+        try:
+            os.utime(self.root / name, ns=(now_ns, now_ns))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def make_room(self, size_bytes: int, in_use: Collection[str]) -> bool:
+        """Remove what was used least recently and is not in use, until so many bytes have room; whether they have."""
+        kept = sorted((each.stat().st_mtime_ns, self._size_of(each), each.name) for each in self.root.glob("[!.]*"))
+        total_bytes = size_bytes + sum(size for _, size, _ in kept)
+        for _, size, name in kept:
+            if total_bytes > self._max_bytes and name not in in_use:
+                self.remove(name)
+                total_bytes -= size
+                logger.info("files were removed to make room", place=str(self.root / name), size_bytes=size)
+        return total_bytes <= self._max_bytes
+
+    def remove(self, name: str) -> None:
+        """Remove a tree such that no half of it is ever found by its name."""
+        away = self.root / f".{secrets.token_hex(8)}"
+        (self.root / name).rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+
+    def _size_of(self, place: Path) -> int:
+        try:
+            return int((place / self.SIZE).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return 0  # it is found damaged when it is asked for
 
 
 def unpack_tree(packed: Path, site: Path, limit_bytes: int) -> int:

@@ -755,7 +755,11 @@ async def to_its_end(work: Callable[[], T]) -> T:
     try:
         return await asyncio.shield(doing)
     except asyncio.CancelledError:
-        await asyncio.wait([doing])
+        while not doing.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([doing])
+        if not doing.cancelled():
+            doing.exception()  # seen: nobody comes back for it
         raise
 
 

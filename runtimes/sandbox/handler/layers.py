@@ -10,12 +10,10 @@ import asyncio
 import hashlib
 import importlib.util
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote
 
 import structlog
@@ -24,15 +22,14 @@ from manager.errors import ActionFailed, CodedError, InvalidConfig, Unsupported,
 from manager.function import Network, SandboxSpec
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import PURPOSE
-from runtimes.sandbox.files import open_archive, unpack_tree
+from runtimes.sandbox.files import TreeStore, open_archive, unpack_tree
 from runtimes.sandbox.handler.sources import COMPONENT, RequirementSettings
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.secrets import REDACTED, SECRET, Secrets
 from tangram.archive import Refused
 
-#: Where a build finds pip and the wheels, and what it leaves; in a layer: its files, and how large they are.
+#: Where a build finds pip and the wheels, and what it leaves.
 _PIP, _LINKS, _TARGET = "/installer/pip", "/links", "layer"
-_SITE, _SIZE = "site", "size"
 #: Bytes that a build may write beside what it downloads, unpacks and installs.
 _ROOM_BYTES = 2**28
 #: Characters that are told of what pip said, and bytes of it that are kept.
@@ -41,14 +38,6 @@ _LOG = structlog.get_logger("sandbox.layers")
 
 #: Told each line that pip says while it builds.
 OnLine = Callable[[str], None]
-
-
-class _Kept(NamedTuple):
-    """A layer on disk."""
-
-    used_s: float
-    size_bytes: int
-    place: Path
 
 
 class LayerStore:
@@ -65,12 +54,10 @@ class LayerStore:
         python: str = "python3",
     ) -> None:
         """The ids of sandboxes that build are among the ``living``; layers ``in_use`` are never removed."""
-        self._provider, self._settings, self._directory = provider, settings, directory
+        self._provider, self._settings, self._trees = provider, settings, TreeStore(directory, settings.max_bytes)
         self._secrets, self._living, self._in_use, self._python = secrets, living, in_use, python
         self._gate = asyncio.Semaphore(settings.builds)
         self._locks: dict[str, asyncio.Lock] = {}
-        for left in directory.glob(".*"):
-            shutil.rmtree(left, ignore_errors=True)
 
     async def layer(self, lines: Sequence[str], spec: SandboxSpec, on_line: OnLine) -> Path:
         """Return the directory of what these requirements install in a sandbox of ``spec``, built if it is not there.
@@ -79,18 +66,16 @@ class LayerStore:
         """
         self._require_source()
         digest = self._digest(lines, spec)
-        place = self._directory / digest
         lock = self._locks.setdefault(digest, asyncio.Lock())
         try:
             async with lock:
-                if not (place / _SIZE).is_file():
+                if not self._trees.use(digest):
                     async with self._gate:
-                        await self._build(place, lines, spec, on_line)
-                os.utime(place)
+                        await self._build(digest, lines, spec, on_line)
         finally:
             if not lock.locked():
                 self._locks.pop(digest, None)
-        return place / _SITE
+        return self._trees.files(digest)
 
     def _require_source(self) -> None:
         chosen = self._settings
@@ -118,7 +103,7 @@ class LayerStore:
 
     # Building
 
-    async def _build(self, place: Path, lines: Sequence[str], spec: SandboxSpec, on_line: OnLine) -> None:
+    async def _build(self, digest: str, lines: Sequence[str], spec: SandboxSpec, on_line: OnLine) -> None:
         chosen = self._settings
         pip = _pip()
         mounts = {str(pip): _PIP, **({str(chosen.find_links): _LINKS} if chosen.find_links else {})}
@@ -137,7 +122,7 @@ class LayerStore:
             mounts=mounts,
         )
         self._living.add(sandbox.id)
-        created = self._directory / f".{place.name}-{secrets.token_hex(4)}"
+        created = self._trees.new()
         _LOG.info("requirements are installed", requirements=list(lines), image=spec.image)
         try:
             await self._install(sandbox, str(pip), lines, on_line)
@@ -150,10 +135,10 @@ class LayerStore:
                 await sandbox.close()
             finally:
                 self._living.discard(sandbox.id)
-        (created / _SIZE).write_text(str(size_bytes), encoding="ascii")
-        created.rename(place)
+        self._trees.keep(created, digest, size_bytes)
         _LOG.info("requirements are there", requirements=list(lines), size_bytes=size_bytes)
-        await asyncio.to_thread(self._evict, place, set(self._in_use()))
+        in_use = {digest, *(path.parent.name for path in self._in_use())}
+        await asyncio.to_thread(self._trees.make_room, 0, in_use)
 
     async def _install(self, sandbox: Sandbox, pip: str, lines: Sequence[str], on_line: OnLine) -> None:
         chosen, workdir = self._settings, sandbox.spec.workdir
@@ -197,7 +182,6 @@ class LayerStore:
     async def _fetch(self, sandbox: Sandbox, created: Path) -> int:
         """Bring what was installed out of the sandbox; return its bytes."""
         limit = self._settings.layer_max_bytes
-        await asyncio.to_thread(created.mkdir, parents=True)
         packed = created / "layer.tar"
         target = f"{sandbox.spec.workdir}/{_TARGET}"
         try:
@@ -205,7 +189,7 @@ class LayerStore:
                 async with open_archive(sandbox, target, limit_bytes=limit) as chunks:
                     async for chunk in chunks:
                         file.write(chunk)
-            return await asyncio.to_thread(unpack_tree, packed, created / _SITE, limit)
+            return await asyncio.to_thread(unpack_tree, packed, created / TreeStore.FILES, limit)
         except Refused as error:
             raise InvalidConfig(f"its requirements are no layer: {error}", component=COMPONENT) from None
         except OSError as error:
@@ -215,27 +199,6 @@ class LayerStore:
         except CodedError as error:
             message = f"its requirements: {error.message} (sandbox.requirements.layer_max)"
             raise InvalidConfig(message, component=COMPONENT) from error
-
-    # Room
-
-    def _evict(self, newest: Path, in_use: Collection[Path]) -> None:
-        """Remove layers used least recently until the others are within the bound."""
-        kept: list[_Kept] = []
-        for each in self._directory.iterdir():
-            try:
-                size = int((each / _SIZE).read_text(encoding="ascii"))
-                kept.append(_Kept(each.stat().st_mtime, size, each))
-            except (OSError, ValueError):
-                continue
-        total = sum(each.size_bytes for each in kept)
-        for used in sorted(kept):
-            if total <= self._settings.max_bytes:
-                return
-            if used.place != newest and used.place / _SITE not in in_use:
-                (used.place / _SIZE).unlink()
-                shutil.rmtree(used.place, ignore_errors=True)
-                total -= used.size_bytes
-                _LOG.info("requirements were removed to make room", layer=used.place.name, size_bytes=used.size_bytes)
 
 
 def _pip() -> Path:

@@ -22,6 +22,7 @@ from bench.model.architectures import QUICK, RIGHT, classes, compare, table
 from bench.model.one_device import OneDevice
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Unsupported
 from manager.function import ModelAction
+from runtimes.model.arena import DoesNotFit
 from runtimes.model.checkpoint import Head, checkpoint_problem, open_checkpoint, read_pooling
 from runtimes.model.processes import Generated, RunBatch, WorkItem
 from runtimes.model.request import Sampling, parse_input
@@ -31,7 +32,6 @@ from runtimes.model.weights import FAMILIES as SUPPORTED
 from runtimes.model.weights import (
     PADDED,
     Cuda,
-    DoesNotFit,
     Dropped,
     Host,
     build_layout,

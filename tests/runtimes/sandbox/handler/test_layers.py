@@ -91,7 +91,7 @@ async def test_a_handler_imports_what_it_requires_and_two_that_require_the_same_
         value = (await handlers.execute(execution_of(each, {})[0])).value
         assert value == {"value": "of another", "place": "/requirements/tiny.py", "writable": False}
     (layer,) = layers(tmp_path)
-    assert {path.name for path in (layer / "site").glob("*.py")} == {"tiny.py", "other.py"}
+    assert {path.name for path in (layer / "files").glob("*.py")} == {"tiny.py", "other.py"}
     assert len([line for line in said if "Successfully installed" in line]) == 1
     assert not list((tmp_path / "layers").glob(".*")) and handlers.sandboxes
     assert all(path.stat().st_mode & 0o055 for path in layer.rglob("*"))
@@ -163,5 +163,5 @@ async def test_layers_used_least_recently_make_room_but_none_that_is_served(
     served = function("tiny", name="tiny", source=plain)
     await later.prepare(served)
     await later.prepare(function("third", name="third", source=plain))
-    assert {path.name for each in layers(tmp_path) for path in (each / "site").glob("*.py")} == {"tiny.py", "third.py"}
+    assert {path.name for each in layers(tmp_path) for path in (each / "files").glob("*.py")} == {"tiny.py", "third.py"}
     assert (await later.execute(execution_of(served, {})[0])).value == 1
