@@ -803,7 +803,7 @@ class Api:
         record = invocation.record
         fields = serialization.loads_object(record.input or b"{}")
         if "session" not in fields or record.trajectory is None:
-            message = "it is no session: begin one by POST /v1/trajectories/{id}/sessions, or on gRPC by Session"
+            message = "it is no session: begin one by POST /v1/trajectories/{id}/sessions"
             raise Conflict(message, component="session", invocation_id=record.id)
         if record.terminal:
             return self.sessions.get(record.id)

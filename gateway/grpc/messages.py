@@ -18,7 +18,7 @@ from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
 from tangram import types
-from tangram.types import SessionEnd, SessionOpening, SessionTerminal, StepPath, TrajectoryOpening
+from tangram.types import StepPath, TrajectoryOpening
 
 #: Seconds that are no bound any more: ten years.
 SECONDS_END = 10 * 365 * 86400
@@ -89,21 +89,6 @@ def read_opening(message: pb.OpenTrajectoryRequest) -> TrajectoryOpening:
     return serialization.read(request, TrajectoryOpening, "$")
 
 
-def read_session(message: pb.OpenSession) -> SessionOpening:
-    """Return the opening of a session; raises InvalidInput with its field."""
-    request = given(message, "function", "cwd", "user")
-    if message.env:
-        request["env"] = dict(message.env)
-    if message.HasField("terminal"):
-        request["terminal"] = given(message.terminal, "rows", "columns")
-    return serialization.read({"argv": list(message.argv), **request}, SessionOpening, "$")
-
-
-def read_size(message: pb.SessionTerminal) -> SessionTerminal:
-    """Return the new size of a terminal; raises InvalidInput."""
-    return serialization.read(given(message, "rows", "columns"), SessionTerminal, "$.resize")
-
-
 def seconds(value: float, what: str) -> float | None:
     """Return a bound in seconds; 0 is none. Raises InvalidInput for what is no duration."""
     if value == 0:
@@ -165,19 +150,6 @@ def log_messages(page: list[LogRow]) -> list[pb.LogRecord]:
     if not page:
         return [pb.LogRecord(stream="heartbeat")]
     return [pb.LogRecord(offset=row.position, time_s=row.time_s, stream=row.stream, data=row.data) for row in page]
-
-
-def end_message(end: SessionEnd) -> pb.SessionEvent:
-    """Return how a session ended."""
-    ended = pb.SessionEnd(
-        offset=end.offset,
-        state=end.state,
-        reason=end.reason or "",
-        message=end.message,
-        exit_code=end.exit_code,
-        signal=end.signal,
-    )
-    return pb.SessionEvent(ended=ended)
 
 
 # --- what is refused or failed

@@ -51,8 +51,6 @@ ENVELOPE_BYTES = 64 * 1024
 PIECE_MAX_BYTES = 2**20
 #: The first byte of what precedes a compressed message.
 COMPRESSED = b"\x01"
-#: The one method whose client and command may both be silent for as long as they like.
-LASTING = "Session"
 #: The method whose messages are pieces of a file: many that are small, and none of them an input that is held.
 UPLOAD = "WriteFile"
 #: Methods of which a reader who was given up finds the rest in a log.
@@ -175,8 +173,7 @@ class CallBounds:
     """Stands before the two ways of one call's bytes.
 
     Refuses a message that is too large before any of it is read, that comes too slowly, or that nobody can read; and
-    gives up a peer that asks and does not read. A lasting call is waited for: its next message may come at any time,
-    and what it does not read holds back who writes it.
+    gives up a peer that asks and does not read.
     """
 
     def __init__(
@@ -189,18 +186,15 @@ class CallBounds:
         self._api = api
         self._receive = receive
         self._send = send
-        self._is_lasting = name == LASTING
         self._follows_log = name in LOGS
         self._holds = name != UPLOAD
         self._message_max = api.server.body_limit_bytes if self._holds else PIECE_MAX_BYTES
-        self._stall_s = None if self._is_lasting else api.server.stall_s
+        self._stall_s = api.server.stall_s
         self._reads = 0
 
     async def recv_data(self, size: int) -> bytes:
         """Return so many bytes of a message, or of what precedes it."""
         self._reads += 1
-        if self._is_lasting and self._reads > 2 and self._reads % 2:  # between two messages
-            return _uncompressed(await self._received(size))
         if size > self._message_max + ENVELOPE_BYTES:
             raise TooLarge(f"the message is larger than {self._message_max} bytes{self._remedy}", component="grpc")
         data = await (self._held(size) if self._holds else self._timely(size))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 from grpclib.server import Stream
 
 from gateway import serialization
-from gateway.api import Api, ReadCall, bounded_chunks, file_conflicts, placed_path, session_end
+from gateway.api import Api, ReadCall, bounded_chunks, file_conflicts, placed_path
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayBase
 from gateway.grpc.messages import (
-    end_message,
     end_trailers,
     ended_badly,
     given,
@@ -26,8 +23,6 @@ from gateway.grpc.messages import (
     read_message,
     read_opening,
     read_request,
-    read_session,
-    read_size,
     seconds,
     time_trailers,
 )
@@ -36,26 +31,13 @@ from gateway.invocations.logs import PAGE_RECORDS
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow
 from manager.errors import CodedError, InvalidInput
-from runtimes.sandbox.session import InteractiveSession, TerminalSize
-from tangram.types import (
-    BatchQuery,
-    FileHeaders,
-    FileReadAtQuery,
-    FileWriteAtQuery,
-    SessionReadQuery,
-    SessionSteering,
-    SessionWriteQuery,
-)
+from tangram.types import BatchQuery, FileHeaders, FileReadAtQuery, FileWriteAtQuery
 
 COMPONENT = "grpc"
 #: Seconds that a cancel waits for the processes to be gone before it answers.
 CANCEL_WAIT_S = 5.0
 #: Bytes of a file that one message sends.
 FILE_PIECE_BYTES = 256 * 2**10
-#: Bytes of a session's input that are passed on, and acknowledged, at once.
-INPUT_PIECE_BYTES = 64 * 2**10
-#: Bytes of input that may wait for the command; while so many do, no message is read. A piece counts for a little more.
-WAITING_BYTES, PIECE_COST = 256 * 2**10, 64
 
 
 class GatewayService(GatewayBase):
@@ -179,7 +161,7 @@ class GatewayService(GatewayBase):
             position = page[-1].position + 1
             yield page
 
-    # --- trajectories, their files and sessions
+    # --- trajectories and their files
 
     async def OpenTrajectory(self, stream: Stream[pb.OpenTrajectoryRequest, pb.Trajectory]) -> None:  # noqa: N802
         request = await read_request(stream)
@@ -228,9 +210,6 @@ class GatewayService(GatewayBase):
                 if size_bytes is not None:  # of an empty one no piece has told it
                     await stream.send_message(pb.FilePiece(size_bytes=size_bytes))
 
-    async def Session(self, stream: Stream[pb.SessionRequest, pb.SessionEvent]) -> None:  # noqa: N802
-        await SessionCall(self._api, stream).serve()
-
 
 async def _send_replay(stream: Stream[Any, Any], started: LiveInvocation, call: InvocationRequest) -> None:
     """Say at once that a call with a known key ran nothing."""
@@ -252,192 +231,3 @@ async def _piece(stream: Stream[pb.WriteFileRequest, pb.FileWritten]) -> bytes |
     if message.WhichOneof("request") != "data":
         raise InvalidInput("after the target every message is data, and this is none", component=COMPONENT)
     return bytes(message.data)
-
-
-class SessionCall:
-    """One call of `Session`: it opens a session or attaches to one, and is attached for as long as it lasts.
-
-    Whatever ends the call but the session's own end leaves the session to whoever attaches next. A client that does
-    not read holds the command back, and a command that does not read holds back the client's input.
-    """
-
-    def __init__(self, api: Api, stream: Stream[pb.SessionRequest, pb.SessionEvent]) -> None:
-        self._api = api
-        self._stream = stream
-        self._heartbeat_s = api.server.heartbeat_s
-        self._input = WaitingInput()
-        self._sending = asyncio.Lock()
-        #: Whether the last message was sent, or a failure is to be told.
-        self._over = False
-
-    async def serve(self) -> None:
-        """Carry the session to its end, or until another caller attaches; raises what is wrong with a message."""
-        first = await read_request(self._stream)
-        match first.WhichOneof("request"):
-            case "open":
-                invocation, offset = await self._open(first.open), 0
-            case "attach":
-                offset = serialization.read({"offset": first.attach.offset}, SessionReadQuery).offset
-                invocation = await self._api.invocations.get(first.attach.id)
-            case _:
-                raise InvalidInput("the first message is open or attach, and this is neither", component=COMPONENT)
-        session = self._api.session_of(invocation)
-        if session is None:
-            await self._send(end_message(session_end(invocation.record, 0)), last=True)
-            return
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._or_fail(do, session)) for do in (self._read_requests, self._write_input)
-                ]
-                await self._send_output(invocation, session, offset)
-                for task in tasks:
-                    task.cancel()
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-
-    async def _open(self, body: pb.OpenSession) -> LiveInvocation:
-        """Begin a session, and say under which id."""
-        trajectory = serialization.name(body.trajectory, "trajectory")
-        opening = read_session(body)
-        request = pb.InvokeRequest(
-            function=opening.function,
-            input_json=self._api.session_input(opening),
-            trajectory=trajectory,
-            task=body.task,
-            step=body.step if body.HasField("step") else None,
-            parent=body.parent,
-            idempotency_key=body.idempotency_key,
-            timeout_s=body.timeout_s,
-            max_age_s=body.max_age_s,
-            traceparent=body.traceparent,
-            tracestate=body.tracestate,
-            detached=True,
-            living=body.living,
-        )
-        call = read_call(request, Mode.SYNC)
-        invocation = await self._api.begin_session(call)
-        await _send_replay(self._stream, invocation, call)
-        shown = self._api.invocations.shown(invocation.record)
-        await self._send(pb.SessionEvent(accepted=invocation_message(shown)))
-        return invocation
-
-    # --- what it says
-
-    async def _send_output(self, invocation: LiveInvocation, session: InteractiveSession, offset: int) -> None:
-        """Send what it says from an offset on, and how it ended."""
-        while not await session.opened(self._heartbeat_s):
-            await self._send_heartbeat()
-        attached = pb.SessionAttached(offset=session.start, input_offset=session.input_offset)
-        await self._send(pb.SessionEvent(attached=attached))
-        async with aclosing(session.read(offset, self._heartbeat_s)) as pages:
-            async for page in pages:
-                for piece in page:
-                    output = pb.SessionOutput(stream=piece.stream, offset=piece.offset, data=piece.data)
-                    await self._send(pb.SessionEvent(output=output))
-                if not page:
-                    await self._send_heartbeat()
-        if not session.ended:
-            await self._send(pb.SessionEvent(detached=pb.SessionDetached()), last=True)
-            return
-        while not await invocation.has_ended(self._heartbeat_s):
-            await self._send_heartbeat()
-        await self._send(end_message(session_end(invocation.record, session.end)), last=True)
-
-    async def _send_heartbeat(self) -> None:
-        await self._send(pb.SessionEvent(heartbeat=pb.SessionHeartbeat()))
-
-    async def _send(self, event: pb.SessionEvent, *, last: bool = False) -> None:
-        """Send one message, whole; after the last one wait to be cancelled."""
-        async with self._sending:
-            if not self._over:
-                await self._stream.send_message(event)
-                self._over = last
-                return
-        await asyncio.get_running_loop().create_future()
-
-    # --- what it is told
-
-    async def _or_fail(self, do: Callable[[InteractiveSession], Awaitable[None]], session: InteractiveSession) -> None:
-        """Do it; if it fails, what is being sent is sent whole, and then nothing but the failure."""
-        try:
-            await do(session)
-        except Exception:
-            async with self._sending:
-                self._over = True
-            raise
-
-    async def _read_requests(self, session: InteractiveSession) -> None:
-        """Do what the client says until it has said all; it may go on listening then."""
-        while (message := await read_message(self._stream)) is not None:
-            match message.WhichOneof("request"):
-                case "input":
-                    await self._put(message.input)
-                case "resize":
-                    size = read_size(message.resize)
-                    await _reached(session)
-                    await session.resize(TerminalSize(size.rows, size.columns))
-                case "signal":
-                    request = serialization.read({"signal": message.signal}, SessionSteering, "$")
-                    await _reached(session)
-                    await session.signal(request.signal or "")
-                case _:
-                    problem = "a message after the first is input, resize or signal, and this is none"
-                    raise InvalidInput(problem, component=COMPONENT)
-
-    async def _put(self, typed: pb.SessionInput) -> None:
-        """Have input passed on behind what waits."""
-        request = {"offset": typed.offset} if typed.HasField("offset") else {}
-        offset = serialization.read(request, SessionWriteQuery).offset
-        for start in range(0, max(1, len(typed.data)), INPUT_PIECE_BYTES):
-            data = typed.data[start : start + INPUT_PIECE_BYTES]
-            end = typed.end and start + INPUT_PIECE_BYTES >= len(typed.data)
-            await self._input.put(InputPiece(data, None if offset is None else offset + start, end))
-
-    async def _write_input(self, session: InteractiveSession) -> None:
-        """Pass on what is typed, and say how far it came."""
-        while True:
-            piece = await self._input.take()
-            stands = await session.write(piece.data, piece.offset, end=piece.end, patient=True)
-            fed = pb.SessionFed(input_offset=stands, reads=session.reads)
-            await self._send(pb.SessionEvent(fed=fed))
-
-
-class InputPiece(NamedTuple):
-    """Input that is passed on at once."""
-
-    data: bytes
-    offset: int | None
-    end: bool
-
-
-class WaitingInput:
-    """Input in its order, within a bound. One task puts, one takes."""
-
-    def __init__(self) -> None:
-        self._pieces: deque[InputPiece] = deque()
-        self._bytes = 0
-        self._changed = asyncio.Condition()
-
-    async def put(self, piece: InputPiece) -> None:
-        """Add a piece as soon as there is room."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._bytes < WAITING_BYTES)
-            self._pieces.append(piece)
-            self._bytes += len(piece.data) + PIECE_COST
-            self._changed.notify()
-
-    async def take(self) -> InputPiece:
-        """Return the next piece."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: bool(self._pieces))
-            piece = self._pieces.popleft()
-            self._bytes -= len(piece.data) + PIECE_COST
-            self._changed.notify()
-        return piece
-
-
-async def _reached(session: InteractiveSession) -> None:
-    """Wait until its command runs or has ended; raises CapacityExceeded if its node is not reached then."""
-    await session.opened(None)
-    session.require_reached()

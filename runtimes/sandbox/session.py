@@ -362,17 +362,17 @@ class InteractiveSession:
             return False
         return True
 
-    async def write(self, data: bytes, offset: int | None = None, *, end: bool = False, patient: bool = False) -> int:
+    async def write(self, data: bytes, offset: int | None = None, *, end: bool = False) -> int:
         """Pass on input that begins at ``offset`` (by default where it stands); return where it stands then.
 
         What it has already is passed over, so that input may be sent again. It stands earlier than the end of the data
-        if the command did not read for a while, and ``end`` is then left out; who is ``patient`` waits for as long as
-        the command lives. Raises Conflict if input before it is missing, CapacityExceeded if the machine on which it
-        runs is not reached for so long. What comes after the end of the input, or of the command, is dropped.
+        if the command did not read for a while, and ``end`` is then left out. Raises Conflict if input before it is
+        missing, CapacityExceeded if the machine on which it runs is not reached for so long. What comes after the end
+        of the input, or of the command, is dropped.
         """
         its_turn = False
         try:
-            async with asyncio.timeout(None if patient else INPUT_PATIENCE_S), self._typing:
+            async with asyncio.timeout(INPUT_PATIENCE_S), self._typing:
                 its_turn = True
                 await self._opened.wait()
                 if self._grip is not None:

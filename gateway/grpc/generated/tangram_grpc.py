@@ -62,10 +62,6 @@ class GatewayBase(abc.ABC):
     async def ReadFile(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.ReadFileRequest, gateway.grpc.generated.tangram_pb2.FilePiece]') -> None:
         pass
 
-    @abc.abstractmethod
-    async def Session(self, stream: 'grpclib.server.Stream[gateway.grpc.generated.tangram_pb2.SessionRequest, gateway.grpc.generated.tangram_pb2.SessionEvent]') -> None:
-        pass
-
     def __mapping__(self) -> typing.Dict[str, grpclib.const.Handler]:
         return {
             '/tangram.v1.Gateway/Invoke': grpclib.const.Handler(
@@ -139,12 +135,6 @@ class GatewayBase(abc.ABC):
                 grpclib.const.Cardinality.UNARY_STREAM,
                 gateway.grpc.generated.tangram_pb2.ReadFileRequest,
                 gateway.grpc.generated.tangram_pb2.FilePiece,
-            ),
-            '/tangram.v1.Gateway/Session': grpclib.const.Handler(
-                self.Session,
-                grpclib.const.Cardinality.STREAM_STREAM,
-                gateway.grpc.generated.tangram_pb2.SessionRequest,
-                gateway.grpc.generated.tangram_pb2.SessionEvent,
             ),
         }
 
@@ -223,10 +213,4 @@ class GatewayStub:
             '/tangram.v1.Gateway/ReadFile',
             gateway.grpc.generated.tangram_pb2.ReadFileRequest,
             gateway.grpc.generated.tangram_pb2.FilePiece,
-        )
-        self.Session = grpclib.client.StreamStreamMethod(
-            channel,
-            '/tangram.v1.Gateway/Session',
-            gateway.grpc.generated.tangram_pb2.SessionRequest,
-            gateway.grpc.generated.tangram_pb2.SessionEvent,
         )

@@ -39,10 +39,6 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "endTrajectory": ("EndTrajectory",),
     "putFileAt": ("WriteFile",),
     "getFileAt": ("ReadFile",),
-    "openSession": ("Session",),
-    "attachSession": ("Session",),
-    "writeSession": ("Session",),
-    "steerSession": ("Session",),
 }
 #: What is called otherwise here: parameter of HTTP -> field.
 RENAMED = {
@@ -58,7 +54,6 @@ OWN_WAY = {
     "getInvocation": {"wait"},
     "getFileAt": {"list"},
     "getLogs": {"last_event_id"},
-    "openSession": {"callback_url", "on_disconnect", "trajectory"},
 }
 
 ROOT = Path(__file__).parents[3]
