@@ -14,26 +14,16 @@ from pathlib import Path
 import pytest
 
 from bench import pairs, rollouts
-from bench.facades.teachers import first_keys, largest_difference
 from bench.figures.traces import (
     CODE_REQUESTS,
     FIRST_MINUTE,
     FUNCTIONS,
-    MINUTES,
     MOONCAKE,
-    REQUEST_DEVICES,
     SIZED,
-    RecordedFunction,
-    agents,
     invocations,
-    minutes_of,
     over_best_baseline,
-    read_code_requests,
     read_functions,
-    read_mooncake,
     recordings,
-    requests,
-    trace_figures,
 )
 from bench.figures.weights import CORES, HEAVY, LIGHT, QUEUES, play_weighted, queue_row, share_of
 from bench.inputs import PROGRAMS, STEPS, VARIABLE, commands, programs, real_input, told
@@ -141,18 +131,6 @@ def test_a_part_that_never_ran_is_a_failure(report_of: Played) -> None:
     assert report_of(part) == {"part_ran": 0.0}
 
 
-def test_a_first_key_that_is_another_token_is_as_far_off_as_can_be() -> None:
-    listed = [None, {"3": {"logprob": -1.5}, "5": {"logprob": -0.5}}, {"99": {"logprob": -2.0}}]
-    assert largest_difference([first_keys(listed, ROW)], [[-1.5, -2.25]]) == 0.25
-    turned = [None, {"5": {"logprob": -0.5}, "3": {"logprob": -1.5}}, {"99": {"logprob": -2.0}}]
-    assert largest_difference([first_keys(turned, ROW)], [[-0.5, -2.0]]) == math.inf
-
-
-def test_a_number_that_is_missing_is_no_agreement() -> None:
-    assert largest_difference([[-1.5]], [[-1.5, -2.0]]) == math.inf
-    assert largest_difference([first_keys([None, {}, None], ROW)], [[0.0, 0.0]]) == math.inf
-
-
 def test_without_a_recording_they_are_drawn_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     made = rollouts.rollouts(5, 3, 0.25, 2.0)
@@ -162,29 +140,7 @@ def test_without_a_recording_they_are_drawn_the_same_each_time(monkeypatch: pyte
     assert all(shell_s <= rollouts.SHELL_MAX_S for rollout in made for _, shell_s in rollout.turns)
 
 
-def test_a_recording_gives_think_and_shell_seconds_by_trajectory(tmp_path: Path) -> None:
-    steps = [("a", 0.0, 1.0), ("b", 0.0, 2.0), ("a", 5.0, 5.5), ("b", 3.0, 3.25), ("a", 7.5, 8.0)]
-    lines = [json.dumps({"run": "x", "traj": name, "t_llm_end": end, "t_obs": seen}) for name, end, seen in steps]
-    path = tmp_path / "steps.jsonl.gz"
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    assert list(rollouts.recorded(path)) == [[(4.0, 0.5), (2.0, 0.5)], [(1.0, 0.25)]]
-
-
-def test_only_xdist_is_left_of_the_plugins_of_this_machine() -> None:
-    options = list(rollouts.unplugged())
-    assert options[::2] == ["-p"] * (len(options) // 2)
-    assert "no:xdist" not in options and "no:asyncio" in options
-
-
 DURATIONS = ",".join(f"percentile_Average_{share}" for share in (0, 1, 25, 50, 75, 99, 100))
-
-
-def test_without_recordings_nothing_is_checked_and_each_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    report = BenchReport("figures")
-    trace_figures(report, (1,))
-    assert report.checks == [] and report.figures == {}
-    assert len(report.notes) == 4 and all(VARIABLE in note for note in report.notes)
 
 
 def test_a_function_comes_in_its_minutes_and_takes_its_percentiles(tmp_path: Path) -> None:
@@ -200,39 +156,6 @@ def test_a_function_comes_in_its_minutes_and_takes_its_percentiles(tmp_path: Pat
     assert all(120.0 <= each.arrival_s < 180.0 and each.steps[0].t_ori_s <= 8.0 for each in played)
     elastic = invocations(functions, seed=3, elastic=True).trajectories
     assert [each.arrival_s for each in elastic] != [] and all(each.steps[0].key == "cpu" for each in elastic)
-
-
-def test_between_two_percentiles_it_goes_by_ratio() -> None:
-    function = RecordedFunction("f", (0,) * (FIRST_MINUTE + MINUTES), (1.0, 1.0, 1.0, 4.0, 16.0, 16.0, 16.0))
-    assert function.at(0.0) == 1.0
-    assert function.at(0.375) == pytest.approx(2.0)
-    assert function.at(0.625) == pytest.approx(8.0)
-    assert function.at(1.0) == 16.0
-
-
-def test_requests_come_so_fast_that_they_give_the_load(tmp_path: Path) -> None:
-    path = tmp_path / "code.csv"
-    rows = ("2023-11-16 18:17:03.5000000,1000,10", "2023-11-16 18:17:05.5000000,1000,5")
-    path.write_bytes("\r\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]).encode())
-    recorded = read_code_requests(path)
-    assert [(one.arrival_s, one.prompt, one.generated) for one in recorded] == [(0.0, 1000, 10), (2.0, 1000, 5)]
-    played = requests("code", recorded, load=0.5).trajectories
-    device_s = sum(each.steps[0].t_ori_s for each in played)
-    assert [each.steps[0].size for each in played] == [1000, 1000], "the prompt is what a caller knows"
-    assert device_s / (REQUEST_DEVICES * played[-1].arrival_s) == pytest.approx(0.5)
-
-
-def test_a_sample_is_the_first_calls_of_a_recording(tmp_path: Path) -> None:
-    lines = b"".join(b'{"timestamp": %d, "input_length": 7, "output_length": 3}\n' % (1000 * at) for at in range(9))
-    path = tmp_path / "mooncake.jsonl.gz"
-    path.write_bytes(gzip.compress(lines))
-    assert [one.arrival_s for one in read_mooncake(path, 4)] == [0.0, 1.0, 2.0, 3.0]
-    counts = (0,) * FIRST_MINUTE + (100,) * MINUTES
-    functions = [RecordedFunction("f", counts, (1.0,) * 7)]
-    assert minutes_of(functions, sample=17) == 3, "6 of each minute's are kept"
-    assert minutes_of(functions, sample=10**6) == MINUTES
-    last_s = max(each.arrival_s for each in invocations(functions, 1, 3).trajectories)
-    assert 60.0 < last_s < 180.0
 
 
 def test_the_report_says_what_was_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,33 +181,6 @@ def test_the_report_says_what_was_played(tmp_path: Path, monkeypatch: pytest.Mon
         "the first 3 requests",
         "all of its 1 agents",
     ]
-
-
-def test_mooncake_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "mooncake.jsonl.gz"
-    lines = [
-        b'{"timestamp": %d, "input_length": 7, "output_length": 3, "hash_ids": [1]}\n' % at for at in (500, 3000, 4000)
-    ]
-    path.write_bytes(gzip.compress(b"".join(lines)))
-    assert [(one.arrival_s, one.prompt, one.generated) for one in read_mooncake(path, 2)] == [(0.0, 7, 3), (2.5, 7, 3)]
-
-
-def test_requests_that_are_passed_over_leave_the_rest_as_if_they_were_the_first(tmp_path: Path) -> None:
-    path = tmp_path / "code.csv"
-    rows = [f"2023-11-16 18:17:0{second}.5000000,{second},10" for second in range(5)]
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    found = read_code_requests(path, 2, skip=3)
-    assert [(one.arrival_s, one.prompt) for one in found] == [(0.0, 3), (1.0, 4)]
-
-
-def test_agents_think_between_what_they_saw_and_what_they_ask_for_next(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl.gz"
-    times = (("a", 10.0, 11.0), ("b", 10.5, 10.6), ("a", 15.0, 15.5))
-    lines = [{"traj": name, "run": "r", "t_llm_end": issued, "t_obs": seen} for name, issued, seen in times]
-    path.write_bytes(gzip.compress("\n".join(json.dumps(line) for line in lines).encode()))
-    first, second = agents(path).trajectories
-    assert [(step.think_s, step.t_ori_s) for step in first.steps] == [(0.0, 1.0), (4.0, 0.5)]
-    assert len(second.steps) == 1
 
 
 def test_ours_is_held_against_the_best_of_all_baselines_with_the_same_knowledge() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench import report as report_module
-from bench.report import BenchReport, parser, percentile, play, table
+from bench.report import BenchReport, parser, play
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +50,6 @@ def test_a_value_that_is_not_a_number_never_passes() -> None:
     report.check("low", math.nan, limit=1.0, better="lower")
     report.check("high", math.nan, limit=1.0, better="higher")
     assert [check.ok for check in report.checks] == [False, False]
-
-
-def test_percentiles_are_nearest_rank() -> None:
-    values = [float(value) for value in range(1, 101)]
-    assert (percentile(values, 0.5), percentile(values, 0.99), percentile(values, 1.0)) == (50.0, 99.0, 100.0)
-
-
-def test_tables_align() -> None:
-    assert table(["a", "b"], [["long", "1"]]).splitlines() == ["a     b", "----  -", "long  1"]
 
 
 def test_a_part_that_fails_or_has_no_time_left_is_named_and_fails_the_bench() -> None:

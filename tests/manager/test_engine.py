@@ -19,7 +19,6 @@ from manager.executor import Call
 from manager.function import FunctionSpec, SandboxSpec
 from manager.learning import History
 from manager.resources.pools import QuotaSpec
-from manager.scheduler.policy import Decision, PoolView
 from runtimes.executor import Deadlines, LocalExecutor
 from runtimes.runtime import Execution
 from runtimes.testing import ScriptedRuntime, ScriptStep
@@ -196,19 +195,6 @@ async def test_memory_that_never_comes_is_a_typed_error(rig: EngineRig) -> None:
         await rig.engine.open_trajectory("v", "default", replace(large, sandbox=SandboxSpec(memory_bytes=10**9)))
 
 
-async def test_an_opening_whose_caller_goes_while_it_waits_for_memory_holds_none_later(rig: EngineRig) -> None:
-    large = replace(FUNCTION, sandbox=SandboxSpec(memory_bytes=900))
-    await rig.engine.open_trajectory("t", "default", FUNCTION)
-    waits = asyncio.create_task(rig.engine.open_trajectory("u", "default", large))
-    await asyncio.sleep(0)
-    assert rig.engine.trajectory("u") is not None
-    waits.cancel()
-    await asyncio.gather(waits, return_exceptions=True)
-    assert rig.engine.trajectory("u") is None
-    await rig.engine.end_trajectory("t")
-    assert rig.living() == []
-
-
 async def test_who_opens_stands_in_the_queue_with_task_cause_and_turn(rig: EngineRig) -> None:
     large = replace(FUNCTION, sandbox=SandboxSpec(memory_bytes=900))
     await rig.engine.open_trajectory("t", "default", FUNCTION)
@@ -382,32 +368,6 @@ async def test_a_copy_that_hangs_holds_nobody_up() -> None:
         await engine.close()
     assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
     assert engine.replicas() == {"started": 1, "under_way": 0, "hits": 0, "wasted": 0, "failed": 1}
-
-
-@dataclass
-class BrokenPolicy:
-    """A policy that raises."""
-
-    name = "broken"
-
-    def decide(self, view: PoolView) -> Decision:
-        raise ZeroDivisionError("a bug")
-
-
-async def test_a_bug_in_a_policy_is_told_once_and_another_serves_its_pool(caplog: pytest.LogCaptureFixture) -> None:
-    executor = LocalExecutor({"exec": ScriptedRuntime(lambda _: ScriptStep())}, deadlines=Deadlines(kill_s=0.05))
-    engine = Engine(build_core(spec(node(cores=1)), policies={"cpu": BrokenPolicy()}), executor)
-    await engine.start()
-    call = Call(function=FUNCTION, input={}, log=Silent())
-    futures = engine.submit([Submission(action=action(f"a{index}"), call=call) for index in range(3)])
-    async with asyncio.timeout(60):
-        settled = await asyncio.gather(*futures)
-    assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
-    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == ["a policy failed"]
-    (why,) = engine.policy_faults.values()
-    assert "policy broken failed on cpu" in why and "ZeroDivisionError('a bug') in test_engine.py" in why
-    await engine.close()
-    await executor.close()
 
 
 async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_scheduled_after_it(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manager.action import Action, Kin, Outcome, State, UnitSet
+from manager.action import Action, Kin, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec, ServiceSpec, TaskSpec
 from manager.core.state import IDLE_MIN_S
@@ -138,16 +138,6 @@ def test_a_further_try_of_what_has_no_quota_needs_no_leave(drive: Drive) -> None
     assert [each for each in driver.commands if isinstance(each, TryGranted)] == [TryGranted(action_id="a1")]
 
 
-def test_a_trajectory_runs_its_actions_one_at_a_time_and_stays_on_its_node(drive: Drive) -> None:
-    driver = drive(spec(node("n0"), node("n1")))
-    driver.step(0, *(submit(f"a{index}", trajectory="t", memory_bytes=100) for index in range(3)))
-    assert driver.running() == {"a0"}
-    for index in range(3):
-        driver.step(index + 1, finish(f"a{index}"))
-    assert len({execute.lease.node for execute in driver.started.values()}) == 1
-    assert len(driver.settled) == 3
-
-
 def test_trajectories_are_spread_by_memory_and_hold_it_between_actions(drive: Drive) -> None:
     driver = drive(spec(node("n0", memory_bytes=100), node("n1", memory_bytes=100)))
     driver.step(0, *(submit(f"a{index}", trajectory=f"t{index}", memory_bytes=60) for index in range(3)))
@@ -197,16 +187,6 @@ def test_a_waiting_action_ends_at_its_queue_timeout(drive: Drive) -> None:
     assert (outcome.state, outcome.reason) == (State.TIMED_OUT, Reason.QUEUE_TIMEOUT)
 
 
-def test_cancelling_a_running_action_kills_it_and_frees_its_core_when_it_is_gone(drive: Drive) -> None:
-    driver = drive(spec(node(cores=1)))
-    driver.step(0, submit("a"), submit("b"))
-    driver.step(1, CancelRequested(action_id="a"))
-    assert driver.running() == {"a"}
-    cancelled = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED)
-    driver.step(2, Finished(action_id="a", outcome=cancelled))
-    assert driver.running() == {"b"}
-
-
 def test_bounds_refuse_before_any_work(drive: Drive) -> None:
     base = spec(node(cores=1))
     config = replace(
@@ -224,30 +204,6 @@ def test_bounds_refuse_before_any_work(drive: Drive) -> None:
     assert isinstance(refused["b2"], CapacityExceeded)
     assert refused["b2"].retry_after_s is not None
     assert list(refused) == ["b2"]
-
-
-def test_weights_share_a_resource_between_tasks(drive: Drive) -> None:
-    config = replace(spec(node(cores=1)), tasks={"heavy": TaskSpec(weight=3.0), "light": TaskSpec(weight=1.0)})
-    driver = drive(config)
-    driver.step(0, *(submit(f"{task}{index}", task=task) for task in ("heavy", "light") for index in range(40)))
-    for instant in range(1, 41):
-        (running,) = driver.running()
-        driver.step(instant, finish(running, execution_s=1.0))
-    heavy = sum(action_id.startswith("heavy") for action_id in driver.settled)
-    assert abs(heavy - 30) <= 2
-
-
-def test_a_task_that_comes_late_is_served_at_once_and_not_for_the_past(drive: Drive) -> None:
-    driver = drive(replace(spec(node(cores=1)), tasks={"old": TaskSpec(), "new": TaskSpec()}))
-    driver.step(0, *(submit(f"old{index}", task="old") for index in range(50)))
-    for index in range(20):
-        driver.step(index + 1, finish(f"old{index}", execution_s=1.0))
-    driver.step(21, *(submit(f"new{index}", task="new", submitted_s=21.0) for index in range(20)))
-    for instant in range(22, 32):
-        (running,) = driver.running()
-        driver.step(instant, finish(running, execution_s=1.0))
-    new = sum(action_id.startswith("new") for action_id in driver.settled)
-    assert 4 <= new <= 6
 
 
 @pytest.mark.promise("A task's cap bounds it, and its children still run.")
@@ -318,34 +274,12 @@ def test_what_was_to_end_on_a_node_that_is_lost_is_not_told_as_cancelled_and_run
     assert not driver.running(), "it runs nowhere else"
 
 
-def test_a_lost_node_takes_its_trajectories_along(drive: Drive) -> None:
-    driver = drive(spec())
-    driver.step(0, submit("a", trajectory="t", memory_bytes=1), submit("b", trajectory="t", memory_bytes=1))
-    commands = driver.step(1, NodeLost(node="n0"))
-    assert driver.settled["b"].outcome.reason is Reason.ENVIRONMENT_LOST
-    assert EndTrajectory(trajectory="t") in commands
-
-
 def test_a_higher_limit_starts_what_waits_for_it(drive: Drive) -> None:
     driver = drive(replace(spec(), resources={"parser": ConcurrencySpec(limit=1)}))
     driver.step(0, *(submit(f"a{index}", {"parser": 1}) for index in range(3)))
     assert len(driver.running()) == 1
     driver.step(1, Reconfigured(resources={"parser": ConcurrencySpec(limit=3)}))
     assert len(driver.running()) == 3
-
-
-def test_queue_mates_of_a_service_run_as_one_batch_up_to_its_tokens(drive: Drive) -> None:
-    service = ServiceSpec(name="s", bytes_by_dop={1: 10}, restore_s_by_dop={1: 0.1}, batch_tokens=10)
-    driver = drive(replace(spec(node(devices=1)), services={"s": service}))
-    driver.step(0, submit("first", {"gpu": 1}, service="s", batch_tokens=4))
-    driver.step(1, *(submit(f"b{index}", {"gpu": 1}, service="s", batch_tokens=4) for index in range(4)))
-    driver.step(2, finish("first"))
-    assert driver.running() == {"b0", "b1"}
-    assert driver.started["b1"].lease.batch == ("b0", "b1")
-    driver.step(3, finish("b0"))
-    assert driver.running() == {"b1"}, "the chunk is the batch's until its last member ends"
-    driver.step(4, finish("b1"))
-    assert driver.running() == {"b2", "b3"}
 
 
 @pytest.mark.parametrize("marginal", [0.0, 0.5, 1.0])
@@ -392,14 +326,6 @@ def test_a_paused_core_starts_nothing_but_children(drive: Drive) -> None:
     driver.core.pause()
     driver.step(1, submit("new"), submit("child", parent="parent"))
     assert driver.running() == {"parent", "child"}
-
-
-def test_accounts_count_what_each_task_used(drive: Drive) -> None:
-    driver = drive(replace(spec(), resources={"search": QuotaSpec(limit=9, period_s=1)}))
-    driver.step(0, submit("a", {"cpu": 2, "search": 3}, task="red"))
-    driver.step(4, finish("a", execution_s=4))
-    assert driver.core.accounts["red"].used == {"cpu": 8.0, "search": 3.0}
-    assert driver.core.accounts["red"].act_s == 4.0
 
 
 def test_the_act_of_a_task_is_of_what_was_completed(drive: Drive) -> None:

@@ -82,14 +82,6 @@ def test_what_runs_on_a_closed_node_goes_on_and_nothing_starts_there_until_it_is
     assert driver.running() == {"after"}
 
 
-def test_what_may_run_elsewhere_starts_elsewhere(drive: Drive) -> None:
-    driver = drive(spec(node("n0", cores=8), node("n1", cores=1)))
-    driver.step(0, closed(), *(submit(f"a{number}") for number in range(2)))
-    assert [execute.lease.node for execute in driver.started.values()] == ["n1"], "the roomier one is closed"
-    driver.step(1, submit("wide", cost={"cpu": 2}), finish("a0"))
-    assert driver.running() == {"a1"}
-
-
 def test_no_trajectory_is_placed_on_a_closed_node(drive: Drive) -> None:
     driver = drive(spec(node("n0", memory_bytes=1000), node("n1", memory_bytes=10)))
     driver.step(0, closed(), TrajectoryOpened(trajectory="t", memory_bytes=10))
@@ -144,16 +136,6 @@ def test_a_closed_node_shows_nothing_free_and_what_it_holds(drive: Drive) -> Non
     assert [pool.total - pool.idle for pool in pools] == [1, 0]
 
 
-def test_no_chunk_of_a_closed_node_is_given(drive: Drive) -> None:
-    service = ServiceSpec(name="s", bytes_by_dop={1: 10}, restore_s_by_dop={1: 0.1})
-    driver = drive(replace(spec(node("n0", devices=2), node("n1", devices=1)), services={"s": service}))
-    asks = [submit(f"g{number}", cost={"gpu": 1}, service="s") for number in range(3)]
-    driver.step(0, closed(), *asks)
-    assert [execute.lease.node for execute in driver.started.values()] == ["n1"]
-    driver.step(1, opened())
-    assert sorted(execute.lease.node for execute in driver.started.values()) == ["n0", "n0", "n1"]
-
-
 def test_no_child_is_lent_units_on_a_closed_node(drive: Drive) -> None:
     driver = drive(spec(node(cores=1)))
     driver.step(0, submit("parent"))
@@ -183,15 +165,6 @@ def test_a_lost_node_is_as_lost_whether_it_was_closed_or_not(drive: Drive, event
     assert EndTrajectory(trajectory="t") in commands
     driver.step(2, NodeJoined(node=node("n0")), submit("c", **pinned))
     assert driver.started["c"].lease.node == "n0", "a node that comes back is open"
-
-
-def test_closing_and_opening_are_told_in_any_order_and_of_unknown_nodes(drive: Drive) -> None:
-    driver = drive(spec())
-    driver.step(0, opened(), closed("nobody"), opened("nobody"), closed(), closed(why="draining"))
-    driver.step(1, submit("a"))
-    assert cause(driver, "a").startswith("an open node"), "it is bound to none"
-    driver.step(2, opened(), opened())
-    assert driver.running() == {"a"}
 
 
 def test_what_ran_under_an_earlier_core_is_resumed_on_a_node_that_is_not_back_yet(drive: Drive) -> None:
@@ -318,13 +291,6 @@ def test_a_node_whose_devices_are_too_small_is_left_alone(drive: Drive) -> None:
     assert places(driver) == {"a1": "n1"}
 
 
-def test_a_chunk_lies_within_one_node(drive: Drive) -> None:
-    driver = drive(world(machine("n0", "a"), machine("n1", "a", devices=2), machine("n2", "a")))
-    driver.step(0, ask("wide", "a", 2), ask("wider", "a", 2))
-    assert places(driver) == {"wide": "n1"}
-    assert driver.started["wide"].lease.chunk == Chunk(0, 2)
-
-
 def test_copies_are_made_only_where_the_service_can_be(drive: Drive) -> None:
     driver = drive(world(machine("n0", "a"), machine("n1"), machine("n2", "a"), n0={1: 1.0}, n2={1: 1.0}))
     driver.step(0, ask("a1", "a"))
@@ -394,13 +360,6 @@ def test_an_awaited_node_serves_with_the_devices_that_it_comes_with(drive: Drive
     assert driver.core.state.nodes["n0"].spec.devices == 2
 
 
-def test_a_node_without_devices_any_more_is_counted_on_for_none(drive: Drive) -> None:
-    driver = drive(world(machine("n0", "a", devices=2), machine("n1", "b")))
-    driver.step(0, NodeJoined(node=machine("n0", "a", devices=0)), ask("a1", "a"), ask("b1", "b"))
-    assert places(driver) == {"b1": "n1"}
-    assert driver.core.state.resources["gpu"].total == 1
-
-
 def test_a_node_of_which_a_device_is_leased_keeps_what_it_has(drive: Drive) -> None:
     driver = drive(world(machine("n0", "a", devices=1)))
     driver.step(0, ask("a1", "a"))
@@ -438,15 +397,6 @@ def test_its_three_times_count_from_its_real_start(drive: Drive) -> None:
     assert (settlement.queue_s, settlement.overhead_s, settlement.execution_s) == (2, 5, 45)
 
 
-def test_two_of_them_never_share_a_core(drive: Drive) -> None:
-    driver = drive(spec(node(cores=4)))
-    driver.step(0, resumed("a", {"cpu": 2}, -2), resumed("b", {"cpu": 2}, -1), resumed("c", {"cpu": 1}, -1))
-    cores = [set(driver.started[name].lease.cores) for name in ("a", "b")]
-    assert cores[0].isdisjoint(cores[1])
-    assert refused(driver) == ["c"]
-    assert driver.core.accepted == 2
-
-
 def test_memory_is_held_by_one_without_a_trajectory_and_once_by_a_trajectory(drive: Drive) -> None:
     driver = drive(spec(node(memory_bytes=100)))
     opened = TrajectoryOpened(trajectory="t", memory_bytes=60)
@@ -470,14 +420,6 @@ def test_it_has_the_turn_of_its_trajectory(drive: Drive) -> None:
     assert driver.running() == {"first"}, "a trajectory with a running action is not idle"
     driver.step(201, Finished(action_id="first", outcome=DONE))
     assert driver.running() == {"behind"}
-
-
-def test_it_begins_a_trajectory_that_holds_nothing_yet(drive: Drive) -> None:
-    driver = drive(spec())
-    driver.step(0, resumed("first", {"cpu": 1}, -1, trajectory="t"), Submitted(action=action("next", trajectory="t")))
-    assert driver.running() == {"first"}
-    driver.step(1, Finished(action_id="first", outcome=DONE))
-    assert driver.running() == {"next"}
 
 
 def test_a_quota_is_not_consumed_twice_and_counts_until_its_window_ends(drive: Drive) -> None:

@@ -104,15 +104,6 @@ def test_an_action_that_is_queued_again_finds_its_old_place() -> None:
     waiting.check()
 
 
-def test_a_group_disappears_with_its_last_action() -> None:
-    waiting = queue()
-    entry = admit(waiting, action("a"))
-    assert [group.live for group in waiting.groups()] == [1]
-    waiting.leave([entry])
-    assert waiting.groups() == [] and len(waiting) == 0
-    waiting.check()
-
-
 def test_what_comes_to_a_node_joins_those_alike_whatever_came_between() -> None:
     chance = random.Random(3)
     waiting = queue(1000)
@@ -155,14 +146,6 @@ def test_the_bound_of_a_function_is_told_before_that_of_its_task_and_of_the_queu
     admit(waiting, action("c", task="other", function="g"), seq=2)
     full = waiting.refusal(action("d", task="other", function="h"))
     assert isinstance(full, CapacityExceeded) and full.invocation_id == "d"
-
-
-def test_who_leaves_makes_room_for_another() -> None:
-    waiting = queue(1)
-    entry = admit(waiting, action("a"))
-    assert waiting.refusal(action("b")) is not None
-    waiting.leave([entry])
-    assert waiting.refusal(action("b")) is None
 
 
 def test_patience_ends_in_the_order_of_deadlines_and_who_left_is_forgotten() -> None:
@@ -329,27 +312,6 @@ def test_a_batch_is_charged_once() -> None:
     assert fair.stamp(action("next"), 1.0) == stamps[-1], "and not behind four such durations"
 
 
-def test_what_expires_comes_in_order_and_what_is_stale_does_not_come() -> None:
-    stale = {"gone"}
-    expiries = Expiries[str](lambda item, _: item in stale)
-    for seq, (item, expiry_s) in enumerate([("late", 9.0), ("gone", 1.0), ("second", 3.0), ("first", 2.0)]):
-        expiries.add(expiry_s, seq, item)
-    assert expiries.next_s() == 2.0
-    assert expiries.take(3.0, 3) == ["first", "second"]
-    assert expiries.next_s() == 9.0
-    stale.add("late")
-    assert expiries.next_s() is None and expiries.take(10.0, 0) == []
-
-
-def test_an_item_may_expire_later_than_it_was_said_first() -> None:
-    expiry_of = {"a": 5.0}
-    expiries = Expiries[str](lambda item, expiry_s: expiry_of[item] != expiry_s)
-    expiries.add(2.0, 1, "a")
-    expiries.add(5.0, 1, "a")
-    assert expiries.take(3.0, 1) == []
-    assert expiries.next_s() == 5.0 and expiries.take(5.0, 1) == ["a"]
-
-
 def test_cleaning_in_bulk_forgets_nothing_that_is_not_stale() -> None:
     chance, living = random.Random(3), set[int]()
     expiries = Expiries[int](lambda item, _: item not in living)
@@ -403,11 +365,6 @@ def test_it_asks_to_be_woken_at_the_next_try_and_says_what_is_waited_for(driver:
     waiting = driver.core.state.queue.get("a.2")
     assert waiting is not None
     assert cause_of(driver.core.state, waiting).text == "its next try, in 3 s"
-
-
-def test_it_holds_nothing_between_two_tries(driver: CoreDriver) -> None:
-    driver.step(3, Submitted(action=action("wide", {"cpu": 4})))
-    assert driver.running() == {"wide"}
 
 
 def test_a_cancel_between_two_tries_passes_the_turn_on(driver: CoreDriver) -> None:

@@ -23,7 +23,6 @@ from manager.events import (
     Reconfigured,
     ReplicaEnded,
     Replicate,
-    ResidencyReported,
     Submitted,
     Tick,
     TrajectoryEnded,
@@ -31,8 +30,8 @@ from manager.events import (
 )
 from manager.resources.cores import CpuPool
 from manager.resources.devices import GpuPool
-from manager.resources.nodes import Nodes, Resources
-from manager.resources.pools import ConcurrencyPool, ConcurrencySpec, Headroom, PoolRequest, QuotaPool, QuotaSpec
+from manager.resources.nodes import Resources
+from manager.resources.pools import ConcurrencyPool, ConcurrencySpec, Headroom, PoolRequest
 from manager.scheduler.fixed import FixedPolicy
 from manager.scheduler.policy import Decision, Policy, PolicySpec, PoolView, PromptPolicy, ResizeChoice, Start
 from manager.scheduler.registry import make_policy
@@ -108,24 +107,11 @@ def test_two_that_wait_for_one_pool_have_a_turn() -> None:
     assert driver.running() == {"a", "b"} and policy.asked == 1
 
 
-def test_a_choice_of_units_has_a_turn() -> None:
-    policy, driver = counted()
-    driver.step(0, submit("a", {"cpu": UnitSet.span(1, 3)}, key="cpu", trajectory="t"))
-    assert driver.running() == {"a"} and policy.asked == 1
-
-
 def test_one_that_is_resizable_beside_it_has_a_turn() -> None:
     policy, driver = counted()
     driver.step(0, submit("wide", {"cpu": UnitSet.span(1, 3)}, key="cpu", malleable=True, trajectory="t"))
     driver.step(1, submit("a", trajectory="u"))
     assert driver.running() == {"wide", "a"} and policy.asked == 2
-
-
-def test_what_does_not_fit_waits() -> None:
-    _, driver = counted()
-    driver.step(0, submit("a", {"cpu": 3}, trajectory="t"))
-    driver.step(1, submit("b", {"cpu": 2}, trajectory="u"))
-    assert driver.running() == {"a"}
 
 
 def test_a_cap_holds_for_one_that_waits_alone() -> None:
@@ -252,19 +238,6 @@ def test_a_pool_announces_that_units_returned_and_nothing_when_they_are_taken() 
     assert resources.take_changed() == set(), "each change is told once"
 
 
-def test_a_quota_announces_the_instant_at_which_units_return() -> None:
-    pool = QuotaPool("search", QuotaSpec(limit=1, period_s=2.0))
-    resources = Resources([pool])
-    pool.advance(0.0)
-    pool.acquire("a", PoolRequest(units=1), 0.0)
-    pool.release("a", 0.0)
-    resources.take_changed()
-    pool.advance(1.9)
-    assert resources.take_changed() == set()
-    pool.advance(2.0)
-    assert resources.take_changed() == {"search"}
-
-
 def test_devices_announce_what_a_node_reports_of_them_and_nothing_of_others() -> None:
     pool = GpuPool([node(devices=2)], {"s": ServiceSpec(name="s", bytes_by_dop={1: 10}, restore_s_by_dop={1: 1.0})})
     resources = Resources([pool])
@@ -273,16 +246,6 @@ def test_devices_announce_what_a_node_reports_of_them_and_nothing_of_others() ->
     assert resources.take_changed() == set()
     pool.report("n0", {"s": [Chunk(0, 1)]})
     assert resources.take_changed() == {"gpu"}
-
-
-def test_a_node_announces_that_memory_returned() -> None:
-    nodes = Nodes([node("n0"), node("n1")], Resources([]))
-    nodes["n1"].hold("t", 10)
-    assert nodes.take_changed() == set()
-    nodes["n1"].release("t")
-    assert nodes.take_changed() == {"n1"}
-    nodes.join(node("n2"))
-    assert nodes.take_changed() == {"n2"}
 
 
 def test_an_action_that_needs_memory_alone_starts_when_memory_returns(drive: Drive) -> None:
@@ -334,46 +297,6 @@ def test_a_cap_that_is_raised_or_lifted_starts_what_it_held_back(drive: Drive) -
     assert driver.running() == {"a0", "a1", "a2"}
 
 
-def test_a_report_of_what_is_resident_asks_no_pool_of_cores_again() -> None:
-    class Counts:
-        """Starts nothing and counts how often it was asked."""
-
-        name = "counts"
-        asked = 0
-
-        def decide(self, view: PoolView) -> Decision:
-            self.asked += 1
-            return Decision(wake_s=100.0)
-
-    policy = Counts()
-    driver = CoreDriver(build_core(spec(node(devices=1)), policies={"cpu": policy}))
-    driver.step(0, submit("a"))
-    asked = policy.asked
-    driver.step(1, ResidencyReported(node="n0", resident={}))
-    assert policy.asked == asked > 0
-
-
-def test_a_pool_that_is_full_of_actions_at_their_minimum_is_not_asked() -> None:
-    class Starts:
-        name = "starts"
-        asked = 0
-
-        def decide(self, view: PoolView) -> Decision:
-            self.asked += 1
-            return Decision(starts=[Start(action_id=one.action.id, units=1) for one in view.candidates])
-
-    policy = Starts()
-    driver = CoreDriver(build_core(spec(node(cores=2)), policies={"cpu": policy}))
-    elastic = {"cpu": UnitSet.span(1, 2)}
-    events = [Submitted(action=action(f"a{n}", elastic, key="cpu", malleable=True)) for n in range(3)]
-    driver.step(0, *events)
-    asked = policy.asked
-    driver.step(1, Submitted(action=action("b")))
-    assert (driver.running(), policy.asked) == ({"a0", "a1"}, asked)
-    driver.step(2, Finished(action_id="a0", outcome=DONE))
-    assert (driver.running(), policy.asked > asked) == ({"a1", "a2"}, True)
-
-
 def crowded(*, cores: int = 4, tasks: dict[str, TaskSpec] | None = None, window: int = 2048) -> ManagerSpec:
     policies = {"default": PolicySpec(name="adaptive", options={"crowd": 2})}
     scheduler = SchedulerSpec(policies=policies, queue_window=window)
@@ -391,14 +314,6 @@ def fill(driver: CoreDriver) -> None:
     """Take every core for as long as the test likes."""
     cores = driver.core.state.resources.of_kind("cpu")[0].total
     driver.step(0, *(Submitted(action=action(f"busy{index}", t_ori_s=900.0)) for index in range(cores)))
-
-
-def test_the_shortest_of_a_crowd_starts_when_a_core_comes_free(drive: Drive) -> None:
-    driver = drive(crowded())
-    fill(driver)
-    driver.step(1, suite("long", 90.0), suite("short", 10.0), suite("middle", 50.0))
-    driver.step(2, Finished(action_id="busy0", outcome=DONE))
-    assert driver.running() >= {"short"} and not driver.running() & {"middle", "long"}
 
 
 def test_the_shortest_is_found_beyond_the_window_of_what_a_policy_is_shown_in_order(drive: Drive) -> None:

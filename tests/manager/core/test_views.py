@@ -12,7 +12,7 @@ from manager.action import Action, UnitSet
 from manager.config import ManagerSpec, TaskSpec
 from manager.core.core import Core
 from manager.core.state import Cause, cause_of, counted_causes
-from manager.core.views import CELLS_MAX, queue_view, resources_view, runs_of, summary, tasks_view, trajectories_view
+from manager.core.views import CELLS_MAX, queue_view, resources_view, summary, tasks_view, trajectories_view
 from manager.errors import InvalidInput
 from manager.events import (
     CancelRequested,
@@ -165,13 +165,6 @@ def test_a_quota_tells_when_units_return(drive: Drive) -> None:
     assert found.until_s == pytest.approx(7.0)
 
 
-def test_an_action_behind_its_trajectory_names_whom_it_waits_for(drive: Drive) -> None:
-    driver = drive(spec())
-    driver.step(0.0, *submits(action("a", trajectory="t"), action("b", trajectory="t")))
-    found = cause(driver, "b")
-    assert (found.kind, found.behind) == ("trajectory", "a")
-
-
 def test_a_cap_of_the_task_is_told_before_the_pool(drive: Drive) -> None:
     driver = drive(spec(node(cores=4)))
     driver.step(0.0, Reconfigured(tasks={"rl": TaskSpec(caps={"cpu": 1})}))
@@ -239,10 +232,6 @@ def test_a_glance_counts_trajectories_by_what_they_do(drive: Drive) -> None:
     driver.step(0.0, *submits(action("a", trajectory="t1"), action("b", trajectory="t2")))
     driver.step(1.0, Finished(action_id="a", outcome=DONE))
     assert summary(driver.core)["trajectories"] == {"living": 2, "running": 1, "queued": 0, "memory": 0, "idle": 1}
-
-
-def test_neighbours_are_one_run() -> None:
-    assert runs_of((5, 1, 0, 2, 7)) == [(0, 3), (5, 1), (7, 1)]
 
 
 def test_a_quota_that_nobody_waits_for_is_seen_as_it_is_now(drive: Drive) -> None:

@@ -95,13 +95,6 @@ def test_what_a_node_reports_is_believed() -> None:
     assert gpus.chunk_view(0.0).resident == {"b": ((1, 1),)}
 
 
-def test_a_report_does_not_touch_chunks_in_use() -> None:
-    gpus = pool(2)
-    gpus.acquire("x", PoolRequest(units=1, service="a"), 0.0)
-    gpus.report("n0", {})
-    assert gpus.chunk_view(0.0).resident == {"a": ((0, 1),)}
-
-
 def test_what_was_reported_of_a_chunk_in_use_is_believed_once_it_is_free() -> None:
     gpus = pool(2)
     gpus.acquire("x", PoolRequest(units=1, service="a"), 0.0)
@@ -376,16 +369,6 @@ def test_a_lost_node_takes_what_was_under_way_with_it() -> None:
     arrive(gpus, "b", Chunk(1, 1))
     assert gpus.chunk_view(0.0).resident == {}
     assert gpus.replicas["wasted"] == 1
-
-
-def test_uses_add_up_and_fade() -> None:
-    demand = Demand()
-    assert demand.recent("s", 9.0) == 0.0
-    demand.use("s", 10.0)
-    demand.use("s", 10.0)
-    assert demand.recent("s", 10.0) == pytest.approx(2.0)
-    assert demand.recent("s", 10.0 + REUSE_S) == pytest.approx(2.0 / 2.718281828)
-    assert demand.recent("other", 10.0) == 0.0
 
 
 def test_an_even_rate_counts_what_fell_in_the_last_seconds() -> None:

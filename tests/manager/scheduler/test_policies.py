@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -20,7 +20,6 @@ from manager.scheduler.fixed import FixedPolicy
 from manager.scheduler.paper import CompletionHeap, PaperPolicy
 from manager.scheduler.policy import Decision, Policy, PolicySpec, PoolView, RunningSet, RunningView, WaitingView
 from manager.scheduler.price import Backfill, PricePolicy
-from manager.scheduler.rank import AHEAD, Drawn
 from manager.scheduler.registry import POLICIES, make_policy
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 from tests.manager.scheduler.world import check_sums, devices, pool, running, shell, suite, teacher
@@ -215,12 +214,6 @@ def test_under_a_queue_a_dearer_device_is_taken_narrower() -> None:
     assert (width(0.01), width(4.0)) == (8, 1)
 
 
-def test_a_hot_service_gets_a_second_copy_when_the_wait_is_long() -> None:
-    busy = [replace(running(teacher("r", "s"), 4, ends_in_s=30.0), chunk=Chunk(0, 4))]
-    view = devices([(4, 4)], [teacher("t", "s")], busy, resident={"s": ((0, 4),)}, restore_s=1.0)
-    assert PricePolicy().decide(view).starts[0].chunk is not None
-
-
 def test_an_overdue_chunk_is_busy_and_worth_less_the_longer_it_runs() -> None:
     def decision(started_s: float) -> Decision:
         overdue = replace(running(teacher("r", "s"), 4, ends_in_s=0.0), chunk=Chunk(0, 4), started_s=started_s)
@@ -355,31 +348,6 @@ def test_what_may_take_other_counts_is_asked_about_on_its_own() -> None:
     wide = replace(requests(1)[0], id="wide", cost={"gpu": UnitSet.of((1, 2))})
     decision = PricePolicy().decide(device_view([*requests(2), wide], ends_in_s=100.0))
     assert [start.action_id for start in decision.starts] == ["q0", "wide"]
-
-
-def test_a_look_makes_what_it_reads_and_nothing_twice() -> None:
-    made: list[int] = []
-
-    def draw() -> Iterator[int]:
-        for number in range(100):
-            made.append(number)
-            yield number
-
-    drawn = Drawn(draw)
-    assert drawn and made == [0]
-    assert (drawn[2], drawn[1:4]) == (2, [1, 2, 3])
-    assert made == [0, 1, 2, 3]
-    assert next(iter(drawn)) == 0 and len(made) <= AHEAD
-    assert list(zip(drawn, drawn, strict=True)) == [(number, number) for number in range(100)]
-    assert (drawn[-1], drawn[:-98], list(drawn), len(drawn)) == (99, [0, 1], made, 100)
-    assert made == list(range(100))
-
-
-def test_what_is_empty_has_no_first() -> None:
-    drawn = Drawn[int](lambda: iter(()))
-    assert not drawn and len(drawn) == 0 and list(drawn) == [] and drawn[:3] == []
-    with pytest.raises(IndexError):
-        drawn[0]
 
 
 def core_view(free: int, *candidates: WaitingView) -> PoolView:

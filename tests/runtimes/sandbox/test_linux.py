@@ -282,23 +282,6 @@ def settled(cgroup: Cgroup, frozen: bool) -> bool:
     return cgroup.frozen() is frozen
 
 
-def test_a_real_group_freezes_thaws_and_tells(real: Cgroup) -> None:
-    assert real.freezable
-    with process("while :; do echo x; read again; done") as shell:
-        real.enter(shell.pid)
-        assert real.processes() == [shell.pid]
-        begin(shell)
-        assert shell.stdout is not None
-        assert shell.stdout.readline() == b"x\n"
-        real.freeze()
-        assert settled(real, True)
-        begin(shell)
-        assert select.select([shell.stdout], [], [], 0.05)[0] == []
-        real.thaw()
-        assert settled(real, False)
-        assert shell.stdout.readline() == b"x\n"
-
-
 def test_a_real_group_freezes_all_but_its_runner(real: Cgroup) -> None:
     with (
         process("while :; do echo x; read again; done") as runner,

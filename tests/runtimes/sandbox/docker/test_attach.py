@@ -199,14 +199,6 @@ def test_silence_while_it_was_frozen_is_not_the_gateways(monkeypatch: pytest.Mon
         assert silence.lasts_s == lasts_s
 
 
-async def test_a_command_runs_over_the_attached_streams(engine: PipeEngine, tmp_path: Path) -> None:
-    client = await attach(engine, tmp_path)
-    data = os.urandom(300_000)
-    result = await client.run(Command(argv=("cat",), stdin=data, cwd=str(tmp_path)))
-    assert (result.stdout, result.exit_code) == (data, 0)
-    client.close()
-
-
 async def test_a_gateway_that_was_cut_within_a_frame_does_not_disturb_the_next(
     engine: PipeEngine, tmp_path: Path
 ) -> None:
@@ -216,19 +208,6 @@ async def test_a_gateway_that_was_cut_within_a_frame_does_not_disturb_the_next(
     first._transport.close()  # after what was written
     second = await attach(engine, tmp_path)
     assert second.greeted.known
-    assert (await second.run(Command(shell="echo on"))).stdout == b"on\n"
-    second.close()
-
-
-async def test_what_was_said_to_the_gateway_before_is_not_heard_by_the_next(engine: PipeEngine, tmp_path: Path) -> None:
-    first = await attach(engine, tmp_path)
-    begun = asyncio.Event()
-    flood = asyncio.create_task(first.run(Command(shell="yes", output_limit_bytes=2**40), lambda *_: begun.set()))
-    await begun.wait()
-    first.close()
-    with pytest.raises(ActionFailed):
-        await flood
-    second = await attach(engine, tmp_path)
     assert (await second.run(Command(shell="echo on"))).stdout == b"on\n"
     second.close()
 
@@ -414,10 +393,3 @@ async def test_what_cannot_be_attached_to_is_a_lost_environment(
     with pytest.raises(ActionFailed, match=message) as caught:
         await StreamClient.open(stream(engine), {"token": "token"}, within_s=DEADLINE_S)
     assert caught.value.reason is Reason.ENVIRONMENT_LOST
-
-
-async def test_an_engine_that_is_not_there_is_a_lost_environment(tmp_path: Path) -> None:
-    engine = PipeEngine()
-    engine.socket = f"{tmp_path}/nothing"
-    with pytest.raises(ActionFailed, match="cannot be reached"):
-        await StreamClient.open(stream(engine), {"token": "token"}, within_s=DEADLINE_S)

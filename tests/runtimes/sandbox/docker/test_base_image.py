@@ -79,12 +79,6 @@ def test_a_build_from_an_image_tells_each_step_and_each_tenth_of_the_pull(bench:
     assert asked["fileobj"] == (images.PLACE / "Dockerfile").read_text()
 
 
-def test_what_the_engine_could_not_build_is_told_with_its_last_words(bench: Bench) -> None:
-    bench.engine.events = [{"stream": "this image is no Debian\n"}, {"error": "returned a non-zero code: 1"}]
-    with pytest.raises(InvalidConfig, match=r"from alpine \(returned a non-zero code: 1\): this image is no Debian"):
-        bench.builder().dockerfile("a:b", "alpine")
-
-
 @pytest.mark.parametrize("name", ["a b", "", "a@sha256:" + "0" * 64])
 def test_what_no_image_can_be_called_is_refused_before_anything_is_done(bench: Bench, name: str) -> None:
     with pytest.raises(InvalidConfig):
@@ -106,23 +100,6 @@ def test_a_tree_of_debootstrap_is_imported_with_what_its_script_asks_for(bench: 
     script.write_text("exit 3")
     with pytest.raises(Unsupported, match=r"exit status 3.*--from IMAGE"):
         bench.builder(script).debootstrap("b")
-
-
-def test_both_ways_make_the_same_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    cache = tmp_path / "tangram"
-    cache.mkdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    (tmp_path / "dpkg").write_text("#!/bin/sh\necho here\n")
-    (tmp_path / "dpkg").chmod(0o755)
-    (cache / "base-bookworm-here-1.tar").touch()
-    bench.builder().debootstrap("a:b")
-    (asked,) = bench.engine.asked
-    assert asked["filename"] == str(cache / "base-bookworm-here-1.tar")
-    lines = (images.PLACE / "Dockerfile").read_text().splitlines()
-    assert asked["changes"][1:] == [line for line in lines if line.startswith(("ENV", "CMD"))]
-    assert len(asked["changes"]) == 3
-    assert f"ARG BASE={images.SOURCE}" in lines
 
 
 def test_where_there_is_no_engine_no_image_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

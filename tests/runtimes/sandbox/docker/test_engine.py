@@ -18,7 +18,7 @@ import pytest
 
 from manager.errors import CapacityExceeded
 from manager.function import SandboxSpec
-from runtimes.sandbox.docker.engine import LOOKS_MAX, DaemonThreads, EngineWatchdog, LeftoverCleaner
+from runtimes.sandbox.docker.engine import LOOKS_MAX, EngineWatchdog, LeftoverCleaner
 from runtimes.sandbox.docker.images import ContainerSnapshots
 from runtimes.sandbox.linux import Cgroup, Hierarchy
 from runtimes.sandbox.snapshots import LABEL, SnapshotSettings
@@ -96,17 +96,6 @@ async def test_a_look_tells_whether_it_answers_and_no_call_is_refused_for_it(slo
     await watchdog.close()
 
 
-async def test_what_a_call_raises_is_raised(slow_engine: SlowEngine) -> None:
-    watchdog = EngineWatchdog(slow_engine.ping, threads=1, silence_s=SILENCE_S)
-
-    def work() -> None:
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        await watchdog.call(work)
-    await watchdog.close()
-
-
 async def test_a_cancelled_call_lets_go_at_once(slow_engine: SlowEngine) -> None:
     watchdog = EngineWatchdog(slow_engine.ping, threads=1, silence_s=60.0)
     call = asyncio.create_task(watchdog.call(slow_engine.work))
@@ -117,26 +106,6 @@ async def test_a_cancelled_call_lets_go_at_once(slow_engine: SlowEngine) -> None
     slow_engine.released.set()
     assert await watchdog.call(lambda: "free") == "free"
     await watchdog.close()
-
-
-async def test_the_end_does_not_wait_for_a_silent_engine(slow_engine: SlowEngine) -> None:
-    slow_engine.answers = False
-    watchdog = EngineWatchdog(slow_engine.ping, threads=1, silence_s=SILENCE_S)
-    with pytest.raises(CapacityExceeded):
-        await watchdog.call(slow_engine.work)
-    async with asyncio.timeout(DEADLINE_S / 2):
-        await watchdog.close()
-    assert not slow_engine.released.is_set()
-
-
-def test_threads_are_started_as_they_are_needed_and_used_again() -> None:
-    threads = DaemonThreads(2, "test")
-    names = {threads.submit(lambda: threading.current_thread().name).result(DEADLINE_S) for _ in range(5)}
-    assert len(names) <= 2
-    barrier = threading.Barrier(2)
-    both = [threads.submit(lambda: barrier.wait(DEADLINE_S)) for _ in range(2)]
-    assert sorted(each.result(DEADLINE_S) for each in both) == [0, 1]
-    threads.close(DEADLINE_S)
 
 
 @contextmanager
@@ -218,21 +187,6 @@ def fake(tmp_path: Path) -> tuple[Hierarchy, Path]:
     return Hierarchy(1, {"cpu": roots[0]}, roots), tmp_path / "proc"
 
 
-def test_a_shim_without_groups_goes_as_well(tmp_path: Path) -> None:
-    hierarchy, proc = fake(tmp_path)
-    cleaner = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
-    cleaner.learn("one", 1)
-    with sleeping("containerd-shim-runc-v2", "-id", "three") as shim:
-        place = proc / str(shim.pid)
-        place.mkdir()
-        (place / "cmdline").write_bytes(Path(f"/proc/{shim.pid}/cmdline").read_bytes())
-        cleaner.watch("three")
-        assert cleaner.sweep() == 1
-        assert shim.wait(10) == -signal.SIGKILL
-        (place / "cmdline").unlink()
-        assert cleaner.sweep() == 0
-
-
 def test_an_engine_that_lives_is_left_the_time_to_clean_up(tmp_path: Path) -> None:
     hierarchy, proc = fake(tmp_path)
     cleaner = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc)
@@ -262,15 +216,6 @@ def test_what_cannot_be_removed_is_given_up_after_some_looks(tmp_path: Path) -> 
     assert [cleaner.sweep() for _ in range(LOOKS_MAX + 2)] == [1] * LOOKS_MAX + [0, 0]
 
 
-def test_a_full_disk_does_not_keep_a_container_from_being_looked_after(tmp_path: Path) -> None:
-    hierarchy, proc = fake(tmp_path)
-    cleaner = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
-    (tmp_path / "removed").rmdir()  # nothing can be written there
-    cleaner.learn("one", 1)
-    cleaner.watch("two")
-    assert cleaner.sweep() == 1
-
-
 def test_groups_that_are_not_ours_to_write_end_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(self: Cgroup) -> None:
         raise PermissionError("cgroup.kill")
@@ -282,13 +227,6 @@ def test_groups_that_are_not_ours_to_write_end_no_search(tmp_path: Path, monkeyp
     cleaner.learn("one", 1)
     cleaner.watch("two")
     assert cleaner.sweep() == 1
-
-
-def test_without_control_groups_in_sight_there_is_nothing_to_look_after(tmp_path: Path) -> None:
-    cleaner = LeftoverCleaner(None, tmp_path / "removed", grace_s=0.0)
-    cleaner.learn("one", os.getpid())
-    cleaner.watch("one")
-    assert cleaner.sweep() == 0
 
 
 def test_the_next_gateway_goes_on_looking_and_forgets_what_is_gone(tmp_path: Path) -> None:

@@ -73,21 +73,6 @@ async def test_a_missing_image_names_the_remedy(containers: Provider) -> None:
         await containers.check(SandboxSpec(image="localhost:1/nothing:here"))
 
 
-def test_many_addresses_of_an_engine_are_asked_over_few_connections(docker: str) -> None:
-    def sockets() -> int:
-        return sum(link.is_socket() for link in Path("/proc/self/fd").iterdir())
-
-    before = sockets()
-    connection = EngineConnection.open("", timeout_s=DEADLINE_S, workers=2)
-    for number in range(20):
-        with pytest.raises(errors.NotFound):
-            connection.api.inspect_container(f"nobody-{number}")
-    assert connection.answers(DEADLINE_S)
-    assert sockets() - before == 1
-    connection.close()
-    assert sockets() == before
-
-
 async def test_the_death_of_the_runner_is_a_lost_environment(containers: Provider, spec: SandboxSpec) -> None:
     environments = Environments(containers)
     sandbox = await environments.ensure("t", spec)
@@ -117,14 +102,6 @@ async def test_a_cancelled_creation_leaves_no_container(docker: str, spec: Sandb
     async with asyncio.timeout(DEADLINE_S):
         await containers.close()
     assert engine("ps", "-aq", "--filter", f"name=tangram-{name}") == ""
-
-
-async def test_a_frozen_container_can_be_removed(containers: Provider, spec: SandboxSpec) -> None:
-    sandbox = await containers.create(spec, name=unique("frozen"), labels={}, mounts={})
-    await sandbox.quiesce(Background.FREEZE)
-    async with asyncio.timeout(DEADLINE_S):
-        await sandbox.close()
-    assert engine("ps", "-aq", "--filter", f"name=tangram-{sandbox.id}") == ""
 
 
 async def test_a_frozen_container_can_be_removed_by_hand(containers: Provider, spec: SandboxSpec) -> None:

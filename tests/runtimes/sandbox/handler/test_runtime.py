@@ -27,21 +27,6 @@ SOURCE = "import time, word\ndef score(event, context):\n    time.sleep(event.ge
 HASH = f"--hash=sha256:{'0a' * 32}"
 
 
-async def test_a_handler_is_imported_once_and_returns_its_value(runtime: HandlerRuntime, function: Function) -> None:
-    counting = function("""
-        calls = 0
-        def score(event, context):
-            global calls
-            calls += 1
-            return {"event": event, "calls": calls, "id": context.invocation_id, "task": context.task}
-    """)
-    first = await call(runtime, counting, id="a1", answer="ä" * 70_000)
-    second = await call(runtime, counting, id="a2", answer=[1, None, 2.5])
-    assert first == {"event": {"answer": "ä" * 70_000}, "calls": 1, "id": "a1", "task": "default"}
-    assert second == {"event": {"answer": [1, None, 2.5]}, "calls": 2, "id": "a2", "task": "default"}
-    assert runtime.instances() == {"reward": 1}
-
-
 async def test_print_logging_and_child_processes_are_the_invocations_log(
     runtime: HandlerRuntime, function: Function
 ) -> None:
