@@ -164,7 +164,7 @@ def memory(device: str, directory: Path) -> tuple[bool, Mapping[str, object]]:
 
 def rate(device: str, directory: Path) -> tuple[bool, Mapping[str, object]]:
     """Tokens a second of logprobs and generate beside plain transformers, on a model of a fair size."""
-    size, tokens = ("small", 512) if device == "cuda" else ("toy", 64)
+    size, tokens = ("600m", 512) if device == "cuda" else ("toy", 64)
     dtype = "bfloat16" if device == "cuda" else "float32"
     path = write_checkpoint(directory, "qwen3", Head.LM, SHAPES[size], dtype=dtype, device=device, seed=1)
     untyped: Any = transformers.AutoModelForCausalLM
@@ -183,6 +183,8 @@ def rate(device: str, directory: Path) -> tuple[bool, Mapping[str, object]]:
     new = 32
     sampling = Sampling(max_new_tokens=new)
     prompts = [WorkItem(ids=tuple(row[:8]), action=ModelAction.GENERATE, sampling=sampling) for row in rows.tolist()]
+    heat = Sampling(max_new_tokens=new, temperature=1.0, top_p=0.9)
+    heated = [WorkItem(ids=item.ids, action=ModelAction.GENERATE, sampling=heat) for item in prompts]
     options: Any = transformers.GenerationConfig
     limits = options(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
 
@@ -196,6 +198,7 @@ def rate(device: str, directory: Path) -> tuple[bool, Mapping[str, object]]:
         "logprobs_tokens_per_s": count / _best(lambda: one.run(place, items, count)),
         "transformers_logprobs_tokens_per_s": count / _best(plain),
         "generate_tokens_per_s": written / _best(lambda: one.run(place, prompts, 16384)),
+        "sample_tokens_per_s": written / _best(lambda: one.run(place, heated, 16384)),
         "transformers_generate_tokens_per_s": written / _best(continued),
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
     }

@@ -18,6 +18,7 @@ class OneDevice:
     def __init__(self, backend: DeviceBackend, arena_bytes: int = 64 * 2**20) -> None:
         self.engine = DeviceEngine(backend, arena_bytes, threads=1, collective_s=10)
         self._descriptors: list[int] = []
+        self._images: list[str] = []
 
     def place(self, path: Path, head: str, dtype: str = "", ignore: Sequence[str] = ()) -> Placed:
         """Read a checkpoint into an image; raises what its registration raises."""
@@ -30,6 +31,7 @@ class OneDevice:
         fill(checkpoint, layout, file, threads=2)
         name = f"{path}:{head}:{dtype}"
         self.engine.attach(ImageRef(id=name, path=file, layout=layout))
+        self._images.append(name)
         return Placed(service=name, image_id=name, dop=1, rank=0, start=0)
 
     def run(
@@ -40,6 +42,9 @@ class OneDevice:
         return self.engine.run(asked, restored=lambda: None, progress=lambda: None, ended=ended)[0]
 
     def close(self) -> None:
+        self.engine.evict()
+        for image in self._images:
+            self.engine.detach(image)
         self.engine.backend.close()
         for descriptor in self._descriptors:
             os.close(descriptor)

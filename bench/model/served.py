@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["TANGRAM_WHEELS_FIRST"] = "1"
 
 import torch
 import transformers
@@ -31,6 +30,7 @@ from runtimes.model.engine import nvml
 CONFIG = """
 version: 1
 server: {{token: {token}, state_dir: {directory}/state, port: 0, grpc_port: 0}}
+sandbox: {{provider: plain, plain_as_root: true}}
 node: {{devices: {{kind: {device}, count: 1, memory: {arena}}}}}
 functions:
 """

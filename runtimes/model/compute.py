@@ -21,7 +21,7 @@ from runtimes.model.processes import Generated, TokenLogprobs, WorkItem
 from runtimes.model.request import Sampling
 from runtimes.model.weights import FAMILIES, PADDED, DeviceBackend, plan_of
 
-#: The logits of the next token of each sequence, on the host, of (tokens, mask, positions, cache).
+#: The logits of the next token of each sequence, on its device, of (tokens, mask, positions, cache).
 NextLogits = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
@@ -39,9 +39,8 @@ class _Row:
     def left(self) -> int:
         return self.sampling.max_new_tokens - len(self.made)
 
-    def take(self, logits: Tensor) -> Generated | None:
-        """Choose the next token; return the whole if the sequence has ended with it."""
-        token = choose(logits, self.sampling, self.draw)
+    def take(self, token: int) -> Generated | None:
+        """Append the next token; return the whole if the sequence has ended with it."""
         if token in self.sampling.stop_ids:
             return Generated(ids=tuple(self.made), reason="stop")
         self.made.append(token)
@@ -123,8 +122,9 @@ class Generation:
     def _take(self, first: int, logits: Tensor, ended: Callable[[int, Generated], None]) -> None:
         """Choose a token for the rows from ``first`` on, and let those go that have ended."""
         over = set()
-        for index, row in enumerate(self._rows[first:], first):
-            whole = row.take(logits[index - first])
+        rows = self._rows[first:]
+        for index, (row, token) in enumerate(zip(rows, _choose(logits, rows), strict=True), first):
+            whole = row.take(token)
             if whole is not None:
                 over.add(index)
                 ended(row.position, whole)
@@ -161,17 +161,28 @@ def _widened(states: Tensor, width: int) -> Tensor:
     return torch.cat([states.new_zeros(rows, heads, width - length, size), states], -2)
 
 
-def choose(logits: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
-    """The best token, or one drawn by temperature within the smallest set of probability ``top_p``.
+def _choose(logits: Tensor, rows: Sequence[_Row]) -> list[int]:
+    """Return the best token of each row, or one drawn by temperature within the smallest set of probability ``top_p``.
 
-    Every rank sees the same logits and the same seed, so every rank draws the same token.
+    ``logits`` are [row, vocabulary] in float32, and stay on their device: one number a row comes to the host. Every
+    rank sees the same logits and the same seeds, so every rank draws the same tokens.
     """
-    if sampling.temperature <= 0:
-        return int(logits.argmax())
-    shares, order = (logits / sampling.temperature).softmax(-1).sort(descending=True)
-    before = shares.cumsum(-1) - shares
-    kept = shares.masked_fill(before >= sampling.top_p, 0)
-    return int(order[torch.multinomial(kept, 1, generator=draw)])
+    tokens = logits.argmax(-1)
+    drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
+    if drawn:
+        samplings = [rows[index].sampling for index in drawn]
+        points = [torch.rand((), generator=rows[index].draw) for index in drawn]
+        settings = [(each.temperature, each.top_p, float(point)) for each, point in zip(samplings, points, strict=True)]
+        temperature, top_p, point = torch.tensor(settings, device=logits.device).T[:, :, None]
+        chosen = torch.tensor(drawn, device=logits.device)
+        shares, order = (logits[chosen] / temperature).softmax(-1).sort(stable=True, descending=True)
+        kept = shares.masked_fill(shares.cumsum(-1) - shares >= top_p, 0)
+        edges = kept.cumsum(-1)
+        place = torch.searchsorted(edges, point * edges[:, -1:], right=True)
+        last = (kept > 0).sum(-1, keepdim=True) - 1  # a point may round up to the very end
+        tokens[chosen] = order.gather(1, torch.minimum(place, last))[:, 0]
+    numbers: list[int] = tokens.tolist()
+    return numbers
 
 
 def pack(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
@@ -464,7 +475,7 @@ class _Chosen:
 
     def process(self, tokens: Tensor, logits: Tensor) -> Tensor:
         """Leave only the token that is taken."""
-        self.whole = self._row.take(logits[0].float().cpu())
+        self.whole = self._row.take(*_choose(logits.float(), [self._row]))
         token = self._row.made[-1] if self.whole is None else 0
         return torch.full_like(logits, -torch.inf).index_fill_(1, torch.tensor([token], device=logits.device), 0.0)
 
@@ -599,14 +610,14 @@ def _embed(bound: BoundModel, batch: PackedBatch) -> list[object]:
 
 
 def _next_logits(bound: BoundModel, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
-    """The distribution of the next token of each sequence, on the host: [batch, vocabulary]."""
+    """The logits of the next token of each sequence: [batch, vocabulary] in float32."""
     output = bound.model.base_model(
         input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
     )
     last = output.last_hidden_state[:, -1]
     bound.arrived()
     part = functional.linear(last, bound.model.get_output_embeddings().weight)
-    return bound.group.join_last(part).float().cpu()
+    return bound.group.join_last(part).float()
 
 
 def _hidden(model: Any, tokens: Tensor) -> Tensor:

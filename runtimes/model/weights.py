@@ -334,6 +334,9 @@ class Cuda:
     def _check(self, code: Any, what: str) -> None:
         if int(code) != 0:
             detail = self._cuda.cudart().cudaGetErrorString(code)
+            # CUDA reports an error once more, from whatever is called next: here, not in somebody's computation.
+            with suppress(RuntimeError):
+                self._cuda.synchronize()
             raise RuntimeError(f"CUDA refused to {what} an image: {detail} (error {int(code)})")
 
 

@@ -101,13 +101,17 @@ class FakeCudaRuntime:
     registered: dict[int, int] = field(default_factory=dict)
     #: What every call answers; 0 is success.
     code: int = 0
+    #: An error that the next call of torch reports once more.
+    pending: bool = False
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802  # CUDA's name
         self.registered[address] = size
+        self.pending = self.code != 0
         return self.code
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802  # CUDA's name
         del self.registered[address]
+        self.pending = self.code != 0
         return self.code
 
     def cudaGetErrorString(self, code: int) -> str:  # noqa: N802  # CUDA's name
@@ -128,6 +132,11 @@ class FakeCuda:
 
     def init(self) -> None:
         """It is always ready."""
+
+    def synchronize(self) -> None:
+        if self.runtime.pending:
+            self.runtime.pending = False
+            raise RuntimeError("CUDA error: of an earlier call")
 
     def set_device(self, device: str) -> None:
         self.entered[threading.current_thread().name] = device

@@ -24,6 +24,7 @@ from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Unsupporte
 from manager.function import ModelAction
 from runtimes.model.arena import DoesNotFit
 from runtimes.model.checkpoint import Head, checkpoint_problem, open_checkpoint, read_pooling
+from runtimes.model.compute import Generation
 from runtimes.model.processes import Generated, RunBatch, WorkItem
 from runtimes.model.request import Sampling, parse_input
 from runtimes.model.runtime import ModelRuntime
@@ -441,10 +442,12 @@ def test_tensors_that_are_known_not_to_matter_may_be_left(checkpoint: Write, tmp
     device.place(path, "lm")
 
 
-def test_the_head_of_an_embedding_model_is_not_its_business(checkpoint: Write, device: OneDevice) -> None:
+def test_the_head_of_an_embedding_model_is_not_its_business(
+    checkpoint: Write, tmp_path: Path, device: OneDevice
+) -> None:
     device.place(checkpoint("llama", "lm"), "base")
     with pytest.raises(InvalidConfig, match="no use for"):
-        path = checkpoint("llama", "score")
+        path = copy(checkpoint("llama", "score"), tmp_path)
         change(path, {"value_head.weight": torch.ones(2, 2)})
         device.place(path, "base")
 
@@ -633,3 +636,28 @@ def test_the_documented_table_is_that_of_this_version() -> None:
     if transformers.__version__ != DOCUMENTED:
         pytest.skip(f"the table is that of transformers {DOCUMENTED}")
     assert table() in (ROOT / "docs" / "MODELS.md").read_text()
+
+
+def test_tokens_are_drawn_by_temperature_within_the_smallest_set_of_top_p() -> None:
+    logits = torch.tensor([0.1, 2.0, 1.0, 1.5, -3.0, 0.5])
+    heat, top_p, rows = 0.7, 0.8, 6000
+    drawn = [Sampling(max_new_tokens=1, temperature=heat, top_p=top_p, seed=seed) for seed in range(rows)]
+    best = Sampling(max_new_tokens=1)
+    items = [
+        (position, WorkItem(ids=(1,), action=ModelAction.GENERATE, sampling=sampling))
+        for position, sampling in enumerate([*drawn, best])
+    ]
+
+    def next_logits(tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: object) -> torch.Tensor:
+        return logits.expand(len(tokens), -1)
+
+    found: dict[int, int] = {}
+    together = Generation(items, budget_tokens=10 * rows, device="cpu", filler=0)
+    together.run(next_logits, lambda position, result: found.update({position: result.ids[0]}), lambda: None)
+    shares = (logits / heat).softmax(-1)
+    likeliest = [1, 3, 2]  # 0.52, 0.25 and 0.12 of the probability: the first three reach 0.8
+    expected = shares[likeliest] / shares[likeliest].sum()
+    counts = torch.tensor([sum(found[row] == token for row in range(rows)) for token in likeliest])
+    assert counts.sum() == rows, "nothing outside the set"
+    assert (counts / rows).tolist() == pytest.approx(expected.tolist(), abs=0.03)
+    assert found[rows] == 1, "without temperature the best"

@@ -217,6 +217,7 @@ def test_pinning_names_the_bytes_and_a_refusal_is_an_error() -> None:
     cuda.runtime.code = 1
     with pytest.raises(RuntimeError, match="CUDA refused to pin an image: story of 1"):
         backend.pin(data)
+    assert not cuda.runtime.pending, "the next computation would fail by it"
     backend.close()
 
 
