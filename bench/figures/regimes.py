@@ -58,7 +58,7 @@ def step_figures(report: BenchReport, seeds: Sequence[int]) -> None:
 def overload_figures(report: BenchReport, seeds: Sequence[int]) -> None:
     """Too few cores: ours against first come first served with one core each, in the mean and in the tail.
 
-    The tail that is checked is that of trajectories: docs/decisions/overload.md says why, and the table shows both.
+    The tail that is checked is that of trajectories: docs/DECISIONS.md says why, and the table shows both.
     """
     rows: dict[str, Row] = {}
     ratios: dict[str, Row] = {}

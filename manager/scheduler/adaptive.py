@@ -90,7 +90,7 @@ def _remainder(ties: Counts, left: int) -> Counts:
     return share
 
 
-# Turns in a crowd: who starts, and how wide, while more waits than can run (docs/decisions/overload.md).
+# Turns in a crowd: who starts, and how wide, while more waits than can run (docs/DECISIONS.md).
 #
 # Where one task waits, the shortest goes first, by its expected work. It starts at a width that pays for the many
 # behind it, on free units. What has waited as long as the pool takes to work off all that waits goes before everything

@@ -192,15 +192,6 @@ def test_links_between_pages_lead_somewhere(path: Path) -> None:
     assert [target for target in targets if not (path.parent / target).exists()] == []
 
 
-def test_every_class_that_the_glossary_names_is_there() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \|.*\| `([\w/.]+)` \|$", (REFERENCE.parent / "GLOSSARY.md").read_text(), re.MULTILINE
-    )
-    assert len(rows) > 10
-    root = REFERENCE.parents[1]
-    assert [name for name, path in rows if f"class {name}" not in (root / path).read_text(encoding="utf-8")] == []
-
-
 async def test_the_http_page_names_every_route_that_the_invoke_token_is_refused(tmp_path: Path) -> None:
     (row,) = re.findall(r"^\| invoke token \|.*$", page("http"), re.MULTILINE)
     async with serving(GatewayBench(tmp_path)) as running:

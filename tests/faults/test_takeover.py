@@ -183,7 +183,7 @@ def test_whatever_ran_when_it_was_killed_ends_as_it_should(gateway: GatewayProce
     assert (ends["ended"]["result"]["exit_code"], said(gateway, ids["ended"])) == (9, "begun\nrun\n")
     assert ends["ended"]["result"]["stdout"] == ends["again"]["result"]["stdout"] == "begun\nrun\n"
     assert ends["timed"]["result"]["stdout"] == "begun\n"
-    # What the next gateway needs to join a command is told as overhead (docs/decisions/restart.md).
+    # What the next gateway needs to join a command is told as overhead (docs/DECISIONS.md).
     assert ends["timed"]["overhead_ms"] + ends["timed"]["execution_ms"] > 1900
     for trajectory in ("timed", "forsaken", "cancelled", "attached"):
         assert shell(gateway, "ps -e | grep -c sleep || true", trajectory) == "0\n"
