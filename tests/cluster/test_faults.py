@@ -162,27 +162,6 @@ def test_the_gateways_own_machine_draws_nothing_new_while_its_engine_is_dead_or_
     assert {each["state"] for each in ends} == {"succeeded"} and "local" in {each["node"] for each in ends}
 
 
-def test_an_idempotent_action_of_a_lost_node_runs_elsewhere_once(
-    start_gateway: StartGateway, make_node: MakeNode
-) -> None:
-    gateway = start_gateway(lost_after="6s")
-    first, second = make_node(gateway, "n1"), make_node(gateway, "n2", core=0)
-    first.start()
-    gateway.until_state("n1", "ready")
-    mine = gateway.submit("there_again", "echo begun; exec sleep 1000")
-    begun(gateway, mine)
-    first.kill()
-    gateway.until_state("n1", "lost")
-    until(lambda: gateway.record(mine)["state"] == "queued", "it waits for another node")
-    second.start()
-    until(lambda: gateway.record(mine)["state"] == "running", "it runs on the other node")
-    found = gateway.record(mine)
-    assert (found["node"], found["attempt"]) == ("n2", 2), found
-    assert [each["reason"] for each in found["attempts"]] == ["node_lost"]
-    with gateway.client() as client:
-        assert client.cancel(mine).state == "cancelled"
-
-
 def test_a_frozen_node_that_wakes_after_it_was_given_up_ends_all_that_it_has_before_it_serves(
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -165,54 +164,6 @@ def test_one_service_serves_on_two_nodes_and_is_copied_to_the_idle_one(
     assert [[copy["service"] for copy in device["resident"]] for device in pool["devices"]] == [[service], [service]]
 
 
-def test_a_node_that_has_not_got_the_checkpoint_or_a_device_says_so_and_the_others_serve(
-    start_models: StartModels, make_node: MakeNode, teacher: Path, tmp_path: Path
-) -> None:
-    here, away = tmp_path / "shared" / "model", tmp_path / "shared" / "away"
-    shutil.copytree(teacher, here)
-    gateway = start_models({"judge": model(here)})
-    make_node(gateway, "n1").start(devices=f"cpu:1:{DEVICE}")
-    gateway.until_able("n1", "judge")
-    here.rename(away)
-    make_node(gateway, "n2").start(devices=f"cpu:1:{DEVICE}")
-    make_node(gateway, "n3").start(devices="none")
-    until(lambda: all("judge" in gateway.unable(name) for name in ("n2", "n3")), "both have said why not")
-    away.rename(here)
-    assert str(here) in gateway.unable("n2")["judge"]
-    assert "tangram node join --devices" in gateway.unable("n3")["judge"]
-    asked = [gateway.answer("judge") for _ in range(3)]
-    assert {each["node"] for each in asked} == {"n1"}
-    assert not gateway.has("n2").resident, "nothing is copied to where it cannot be"
-
-
-def test_the_next_gateway_hears_from_the_node_what_is_resident_and_uses_it(
-    start_models: StartModels, make_node: MakeNode, teacher: Path
-) -> None:
-    gateway = start_models({"judge": model(teacher)})
-    make_node(gateway, "n1").start(devices=f"cpu:2:{DEVICE}")
-    gateway.until_able("n1", "judge")
-    assert gateway.answer("judge")["usage"]["restored"] == 1.0
-    until(lambda: len(_chunks(gateway, "n1")) == 2, "the second device has a copy")
-    # What the restore took may reach a gateway after its answer; each next one is told all of it as the node joins.
-    told = [_restarted(gateway).costs("n1") for _ in range(2)]
-    assert gateway.answer("judge")["usage"]["restored"] == 0.0
-    assert (gateway.pool("gpu")["hits"], gateway.pool("gpu")["restores"]) == (1, 0)
-    assert all(told[0].values()) and told[0] == told[1] == gateway.costs("n1"), (
-        "and so are the costs, as measured there"
-    )
-
-
-def _restarted(gateway: ModelGateway) -> ModelGateway:
-    """The next gateway, once the node has told it of its two copies."""
-    listen = gateway.door[0]
-    gateway.kill()
-    gateway.listen_at(listen)
-    gateway.start()
-    gateway.until_able("n1", "judge")
-    until(lambda: len(_chunks(gateway, "n1")) == 2, "the node has told it anew")
-    return gateway
-
-
 def test_a_daemon_that_is_killed_takes_its_device_processes_along_and_what_may_runs_again(
     start_models: StartModels, make_node: MakeNode, teacher: Path
 ) -> None:
@@ -236,7 +187,3 @@ def test_a_daemon_that_is_killed_takes_its_device_processes_along_and_what_may_r
     assert (again["state"], again["node"]) == ("succeeded", "n1"), again
     assert (once["state"], once["reason"]) == ("lost", "node_lost"), once
     assert gateway.answer("once", max_new_tokens=4)["node"] == "n1"
-
-
-def _chunks(gateway: ModelGateway, name: str) -> list[tuple[int, int]]:
-    return [chunk for chunks in gateway.has(name).resident.values() for chunk in chunks]

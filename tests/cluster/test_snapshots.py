@@ -147,63 +147,6 @@ def test_a_snapshot_outlives_daemon_and_gateway_and_what_was_deleted_meanwhile_g
     assert kept("n1") == []
 
 
-def test_a_cut_in_the_middle_of_a_snapshot_takes_no_second_one(
-    start_gateway: StartGateway, make_node: MakeNode, make_relay: MakeRelay, kept: Kept
-) -> None:
-    gateway = start_gateway()
-    relay = make_relay(gateway)
-    joined(gateway, make_node(gateway, "n1"), relay.address)
-    with gateway.client() as client, ThreadPoolExecutor(1) as pool:
-        opened(client)
-        relay.block("to the gateway")
-        taking = pool.submit(taken, client)
-        until(lambda: bool(kept("n1")), "the node has it, and nobody has heard of that")
-        relay.cut()
-        relay.mend()
-        snapshot = taking.result(DEADLINE_S)
-        assert kept("n1") == known(client) == [snapshot.snapshot]
-        assert reads(client, "f", snapshot.snapshot) == "t\n"
-
-
-@pytest.mark.parametrize("fork", [False, True], ids=["snapshot", "fork"])
-def test_a_daemon_that_is_killed_while_it_writes_one_leaves_nothing_of_it_and_takes_the_next_whole(
-    start_gateway: StartGateway, make_node: MakeNode, kept: Kept, tmp_path: Path, fork: bool
-) -> None:
-    gateway = start_gateway()
-    node = make_node(gateway, "n1")
-    joined(gateway, node)
-    place = tmp_path / "n1" / "state" / "sandboxes" / "snapshots"
-
-    def begin(client: Client) -> object:
-        trajectory = client.trajectory("t", function="there")
-        return trajectory.fork(["f1"]) if fork else trajectory.snapshot()
-
-    with gateway.client() as client, ThreadPoolExecutor(1) as pool:
-        opened(client)
-        large = client.trajectory("t", function="there").exec("head -c 40000000 /dev/urandom > large; sha256sum large")
-        taking = pool.submit(begin, client)
-        until(lambda: any(place.glob("*/record.json")), "it is being written")
-        node.kill()
-        half = not kept("n1")
-        gateway.until_state("n1", "suspect")
-        joined(gateway, node)
-        with suppress(TangramError):  # it may have been asked again, and then it is whole
-            taking.result(DEADLINE_S)
-        print("killed in the middle" if half else "killed once it was whole")
-        until(lambda: kept("n1") == known(client), "both sides know the same")
-        until(lambda: len(list(place.glob("*"))) == len(kept("n1")), "nothing half is left")
-        with suppress(NotFoundError):  # a fork that is whole has its trajectory
-            client.end_trajectory("f1")
-        snapshot = taken(client)
-        with client.trajectory("f2", function="there", snapshot=snapshot.snapshot) as forked:
-            found = forked.exec("cat file; sha256sum large")
-            assert found.result["stdout"] == "t\n" + large.result["stdout"], found
-        client.trajectory("t").close()
-        for id in known(client):
-            client.remove_snapshot(id)
-    assert kept("n1") == []
-
-
 def test_what_a_killed_gateway_was_not_told_of_is_removed_when_its_node_joins_the_next(
     start_gateway: StartGateway, make_node: MakeNode, make_relay: MakeRelay, kept: Kept
 ) -> None:
@@ -260,21 +203,3 @@ def test_a_snapshot_of_a_lost_node_says_so_and_is_there_again_with_its_node(
             reads(client, "i", snapshot)
         client.remove_snapshot(snapshot)
         assert known(client) == []
-
-
-def test_all_nodes_together_keep_no_more_than_they_may(
-    start_gateway: StartGateway, make_node: MakeNode, kept: Kept
-) -> None:
-    gateway = start_gateway(snapshots={"count_max": 2})
-    joined(gateway, make_node(gateway, "n1"))
-    with gateway.client() as client:
-        opened(client)
-        first = taken(client).snapshot
-        client.trajectory("f", function="there", snapshot=first).open()
-        second, third = taken(client).snapshot, taken(client).snapshot
-        assert known(client) == sorted((first, third)), "the one in use stays, though it was used least recently"
-        until(lambda: kept("n1") == known(client), "its node has removed the other")
-        client.trajectory("g", function="there", snapshot=third).open()
-        with gateway.client(ONCE) as impatient, pytest.raises(CapacityExceededError, match="on nodes are in use"):
-            taken(impatient)
-        assert known(client) == sorted((first, third)) and second not in known(client)

@@ -76,23 +76,6 @@ def test_a_full_disk_is_a_503_with_its_reason_and_what_was_accepted_is_done_once
         gateway.stop()
 
 
-def test_a_disk_that_is_nearly_full_is_told_before_it_is(tmp_path: Path, small_disk: Path, deeds: Deeds) -> None:
-    gateway = faulty(tmp_path, deeds, {"free_min": 4 * 2**20})
-    gateway.start()
-    try:
-        until(lambda: HTTP.get(f"{gateway.url}/readyz").status_code == 200, "it is ready")
-        filler = small_disk / "filler"
-        filler.write_bytes(bytes(3 * 2**20))
-        told = HTTP.get(f"{gateway.url}/readyz")
-        assert told.status_code == 503
-        assert "server.free_min" in told.text
-        assert submit(gateway, "meanwhile").status_code == 202, "there is room for a record"
-        filler.unlink()
-        assert HTTP.get(f"{gateway.url}/readyz").status_code == 200
-    finally:
-        gateway.stop()
-
-
 def test_more_connections_than_descriptors_are_told_503_and_none_is_reset(tmp_path: Path, deeds: Deeds) -> None:
     descriptors = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], DESCRIPTORS_MAX)
     gateway = faulty(tmp_path, deeds, {"descriptors_reserved": descriptors - 64})

@@ -21,8 +21,6 @@ from runtimes.model.engine import (
     Gpu,
     Restores,
     discover,
-    has_moved,
-    middle,
     nvml,
     used_bytes,
     visible_gpus,
@@ -83,15 +81,6 @@ def test_another_checkpoint_under_the_same_name_is_measured_anew() -> None:
     restores = Restores(1.0)
     restores.add("a", 1, 100, 1.0)
     assert restores.estimate("a", {1: 400}) == {1: 4.0}
-
-
-def test_the_middle_is_the_value_the_mean_or_the_mean_of_the_middle_third() -> None:
-    assert (middle([5.0]), middle([1.0, 2.0]), middle([1.0, 2.0, 90.0])) == (5.0, 1.5, 2.0)
-
-
-def test_a_tenth_is_worth_telling() -> None:
-    assert not has_moved({1: 1.0}, {1: 1.09})
-    assert has_moved({1: 1.0}, {1: 1.2}) and has_moved({1: 1.0, 2: 1.0}, {1: 1.0, 2: 0.8}) and has_moved({}, {1: 0.1})
 
 
 @pytest.mark.parametrize(("declared", "made"), [(0, 1), (1, 1), (3, 2), (8, 8)])

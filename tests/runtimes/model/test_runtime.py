@@ -111,16 +111,6 @@ async def test_a_dop_that_does_not_divide_is_refused_at_registration(tmp_path: P
         await runtime.prepare(function(path, ModelAction.LOGPROBS, (1, 2, 4)))
 
 
-async def test_a_corrupt_checkpoint_is_refused_at_registration(
-    checkpoint: Write, tmp_path: Path, runtime: ModelRuntime
-) -> None:
-    path = tmp_path / "cut"
-    shutil.copytree(checkpoint("qwen3", "lm"), path)
-    os.truncate(path / "model.safetensors", 10_000)
-    with pytest.raises(InvalidConfig, match=r"model\.safetensors"):
-        await runtime.prepare(function(path, ModelAction.LOGPROBS))
-
-
 async def test_a_model_larger_than_a_device_or_the_host_bound_is_refused(
     checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
@@ -184,24 +174,6 @@ async def test_what_the_manager_evicts_is_gone_and_the_report_says_so(
     await runtime.execute(execution(second, GIVEN, evict=(first.model.service,)))
     assert reports[0] == {first.model.service: ((0, 1),)}
     assert reports[-1] == {second.model.service: ((0, 1),)}
-    await runtime.close()
-
-
-async def test_a_device_too_full_for_two_evicts_the_least_recently_used(
-    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
-) -> None:
-    models = [function(checkpoint("qwen3", "lm", seed), ModelAction.LOGPROBS) for seed in (0, 1, 2)]
-    size = await footprint_bytes(models[0], settings, fork_server)
-    runtime = ModelRuntime(replace(settings, devices=1, device_bytes=2 * size), fork_server=fork_server)
-    restored = []
-    for index in (0, 1, 0, 2, 0, 1):
-        result = await runtime.execute(execution(models[index], GIVEN))
-        restored.append(int(result.usage["restored"]))
-        rows = value(result)["logprobs"]
-        assert isinstance(rows, list)
-        assert rows[0] == pytest.approx(plain_logprobs(models[index].model.path, IDS[0]), abs=1e-5)  # type: ignore[union-attr]
-    assert restored == [1, 1, 0, 1, 0, 1]
-    assert runtime.resources()["hit_rate"] == pytest.approx(1 / 3, abs=1e-3)
     await runtime.close()
 
 
@@ -667,20 +639,3 @@ def asking(function: FunctionSpec, id: str) -> Submission:
     given = {"token_ids": [[7, 3, 99, 12]]}
     action = formulate(function, id=id, input=given, trajectory=None, task="default", history=History(), now_s=0.0)
     return Submission(action=action, call=Call(function=function, input=given, log=NoLog()))
-
-
-@pytest.mark.parametrize("dop", [1, 2])
-async def test_a_service_in_use_is_copied_to_the_idle_device_and_found_there(
-    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer, dop: int
-) -> None:
-    asked = function(checkpoint("qwen3", "lm"), ModelAction.LOGPROBS, (dop,))
-    assert asked.model is not None
-    asked = replace(asked, model=replace(asked.model, batch_tokens=1))  # each alone
-    size = replace(settings, devices=2 * dop)
-    async with serving((asked,), size, fork_server) as (engine, executor):
-        await asyncio.gather(*engine.submit([asking(asked, "first")]))
-        assert executor.answers == [True]
-        ends = await asyncio.gather(*engine.submit([asking(asked, "second"), asking(asked, "third")]))
-    assert [end.outcome.usage["restored"] for end in ends] == [0.0, 0.0]
-    assert {end.lease.grants["gpu"].chunk for end in ends if end.lease is not None} == {(0, dop), (dop, dop)}
-    assert engine.replicas() == {"started": 1, "under_way": 0, "hits": 1, "wasted": 0, "failed": 0}

@@ -532,18 +532,6 @@ async def test_a_directory_that_is_too_large_is_run_as_it_is_and_the_log_says_so
         await HandlerCopies(tmp_path / "copies").of(handler(tmp_path / "nowhere"))
 
 
-async def test_a_new_revision_serves_new_actions_while_the_old_one_ends(
-    runtime: HandlerRuntime, function: Function
-) -> None:
-    old = function("def score(event, context): return 'old'", revision="1")
-    new = function("def score(event, context): return 'new'", revision="2")
-    await runtime.prepare(old)
-    assert await call(runtime, old) == "old"
-    await runtime.prepare(new)
-    assert (await call(runtime, new), await call(runtime, old)) == ("new", "old")
-    assert runtime.instances() == {"reward": 1}
-
-
 async def test_a_revision_that_is_prepared_and_never_served_takes_nothing_from_the_one_that_is(
     runtime: HandlerRuntime, function: Function
 ) -> None:

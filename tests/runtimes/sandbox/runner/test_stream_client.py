@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.errors import ActionFailed, Reason
-from runtimes.sandbox.command import Command, ResumableCommand
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.client import MARKER, SocketStream, StreamClient, encode_json
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError, encode
-from runtimes.sandbox.session import InteractiveSession, SessionSettings
 
 DEADLINE_S = 60.0
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -154,36 +153,6 @@ async def test_a_cancelled_command_is_killed_before_it_is_let_go(tmp_path: Path)
         steps.append("let go")
         assert not client.lost.is_set()
     assert steps == ["killed", "let go"]
-
-
-STANDING = {"start": 0, "input": 0, "waiting": 0}
-
-
-@pytest.mark.parametrize(
-    ("claimed", "told"),
-    [
-        (False, [STANDING]),
-        (True, [STANDING, STANDING]),
-        *((True, [{**STANDING, key: value}]) for key in STANDING for value in (-1, 2**63)),
-    ],
-)
-async def test_a_session_stands_where_it_was_claimed_once_and_nowhere_else(
-    tmp_path: Path, claimed: bool, told: list[dict[str, int]]
-) -> None:
-    async def stand(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _, number, _ = await next_frame(reader)
-        writer.writelines(encode_json(wire.STANDING, number, standing) for standing in told)
-        writer.write(encode(wire.EXIT, number, b'{"code": 0}'))
-        await reader.read()
-
-    session = InteractiveSession(SessionSettings(), None)
-    async with speaking(tmp_path, stand) as client:
-        if claimed:
-            client.resumable["a/"] = ResumableCommand(0.0, running=True)
-        with pytest.raises(ActionFailed, match="protocol"):
-            await client.run(Command(shell="x", claim="a/", session=session))
-        assert client.distrusted
-    assert session.start == 0
 
 
 async def test_more_output_than_was_allowed_is_not_kept(tmp_path: Path) -> None:
