@@ -23,7 +23,6 @@ from tangram.types import (
     BatchItem,
     BatchRequest,
     BatchVerdict,
-    ConfigDiff,
     DurationInfo,
     FileEntry,
     FileList,
@@ -31,32 +30,23 @@ from tangram.types import (
     FunctionInfo,
     FunctionList,
     Health,
-    HostImagesInfo,
     Invocation,
     InvocationPage,
     LeaseAnswer,
     LeaseRequest,
     LogEnd,
     LogLine,
-    ModelsInfo,
     Problem,
-    Purged,
-    QueueEntry,
-    QueuePage,
     Reason,
-    ResourcesInfo,
     RetryInfo,
     SandboxChoice,
-    SandboxesInfo,
     State,
     StepExpectation,
     StepInfo,
     StepList,
-    TaskList,
     TrajectoryInfo,
     TrajectoryOpening,
     TrajectoryPage,
-    WaitCause,
 )
 
 #: What answers one request; it may raise an `httpx.TransportError`.
@@ -203,10 +193,6 @@ def listed(record: Invocation) -> Invocation:
     return msgspec.structs.replace(record, input=UNSET, result=UNSET)
 
 
-#: What a submitted invocation waits for.
-WAITS_FOR = "somebody who waits for it"
-
-
 def function_info(name: str) -> FunctionInfo:
     """Return the description of a scripted function."""
     return FunctionInfo(
@@ -226,35 +212,6 @@ def function_info(name: str) -> FunctionInfo:
     )
 
 
-def resources_info() -> ResourcesInfo:
-    """Return the description of a gateway that has nothing."""
-    return ResourcesInfo(
-        nodes=(),
-        pools={},
-        sandboxes=SandboxesInfo(
-            kind="process",
-            engine="scripted",
-            isolation="none: nothing is run",
-            runtime="",
-            runtimes=(),
-            limits={},
-            weakenings=(),
-        ),
-        models=ModelsInfo(
-            actions=0,
-            executions=0,
-            swaps=0,
-            hit_rate=0.0,
-            evictions=0,
-            restore_s=0.0,
-            restored_bytes=0,
-            devices=(),
-            services={},
-            host_images=HostImagesInfo(),
-        ),
-    )
-
-
 def trajectory_info(name: str, task: str) -> TrajectoryInfo:
     """Return the description of a living trajectory."""
     return TrajectoryInfo(
@@ -267,20 +224,6 @@ def trajectory_info(name: str, task: str) -> TrajectoryInfo:
         queued=0,
         active=None,
         idle_s=0.0,
-    )
-
-
-def waiting_entry(record: Invocation) -> QueueEntry:
-    """Return the description of a submitted invocation that nobody has waited for yet."""
-    return QueueEntry(
-        id=record.id,
-        function=record.function,
-        task=record.task,
-        trajectory=record.trajectory,
-        age_s=0.0,
-        cost={"cpu": (1, 1)},
-        waits_for=WAITS_FOR,
-        cause=WaitCause(kind="units", text=WAITS_FOR),
     )
 
 
@@ -399,15 +342,8 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         yield "GET", invocation, self._get
         yield "GET", f"{invocation}/logs", self._logs
         yield "POST", f"{invocation}/cancel", self._cancel
-        yield "POST", f"/v1/dead-letters/{name}/redrive", self._no_letter
-        yield "DELETE", f"/v1/dead-letters/{name}", self._no_letter
-        yield "DELETE", "/v1/dead-letters", lambda request: json_answer(Purged(purged=0))
         yield "GET", "/v1/functions", self._functions
         yield "GET", f"/v1/functions/{name}", self._function
-        yield "PUT", "/v1/config", lambda request: json_answer(ConfigDiff(applied=True))
-        yield "GET", "/v1/resources", lambda request: json_answer(resources_info())
-        yield "GET", "/v1/queue", self._queue
-        yield "GET", "/v1/tasks", lambda request: json_answer(TaskList(tasks=()))
         yield "GET", f"/v1/tasks/{name}/steps", self._list_steps
         yield "PUT", f"/v1/tasks/{name}/steps/{name}", self._tell_step
         yield "GET", "/v1/trajectories", self._list_trajectories
@@ -544,9 +480,6 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         call.end(None, ScriptedFailure("cancelled", "cancelled by request"))
         return json_answer(call.record)
 
-    def _no_letter(self, request: httpx.Request, id: str) -> httpx.Response:
-        raise ScriptedRefusal(409, "conflict", f"{self._known(id).record.id} is no dead letter")
-
     def _known(self, id: str) -> ScriptedCall:
         for call in self.calls:
             if call.record.id == id:
@@ -562,11 +495,6 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         if name not in self.functions:
             raise ScriptedRefusal(404, "not_found", f"no function {name!r}")
         return json_answer(function_info(name))
-
-    def _queue(self, request: httpx.Request) -> httpx.Response:
-        waiting = [waiting_entry(call.record) for call in self.calls if not call.record.ended]
-        shown = tuple(waiting[: int(request.url.params.get("limit", "100"))])
-        return json_answer(QueuePage(waiting=len(waiting), queue=shown, next_cursor=None))
 
     # Trajectories
 

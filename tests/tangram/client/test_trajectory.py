@@ -229,7 +229,7 @@ async def test_calls_that_last_leave_connections_to_the_others() -> None:
         lasting = [asyncio.create_task(client.invoke("f", {})) for _ in range(5)]
         async with asyncio.timeout(DEADLINE_S):
             assert len(await client.functions()) == 1
-            assert await client.tasks() == ()
+            assert await client.trajectories() == []
         release.set()
         assert all(each.result is True for each in await asyncio.gather(*lasting))
 

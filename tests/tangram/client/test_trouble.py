@@ -28,12 +28,12 @@ def test_retries_are_bounded_in_number_and_in_time() -> None:
     gateway = ScriptedGateway()
     gateway.trouble(*[refusal(429, "quota_exceeded", retry_after_s=0.001)] * 3)
     with Client(transport=gateway, retries=QUICK) as client, pytest.raises(QuotaExceededError):
-        client.queue()
+        client.functions()
     assert len(gateway.requests) == 3
     gateway = ScriptedGateway()
     gateway.trouble(refusal(429, "quota_exceeded", retry_after_s=60.0))
     with Client(transport=gateway, retries=QUICK) as client, pytest.raises(QuotaExceededError) as caught:
-        client.queue()
+        client.functions()
     assert (len(gateway.requests), caught.value.retry_after_s) == (1, 60.0)
 
 
@@ -99,7 +99,7 @@ def test_a_restart_is_outlasted_and_an_outage_that_does_not_end_is_not(monkeypat
         clock.now_s = 0.0
         gateway.trouble(*[broken(httpx.ConnectError)] * 100)
         with pytest.raises(ConnectionFailed):
-            client.queue()
+            client.functions()
         assert 60 <= clock.now_s < 70
 
 
@@ -109,10 +109,10 @@ def test_an_address_at_which_nobody_listens_is_waited_for_as_long_as_is_said_unt
     impatient = Retries(outage_s=60.0, refused_s=0.0)
     with Client(f"http://127.0.0.1:{port}", retries=impatient) as client:
         with pytest.raises(ConnectionFailed) as failure:
-            client.queue()
+            client.functions()
         assert failure.value.detail["refused"]
     with pytest.raises(ConnectionFailed), Client("http://no-such-host.invalid", retries=impatient) as client:
-        client.queue()
+        client.functions()
     refused = ConnectionFailed("refused", detail={"sent": False, "refused": True})
     assert impatient.next_try_s(refused, 1, 1.0, repeatable=True) is not None, "it has answered before: it restarts"
     assert impatient.next_try_s(refused, 1, 1.0, repeatable=True, new=True) is None
@@ -189,14 +189,14 @@ def test_an_answer_that_is_not_ours_is_quoted() -> None:
     gateway = ScriptedGateway()
     gateway.trouble(lambda request: httpx.Response(502, text="<html>bad gateway</html>"))
     with Client(transport=gateway) as client, pytest.raises(UnreadableAnswerError, match="502: <html>bad gateway"):
-        client.queue()
+        client.functions()
 
 
 def test_an_answer_of_another_kind_is_quoted() -> None:
     gateway = ScriptedGateway()
     gateway.trouble(lambda request: httpx.Response(200, json={"greeting": "hello"}))
     with Client(transport=gateway) as client, pytest.raises(UnreadableAnswerError, match="greeting"):
-        client.queue()
+        client.functions()
 
 
 def test_what_answers_and_speaks_no_http_is_not_asked_again() -> None:
@@ -212,7 +212,7 @@ def test_what_answers_and_speaks_no_http_is_not_asked_again() -> None:
         speaker = threading.Thread(target=answer)
         speaker.start()
         with Client(f"http://127.0.0.1:{peer.getsockname()[1]}") as client, pytest.raises(ConnectionFailed) as caught:
-            client.queue()
+            client.functions()
         speaker.join(30)
     assert len(asked) == 1
     assert "speaks no HTTP" in caught.value.message
@@ -250,7 +250,7 @@ def test_who_is_not_trusted_is_not_asked_again() -> None:
 
     asked: list[httpx.Request] = []
     with Client(transport=httpx.MockTransport(distrusted)) as client, pytest.raises(ConnectionFailed) as caught:
-        client.queue()
+        client.functions()
     assert (len(asked), caught.value.detail["tls"]) == (1, True)
 
 
@@ -260,7 +260,7 @@ def test_where_nobody_answers_the_remedy_is_named_with_the_gateways_that_serve_h
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "links"))
     with Client("http://127.0.0.1:9", retries=Retries(outage_s=0.0)) as client:
         with pytest.raises(ConnectionFailed, match=r"is `tangram serve` running.*TANGRAM_SERVER"):
-            client.queue()
+            client.functions()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             (tmp_path / "state").mkdir()
@@ -271,4 +271,4 @@ def test_where_nobody_answers_the_remedy_is_named_with_the_gateways_that_serve_h
             (links_dir() / f"127.0.0.1:{port}").symlink_to(tmp_path / "state")
             (links_dir() / "127.0.0.1:1").symlink_to(tmp_path / "state")
             with pytest.raises(ConnectionFailed, match=rf"; yours serves at http://127\.0\.0\.1:{port} \("):
-                client.queue()
+                client.functions()
