@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, get_args
 
-from gateway.config.schema import form_name, key_of, schema
+from gateway.config.schema import ClusterConfig, NodeConfig, SandboxConfig, ServerConfig, form_name, key_of, schema
 from manager.function import settings_of
 from manager.resources.pools import KINDS as RESOURCE_KINDS
 from runtimes.kind import Kind, Schema
@@ -43,6 +43,14 @@ def _kind_chapters(kind: Kind) -> Iterator[tuple[str, str]]:
         yield name, f"{path}, runtime {kind.name}" if at_top else path
 
 
+def _whole(noun: type, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the chapter of a section and those of the sections within it."""
+    yield noun.__name__, path
+    yield from _sections(noun, path)
+
+
+#: Of the section ``sandbox``: chapters of functions, which are its defaults.
+_OF_FUNCTIONS = ("TrajectoryChoices", "Warm")
 #: Definitions in reading order: (name in the schema, where it stands in the YAML).
 CHAPTERS = (
     ("ExecFunction", "functions.NAME"),
@@ -57,33 +65,10 @@ CHAPTERS = (
     ("RetrySpec", "functions.NAME.retry"),
     *((spec.__name__, f"resources.NAME, kind {spec.kind}") for spec in RESOURCE_KINDS),
     ("TaskSpec", "tasks.NAME"),
-    ("ServerConfig", "server"),
-    ("TlsSection", "server.tls"),
-    ("RetentionSection", "server.retention"),
-    ("CallbacksSection", "server.callbacks"),
-    ("TracesSection", "server.traces"),
-    ("SessionSettings", "server.sessions"),
-    ("FacadesSection", "server.facades"),
-    ("RewardsFacade", "server.facades.rewards"),
-    ("SandboxFusionFacade", "server.facades.sandboxfusion"),
-    ("ModelsFacade", "server.facades.models"),
-    ("McpFacade", "server.facades.mcp"),
-    ("SwerexFacade", "server.facades.swerex"),
-    ("DockerFacade", "server.facades.docker"),
-    ("NodeConfig", "node"),
-    ("CpuConfig", "node.cpu"),
-    ("DevicesConfig", "node.devices"),
-    ("ClusterConfig", "cluster"),
-    ("NodeSnapshotSettings", "cluster.snapshots"),
-    ("RaySettings", "cluster.ray"),
-    ("SandboxConfig", "sandbox"),
-    ("IdSettings", "sandbox.ids"),
-    ("DockerSettings", "sandbox.docker"),
-    ("RegistryLogin", "sandbox.docker.registries.REGISTRY"),
-    ("DiskSettings", "sandbox.disk_bound"),
-    ("UserIds", "sandbox.uids"),
-    ("SnapshotSettings", "sandbox.snapshots"),
-    ("RequirementSettings", "sandbox.requirements"),
+    *_whole(ServerConfig, "server"),
+    *_whole(NodeConfig, "node"),
+    *_whole(ClusterConfig, "cluster"),
+    *((name, path) for name, path in _whole(SandboxConfig, "sandbox") if name not in _OF_FUNCTIONS),
     ("ModelSettings", "models"),
     ("SchedulerConfig", "scheduler"),
     ("PolicySection", "scheduler.policy, with constants"),
