@@ -17,8 +17,6 @@ from tangram.cli.main import VerbGroup
 from tangram.cli.options import (
     Duration,
     connected,
-    function_names,
-    invocation_ids,
     json_option,
     limit_option,
     whole_id,
@@ -62,7 +60,7 @@ _raw = click.option(
 
 
 @click.command()
-@click.argument("function", shell_complete=function_names)
+@click.argument("function")
 @click.argument("input", default="{}")
 @click.option("--trajectory", metavar="ID", help="The rollout whose sandbox it needs.")
 @click.option("--task", metavar="NAME", help="The RL task it belongs to.")
@@ -166,7 +164,7 @@ def ps(
 
 
 @click.command("show")
-@click.argument("id", shell_complete=invocation_ids())
+@click.argument("id")
 @click.option("--wait", "wait_s", type=Duration(), help="Wait so long for its end first.")
 @json_option
 @connected
@@ -192,7 +190,7 @@ def show_invocation(client: Client, id: str, wait_s: float | None, as_json: bool
 
 
 @click.command()
-@click.argument("id", shell_complete=invocation_ids())
+@click.argument("id")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the invocation has ended.")
 @click.option("--offset", default=0, show_default=True, type=click.IntRange(min=0), help="First record to show.")
 @click.option(
@@ -219,7 +217,7 @@ def logs(client: Client, id: str, follow: bool, offset: int, output: Path | None
 
 
 @click.command()
-@click.argument("ids", nargs=-1, required=True, shell_complete=invocation_ids("running"))
+@click.argument("ids", nargs=-1, required=True)
 @json_option
 @connected
 def cancel(client: Client, ids: tuple[str, ...], as_json: bool) -> None:

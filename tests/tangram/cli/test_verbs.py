@@ -190,24 +190,6 @@ async def test_a_trajectory_is_opened_with_what_it_chooses(served: Served, gatew
     assert (await served("trajectories", "open", "u", "-e", "A"))[0] == 2
 
 
-async def test_a_shell_is_offered_functions_and_ids(
-    served: Served, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (await gateway.invoke({})).status_code == 200
-
-    async def offered(words: str) -> str:
-        monkeypatch.setenv("_TANGRAM_COMPLETE", "bash_complete")
-        monkeypatch.setenv("COMP_WORDS", words)
-        monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
-        return (await served())[1]
-
-    assert "echo" in await offered("tangram invoke ec")
-    assert "shell" not in await offered("tangram invoke ec")
-    assert "plain,1" in await offered("tangram show ")
-    assert "cancel" in await offered("tangram can")
-    assert not (await offered("tangram --server http://127.0.0.1:9 invoke ec")).strip(), "no gateway answers there"
-
-
 async def test_a_mistyped_function_is_told_the_nearest(served: Served) -> None:
     status, _, err = await served("invoke", "ecko")
     assert status == 66 and "did you mean 'echo'?" in err
