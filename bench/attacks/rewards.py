@@ -135,6 +135,8 @@ try:
 except OSError:
     pass
 '"""
+#: Leaves a tree that nobody walks through by itself.
+DEEP_TREE = 'cd /dev/shm; python3 -c \'import os; [(os.mkdir("d"), os.chdir("d")) for _ in range(3000)]\''
 #: What root inside may say to the runner.
 DEEP = """
 import socket, struct
@@ -615,6 +617,8 @@ ATTACKS = (
         name="a_module_without_end", acts=("mkdir -p tests; mkfifo aside.py; ln -s /dev/zero tests/test_z.py",)
     ),
     last("memory_is_left", "head -c 40000000 /dev/zero > /dev/shm/x", given=True, fresh=False),
+    last("a_deep_tree_in_memory", DEEP_TREE, given=True, fresh=False),
+    last("root_takes_python_away", "rm -rf /usr/lib/python3*", user="root", note=GONE, fresh=False),
     last(
         "root_takes_pytest_away",
         "rm -rf $(python3 -c 'import os, pytest; print(os.path.dirname(pytest.__file__))')",

@@ -157,6 +157,8 @@ logger = structlog.get_logger("sandbox")
 PATH_MAX_BYTES = 4096
 #: Who runs the programs of a solution beside its tests: an id to which no image gives files.
 SOLUTION_USER = "65533"
+#: What is added for it to the id of a sandbox's own user, where ids are the machine's and not of the sandbox alone.
+SOLUTIONS = 2**20
 
 
 class Sandbox:
@@ -296,13 +298,19 @@ class Sandbox:
         """Return 32 hexadecimal digits that nobody inside can know, and that the next gateway knows too."""
         return hmac.new(self._record.token.encode(), purpose.encode(), "sha256").hexdigest()[:32]
 
+    @property
+    def solution_user(self) -> str:
+        """Who runs the programs of a solution: no other sandbox has that user, nor by it the kernel's quotas."""
+        uid = self._record.uid
+        return str(uid + SOLUTIONS) if uid >= FIRST else SOLUTION_USER
+
     async def spawn(self, command: Command) -> SandboxProcess:
         """Start a long-lived process; raises InvalidInput for a user that cannot be.
 
         ``stdin`` is written first and left open. No output limit applies, and ``timeout_s`` only if it is finite
         (``math.inf``: until killed).
         """
-        if command.user != SOLUTION_USER:
+        if command.user != self.solution_user:
             self._require_allowed(command.user)
         await self._thaw()  # it may be that of a transfer, with whose end the others stand still again
         return await self._client.spawn(command)
@@ -857,6 +865,11 @@ USERS_COMPONENT = "sandbox"
 LOWEST = 1000
 #: Where a range begins that nobody has set: above what machines give to users, and below what archives can hold.
 FIRST = 1_000_000
+
+
+def is_solutions(user: str) -> bool:
+    """Return whether this is who runs the programs of a solution, in some sandbox."""
+    return user == SOLUTION_USER or int(user) >= FIRST + SOLUTIONS
 
 
 class OwnUsers:

@@ -33,7 +33,8 @@ from typing import Any
 #: The modules that lie in a directory of their own.
 MODULE, BASELINE, START, PROGRAMS = "tangram_pytest", "tangram_baseline", "tangram_start", "tangram_grading"
 #: Variables by which a project would have a part in Python's start, and what precedes the names that they have then.
-HIDE, HIDDEN = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP"), "TANGRAM_HIDDEN_"
+HIDE = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONSTARTUP", "PYTHONPYCACHEPREFIX")
+HIDDEN = "TANGRAM_HIDDEN_"
 #: What tells the processes of a run where the project's modules are, and what their environment was.
 PROJECT = "TANGRAM_PROJECT"
 NOTICED_MAX = 10
@@ -159,6 +160,7 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
     if not plugin.drop_bytecode(paths):
         # What was compiled before could not be taken away: nothing of it is read.
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(directory) / "compiled")
+        project["environment"]["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     plugin._reporter, plugin._has_workers = plugin.Reporter(send), workers > 1
     plugin._selection = plugin.TestSelection(told["wanted"], told["prefixes"], told["done"])
     plugin._test_timeout_s = told["test_timeout_s"]

@@ -51,6 +51,19 @@ PROGRAM = "the tests started as their own user "
 OURS = (MODULE, BASELINE, START, PROGRAMS)
 #: What Python says before it starts a program. One that it starts as another user is no matter (`programs`).
 STARTS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"})
+#: Of that, and what else it says before it runs code or loads a library, or lets data name what is called.
+WATCHED = STARTS | {"exec", "import", "ctypes.dlopen", "pickle.find_class", "sqlite3.load_extension"}
+#: Modules that load libraries or start Python, without a word from Python.
+UNSEEN = frozenset(
+    {"_cffi_backend", *(f"multiprocessing.{name}" for name in ("popen_spawn_posix", "forkserver", "resource_tracker"))}
+)
+#: Files of the library: that run texts of their own, that start programs for others, and that ask them to.
+MAKERS = (
+    *("/collections/__init__.py", "/dataclasses.py", "/typing.py", "/inspect.py", "/annotationlib.py"),
+    *("/unittest/mock.py", "/gettext.py"),
+)
+STARTERS = ("/subprocess.py", "/os.py", "/pty.py", "<frozen os>")
+ASKERS = ("/platform.py", "/uuid.py", "/ctypes/util.py")
 #: What tells the processes of a run where the project's modules are, and what their environment was.
 PROJECT = "TANGRAM_PROJECT"
 #: Modules of pytest's whose every function a test may compare by: where they are depends on pytest's version.
@@ -336,33 +349,54 @@ def watch(installation: Any) -> bool:
         return False
     tests, told, places = frozenset(_project["tests"]), _inside, installation.places
 
-    def is_ours() -> bool:
-        """Return whether nobody has begun it but the library and pytest."""
-        frame: Any = sys._getframe(2)
-        while frame is not None and installation.first is not None:
-            if not installation.first.is_ours(frame.f_code.co_filename):
-                break
-            frame = frame.f_back
-        return frame is None or frame.f_code.co_filename.startswith("<")
+    def is_librarys(file: str) -> bool:
+        return installation.first is not None and installation.first.is_librarys(file)
+
+    def runs_texts(file: str) -> bool:
+        """Return whether it may run any text that it is given, and not only its own."""
+        if file.startswith("<frozen importlib"):
+            return False
+        return file in tests or ((is_librarys(file) or file.startswith("<frozen")) and not file.endswith(MAKERS))
+
+    def may_start(file: str) -> bool:
+        """Return whether it starts programs of the installation, or processes in which no test runs yet."""
+        if file.endswith(ASKERS):
+            return is_librarys(file) and not any(map(places.are_the_agents, os.get_exec_path()))
+        return file.startswith(_project["directory"]) or (_has_workers and f"{os.sep}execnet{os.sep}" in file)
 
     def hook(event: str, arguments: Any) -> None:
-        if told:
+        if told or event not in WATCHED:
             return
-        if event in ("exec", "import", "ctypes.dlopen"):
-            what = arguments[1 if event == "import" else 0]
-            place = getattr(what, "co_filename", what)
-            if not isinstance(place, str) or place in tests:
-                return
-            if place.startswith("<"):  # text that somebody runs: if a test does, whose it is cannot be known
-                if event == "exec" and sys._getframe(1).f_code.co_filename in tests:
-                    note_inside("a text that a test runs")
-            elif places.is_brought(place):
-                note_inside(place)
-        elif event in STARTS and not is_ours():
-            note_inside(f"{PROGRAM}{str(arguments[0])[:REASON_MAX_CHARS]}")
+        frame: Any = sys._getframe(1)
+        by, what = frame.f_code.co_filename, arguments[0]
+        if event == "exec":
+            files = {what.co_filename, origin_of(frame)} - tests
+            brought = [file for file in files if file and not file.startswith("<") and places.is_brought(file)]
+            if brought or runs_texts(by):
+                note_inside(brought[0] if brought else f"a text that {by} runs")
+        elif event == "import":
+            if what in UNSEEN or (arguments[1] and places.is_brought(arguments[1])):
+                note_inside(arguments[1] or f"what {what} loads or starts")
+        elif event == "ctypes.dlopen":
+            if what and places.is_brought(os.fsdecode(what)):
+                note_inside(os.fsdecode(what))
+        elif event not in STARTS:
+            note_inside(f"what {by} reads ({event})")
+        else:
+            while frame is not None and frame.f_code.co_filename.endswith(STARTERS):
+                frame = frame.f_back
+            if frame is None or not may_start(frame.f_code.co_filename):
+                note_inside(f"{PROGRAM}{str(what)[:REASON_MAX_CHARS]}")
 
     add(hook)
     return True
+
+
+def origin_of(frame: Any) -> str:
+    """Return the file of the module that is imported: its code may name another; empty if none is imported."""
+    held = frame.f_locals if frame.f_code.co_filename.startswith("<frozen importlib") else {}
+    namespace: Any = (held.get("args") or ({},))[-1]
+    return str(getattr(namespace.get("__spec__"), "origin", "") or "") if isinstance(namespace, dict) else ""
 
 
 def note_inside(what: str) -> None:
@@ -374,7 +408,8 @@ def note_inside(what: str) -> None:
         _reporter.send(inside=what)
     elif "listener" in _project:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
-            line.sendto(what.encode("utf-8", "backslashreplace"), "\0" + _project["listener"])
+            # Where no more fit in, others have told.
+            line.sendto(what.encode("utf-8", "backslashreplace"), socket.MSG_DONTWAIT, "\0" + _project["listener"])
 
 
 def listen() -> str:

@@ -1,9 +1,9 @@
 """Runs the programs of a solution for the tests that judge it, as another user. Standard library only, Python 3.7 on.
 
 Tests import `run_solution` from ``tangram_grading``, which is this module. The gateway starts it a second time in the
-same sandbox, as ``python3 -I -S -c SOURCE NAME`` and as `runtimes.sandbox.sandbox.SOLUTION_USER`: there it waits on an
-abstract socket of that name and runs what it is asked to. Who takes its place is of that user, too, and can say no
-more than the programs themselves.
+same sandbox, as ``python3 -I -S -c SOURCE NAME`` and as `runtimes.sandbox.sandbox.Sandbox.solution_user`: there it
+waits on an abstract socket of that name and runs what it is asked to. Who takes its place is of that user, too, and can
+say no more than the programs themselves.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from runtimes.sandbox.exec import Directory, Env, LogLines, Stage, begin, checke
 from runtimes.sandbox.pytest import baseline, changes, launch, plugin, programs, start
 from runtimes.sandbox.pytest.plugin import begins, key_of
 from runtimes.sandbox.runner.client import FILE_ERROR, SandboxProcess, compiled, unmade
-from runtimes.sandbox.sandbox import SOLUTION_USER, Sandbox
+from runtimes.sandbox.sandbox import Sandbox
 
 # Mistakes of whoever asks for a reward, found in the request alone, before anything of the agent's runs.
 #
@@ -1270,7 +1270,9 @@ class _Run:
         if any(launch.PROGRAMS in text for text in self._plan.tests.values()):
             name = f"tangram-{self._sandbox.secret(f'{self._claims}programs')}"
             argv = ("-c", _MODULES[launch.PROGRAMS], name)
-            command = Command(argv=argv, python=True, user=SOLUTION_USER, env=self._plan.env, timeout_s=math.inf)
+            command = Command(
+                argv=argv, python=True, user=self._sandbox.solution_user, env=self._plan.env, timeout_s=math.inf
+            )
             with suppress(InvalidInput, Unsupported):  # its runner is not root, or it has none
                 process = await self._sandbox.spawn(command)
                 self._programs = name
@@ -1487,7 +1489,13 @@ class PytestResult(TypedDict):
             "(where its image alone has no pytest), or where the agent worked"
         ),
     ]
-    checked: Annotated[list[Check], Meta(description="What held of this run (docs/SANDBOXES.md, Rewards)")]
+    checked: Annotated[
+        list[Check],
+        Meta(
+            description="What held of this run (docs/SANDBOXES.md, Rewards). Without solution_apart the code that is "
+            "tested ran in the process of its tests, and could forge the rest"
+        ),
+    ]
     resolved: Annotated[bool | None, Meta(description="Whether all that count passed; null likewise")]
     tests: Annotated[
         dict[str, Verdict],

@@ -6,7 +6,7 @@ of them whoever wrote the project would be imported before pytest is, as ``sitec
 """
 
 # Paths may be any bytes, and Path imports more than it is worth here.
-# ruff: noqa: PTH110, PTH114, PTH116, PTH118, PTH120, PTH123
+# ruff: noqa: PTH100, PTH110, PTH114, PTH116, PTH118, PTH120, PTH123
 from __future__ import annotations
 
 import opcode
@@ -28,6 +28,11 @@ _CODE = ("import ", "import\t")
 _IMPORTED = re.compile(r"^[ \t]*(?:import|from)[ \t]+([A-Za-z_]\w*)", re.MULTILINE)
 #: A library's module by whose name many projects have their tests.
 PROJECTS_OWN = ("test",)
+#: Variables that name what the loader, Python and what it loads at its start read.
+READ_AT_START = (
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT", "PYTHONHOME", "GCONV_PATH", "LOCPATH"),
+    *("OPENSSL_CONF", "OPENSSL_MODULES", "OPENSSL_ENGINES"),
+)
 #: What comes with pytest and its workers, and imports nothing of the project's by a statement.
 PYTESTS = ("_pytest", "pytest", "pluggy", "iniconfig", "xdist", "execnet")
 _IMPORT = opcode.opmap["IMPORT_NAME"]
@@ -57,20 +62,25 @@ class Places:
         return _is_below(place, self.roots) or (not self.fresh and is_writable(place))
 
     def is_brought(self, path: str) -> bool:
-        """Return whether a file is the agent's, as far as that is known."""
+        """Return whether a file, or the archive in which it lies, is the agent's, as far as that is known."""
+        path = os.path.abspath(path)
         if path not in self._known:
-            known = self._brought
-            self._known[path] = self.are_the_agents(path) if known is None else os.path.realpath(path) in known
+            self._known[path] = self.are_the_agents(path) if self._brought is None else self._new(path) is not None
         return self._known[path]
 
     def is_added(self, path: str) -> bool:
         """Return whether a file, or a directory, is in a fresh sandbox by the agent alone."""
         if self._brought is None:
             return self.fresh and self.is_brought(path)
-        place = os.path.realpath(path)
-        return self._brought.get(place, False) or any(
-            new for each, new in self._brought.items() if each.startswith(place + "/")
-        )
+        place = os.path.realpath(path) + "/"
+        return bool(self._new(path)) or any(new for each, new in self._brought.items() if each.startswith(place))
+
+    def _new(self, path: str) -> bool | None:
+        """Return whether the file that came over and is this, or holds it, is a new one; None if none did."""
+        place, brought = os.path.realpath(path), self._brought or {}
+        while place not in brought and place != "/":
+            place = os.path.dirname(place)
+        return brought.get(place)
 
 
 class ProjectGuard:
@@ -132,7 +142,7 @@ class TrustedFirst:
         spec, added = _found(self, name, self._path, target), self._places.is_added(place)
         found = _place_of(spec)
         if found.startswith(self._roots):
-            if ours or added or (given and self._is_librarys(found)):
+            if ours or added or (given and self.is_librarys(found)):
                 if not ours:
                     self._shadowed(name)
                 return spec
@@ -142,9 +152,9 @@ class TrustedFirst:
 
     def is_ours(self, place: str) -> bool:
         """Return whether a file is of Python's library or of pytest."""
-        return place.startswith(self._ours) or self._is_librarys(place)
+        return place.startswith(self._ours) or self.is_librarys(place)
 
-    def _is_librarys(self, place: str) -> bool:
+    def is_librarys(self, place: str) -> bool:
         return place.startswith(self._library) and not place.startswith(self._installed)
 
 
@@ -210,6 +220,9 @@ class Installation:
         #: Whether nothing of the agent's had a part in the start.
         program = (sys.executable, os.path.realpath(sys.executable), os.path.dirname(os.path.dirname(sys.executable)))
         self.clean = told["fresh"] or not (any(map(is_writable, program)) or any(map(_is_open, sys.path)))
+        # And a working directory that holds the system, or the interpreter with its library.
+        read = [*_read_at_start(), "/etc", os.path.join(sys.base_prefix, "lib")]
+        self.clean = self.clean and not any(map(self.places.are_the_agents, read))
 
     def admit(self, tests: Iterable[str], shadowed: Callable[[str], None] = lambda _: None, ours: str = "") -> None:
         """Let in what waits, behind what is there; idempotent. ``tests`` and ``shadowed`` are `TrustedFirst`'s.
@@ -307,6 +320,14 @@ class Installation:
         self._waiting += [("place", place) for place in agents]
         sys.path[:] = [place for place in sys.path if place not in agents]
         sys.meta_path[:] = [self._guard, *(finder for finder in sys.meta_path if finder is not self._guard)]
+
+
+def _read_at_start() -> list[str]:
+    """Return what the environment names for the loader, Python and its libraries; nothing is the working directory."""
+    named = {name: re.split("[: ]", os.environ[name]) for name in READ_AT_START if os.environ.get(name)}
+    return [
+        os.path.abspath(each) for name, found in named.items() for each in found if each or name == READ_AT_START[0]
+    ]
 
 
 def is_writable(place: str) -> bool:

@@ -13,10 +13,10 @@ import pytest
 
 from bench.inputs import OWN_PATH
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.pytest.runtime import PytestRuntime
-from runtimes.sandbox.sandbox import SOLUTION_USER
 from tests.runtimes.recorder import assert_as_declared, execution_of
 from tests.runtimes.sandbox.pytest.conftest import ARGS
 
@@ -110,16 +110,26 @@ async def test_a_program_of_the_solution_reaches_nothing_of_its_tests(environmen
         mine["home"] = reached(os.environ["HOME"] + "/x", "w") and os.environ["HOME"] == os.environ["TMPDIR"]
         print(json.dumps(mine))
     """
-    test = f"""
-        import json
+    test = """
+        import json, os
         from tangram_grading import run_solution
         def test_it():
             done = run_solution(["python3", "solution.py"])
             assert done.returncode == 0, done
-            assert json.loads(done.stdout) == {{"uid": {SOLUTION_USER}, "read": [], "wrote": [], "home": True}}
+            mine = json.loads(done.stdout)
+            assert mine.pop("uid") not in (0, os.getuid())
+            assert mine == {"read": [], "wrote": [], "home": True}
     """
     value = await graded(environments, {"solution.py": textwrap.dedent(looks)}, test, user=user)
     assert value["reward"] == 1.0, json.dumps(value)
+
+
+async def test_no_two_sandboxes_share_who_runs_their_programs(environments: Environments) -> None:
+    """Else the programs of one could use up what the kernel grants a user, and the solution of another would fail."""
+    one, other = [await environments.ensure(name, SPEC) for name in ("one", "other")]
+    shown = await one.run(Command(argv=("cat", "/proc/self/uid_map")))
+    ids_are_its_own = shown.stdout.split()[1] != b"0"
+    assert ids_are_its_own or one.solution_user != other.solution_user
 
 
 async def test_every_end_of_a_program_is_told(environments: Environments) -> None:

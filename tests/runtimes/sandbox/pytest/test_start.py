@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import marshal
 import os
 import subprocess
 import sys
 import textwrap
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -221,8 +224,35 @@ def test_a_module_that_the_image_has_beside_an_installed_one_is_the_projects(
         ("def test_it(): pass\n", ""),
         ("from pkg import calc\ndef test_it(): pass\n", "pkg/__init__.py"),
         ("def test_it():\n    exec(compile(open('pkg/calc.py').read(), 'calc', 'exec'))\n", "calc"),
+        ("def test_it(): exec(compile('1', '', 'exec'))\n", "a text that"),
+        ("def test_it(): exec(compile('1', __file__, 'exec'))\n", "a text that"),
+        ("import timeit\ndef test_it(): timeit.timeit('1', number=1)\n", "a text that"),
+        ("import code\ndef test_it(): code.InteractiveInterpreter({}).runsource('1', 'x')\n", "a text that"),
+        (
+            "import collections, dataclasses\n@dataclasses.dataclass\nclass A: x: int\n"
+            "def test_it(): assert collections.namedtuple('B', 'x')(1).x == A(1).x\n",
+            "",
+        ),
+        ("import pickle\ndef test_it(): pickle.loads(pickle.dumps(len))\n", "pickle.find_class"),
+        ("import ctypes\ndef test_it():\n    try: ctypes.CDLL(b'pkg/calc.py')\n    except OSError: pass\n", "calc"),
+        ("import _cffi_backend\ndef test_it(): pass\n", "_cffi_backend"),
+        ("import sys\nsys.path.insert(0, 'pkg/lib.zip')\nimport zipped\ndef test_it(): pass\n", "pkg/lib.zip"),
+        ("import sys\nsys.path.insert(0, 'pkg/lib.zip')\nimport lying\ndef test_it(): pass\n", "pkg/lib.zip"),
+        ("import os\ndef test_it(): os.popen('true').read()\n", "as their own user"),
+        ("import os\ndef test_it(): os.fork() or os.execvp('true', ['true'])\n", "as their own user"),
+        (
+            "import os, threading\ndef test_it():\n    one = threading.Thread(target=os.system, args=('true',))\n"
+            "    one.start(); one.join()\n",
+            "as their own user",
+        ),
+        (
+            "import multiprocessing\ndef test_it():\n    one = multiprocessing.get_context('spawn').Process()\n"
+            "    one.start(); one.join()\n",
+            "multiprocessing",
+        ),
+        ("import platform\ndef test_it(): platform.processor()\n", ""),
         ("def test_it(): import runpy; runpy.run_path('pkg/calc.py')\n", "pkg/calc.py"),
-        ("def test_it(): exec(open('pkg/calc.py').read())\n", "a text that a test runs"),
+        ("def test_it(): exec(open('pkg/calc.py').read())\n", "a text that"),
         ("import subprocess\ndef test_it(): subprocess.run(['true'])\n", "as their own user"),
         ("import os\ndef test_it(): os.system('true')\n", "as their own user"),
         ("from tangram_grading import run_solution\ndef test_it(): run_solution(['true'])\n", "as their own user"),
@@ -233,13 +263,31 @@ def test_it_is_told_what_of_the_agents_runs_where_the_tests_do(
 ) -> None:
     place = "pkg/tests/test_it.py"
     machine.write({place: test, "pkg/calc.py": "x = 1\n", "pkg/__init__.py": "x = 1\n", "pkg/tests/__init__.py": ""})
-    brought = {str(machine.work / name): True for name in ("pkg/__init__.py", "pkg/calc.py", "calc")}
+    with zipfile.ZipFile(machine.work / "pkg/lib.zip", "w") as archive:
+        archive.writestr("zipped.py", "x = 1\n")
+        code = marshal.dumps(compile("x = 1", str(machine.work / place), "exec"))
+        archive.writestr("lying.pyc", importlib.util.MAGIC_NUMBER + bytes(12) + code)
+    brought = {str(machine.work / name): True for name in ("pkg/__init__.py", "pkg/calc.py", "calc", "pkg/lib.zip")}
     start = {"fresh": True, "roots": [str(machine.work)], "kept": [], "brought": brought}
     report = machine.run(start=start, tests=[place], paths=[place], workers=workers)
     assert [each["verdict"] for each in report if "test" in each] == ["passed"], report
     told = [each["inside"] for each in report if "inside" in each]
     assert len(told) == bool(inside) and inside in "".join(told), told
     assert any(each.get("watched") for each in report)
+
+
+@pytest.mark.parametrize(
+    ("value", "clean"),
+    [("", True), ("/usr/lib:", False), ("lib", False), ("/usr/lib", True), ("{work}/kept", True), ("{work}", False)],
+)
+def test_a_start_whose_libraries_the_agent_may_have_made_is_not_called_clean(
+    machine: InstalledPython, monkeypatch: pytest.MonkeyPatch, value: str, clean: bool
+) -> None:
+    """An empty part of LD_LIBRARY_PATH is the working directory."""
+    machine.write({TEST: "def test_it(): pass\n"})
+    monkeypatch.setenv("LD_LIBRARY_PATH", value.format(work=machine.work))
+    start = {"fresh": True, "roots": [str(machine.work)], "kept": [str(machine.work / "kept")]}
+    assert machine.verdicts(start=start) == ({"test_it": "passed"}, clean)
 
 
 def test_a_lone_test_of_a_package_imports_what_is_beside_it(machine: InstalledPython) -> None:
