@@ -67,11 +67,6 @@ class TransferVerb(StrEnum):
     PACK = "pack"
     HANDLER = "handler"
 
-    @property
-    def inward(self) -> bool:
-        """Whether its bytes go to the node."""
-        return self in (TransferVerb.WRITE, TransferVerb.UNPACK, TransferVerb.HANDLER)
-
 
 class TransferRequest(Message, kw_only=True):
     """Begin a transfer; to the node."""

@@ -45,7 +45,7 @@ async def put_archive(
             async for chunk in chunks:
                 size_bytes += len(chunk)
                 await process.write_stdin(chunk)
-            await process.close_stdin()
+            await process.end_input()
         except ActionFailed:
             if sandbox.lost.is_set():
                 raise
@@ -73,7 +73,7 @@ async def open_archive(
     """
     words = ("get", path, str(limit_bytes), "base" if base else "", "follow" if follow else "")
     async with _archiver(sandbox, path, words, user) as process:
-        await process.close_stdin()
+        await process.end_input()
         pieces = process.chunks()
         first, output = b"", b""
         async for stream, data in pieces:

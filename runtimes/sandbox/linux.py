@@ -154,10 +154,6 @@ class Cgroup:
         else:
             _write(self.places["cpu"] / "cpu.shares", str(weight.shares))
 
-    def cores(self) -> tuple[int, ...]:
-        """Return the cores that it may use now."""
-        return tuple(parse_cores(_read(self.places["cpuset"] / "cpuset.cpus")))
-
     def freeze(self, runner: int = 0) -> None:
         """Stop every process but the ``runner`` (0: all of them).
 
@@ -205,12 +201,6 @@ class Cgroup:
         for place in (self._aside, self._below) if "freezer" in self.places else ():
             with suppress(OSError):
                 place.rmdir()
-
-    def frozen(self) -> bool:
-        """Return whether the kernel has stopped all of it (a freeze takes effect a moment after the write)."""
-        if self.version == 2:
-            return "frozen 1" in _read(self.places["freezer"] / "cgroup.events")
-        return _read(self.freezer) == "FROZEN"
 
     def quota_cores(self) -> float:
         """Return the processor time that this group and those above it are allowed, in cores; 0 without a bound."""

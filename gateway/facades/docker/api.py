@@ -571,7 +571,7 @@ async def _lstat(sandbox: Sandbox, place: str) -> PathStat:
     async with sandbox.transfer(place, user=""):
         process = await sandbox.spawn(Command(argv=("-c", LSTAT, place), python=True, timeout_s=STAT_S))
         try:
-            await process.close_stdin()
+            await process.end_input()
             output = await gathered(process, "stdout", STAT_BYTES)
             code = (await process.wait()).exit_code
         finally:

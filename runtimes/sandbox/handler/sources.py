@@ -102,7 +102,6 @@ class HandlerFile(NamedTuple):
     name: str
     path: Path
     size_bytes: int
-    changed_ns: int
     executable: bool
 
     @property
@@ -148,7 +147,7 @@ def _walked(root: Path, excluded: frozenset[Path]) -> Iterator[HandlerFile]:
             entered = folder not in closed and (real == path or _entered(root, real))
             if python or (known.st_mode & stat.S_IROTH and entered):
                 relative = str(path.relative_to(root))
-                yield HandlerFile(relative, path, known.st_size, known.st_mtime_ns, bool(known.st_mode & stat.S_IXUSR))
+                yield HandlerFile(relative, path, known.st_size, bool(known.st_mode & stat.S_IXUSR))
 
 
 def _stays(name: str) -> bool:

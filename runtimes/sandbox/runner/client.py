@@ -315,52 +315,12 @@ MARKER = b"\n[... %d bytes are missing here ...]\n"
 STREAM_NAMES = {wire.STDOUT: "stdout", wire.STDERR: "stderr"}
 
 
-class Stdin:
-    """Standard input under the runner's window."""
-
-    def __init__(self, client: StreamClient) -> None:
-        self._client = client
-        self._window = Window(wire.WINDOW_BYTES)
-
-    @property
-    def refused(self) -> bool:
-        """Whether the command reads no more."""
-        return self._window.is_shut
-
-    async def feed(self, number: int, data: bytes) -> None:
-        view = memoryview(data)
-        while view and (room := await self.room()):
-            piece, view = bytes(view[:room]), view[room:]
-            await self.send(number, piece)
-
-    async def room(self) -> int:
-        """Return how many bytes may be sent now, waiting for some; 0 if the command reads no more."""
-        return min(await self._window.room(), wire.CHUNK_BYTES)
-
-    async def send(self, number: int, piece: bytes) -> None:
-        """Send what there is room for; it is on its way before the first wait."""
-        self._window.use(len(piece))
-        await self._client.send(wire.encode(wire.STDIN, number, piece))
-
-    def narrow(self, count: int) -> None:
-        """Leave out of the window what an earlier connection sent, and the command has not taken."""
-        self._window.use(count)
-
-    async def end(self, number: int) -> None:
-        await self._client.send(wire.encode(wire.STDIN, number))
-
-    def taken(self, count: int | None) -> None:
-        """Widen the window by what the runner passed on; None: the command reads no more."""
-        if count is None:
-            self._window.shut()
-        else:
-            self._window.free(count)
-
-
 class Exchange:
     """A request and its one end."""
 
     def __init__(self) -> None:
+        #: Known once it has begun.
+        self.number = 0
         self.end: asyncio.Future[RunnerEnd] = asyncio.get_running_loop().create_future()
 
     def data(self, stream: int, data: bytes) -> None:
@@ -386,19 +346,42 @@ class Exchange:
 
 
 class RunningExchange(Exchange):
-    """A command under way."""
+    """A command under way, and its standard input under the runner's window."""
 
     def __init__(self, client: StreamClient) -> None:
         super().__init__()
-        self.number = 0
-        self.stdin = Stdin(client)
         self._client = client
+        self._input = Window(wire.WINDOW_BYTES)
+
+    async def write(self, data: bytes) -> None:
+        """Append to its standard input until it reads no more."""
+        view = memoryview(data)
+        while view and (room := await self.input_room()):
+            piece, view = bytes(view[:room]), view[room:]
+            await self.send_input(piece)
+
+    async def input_room(self) -> int:
+        """Return how many bytes may be sent now, waiting for some; 0 if the command reads no more."""
+        return min(await self._input.room(), wire.CHUNK_BYTES)
+
+    async def send_input(self, piece: bytes) -> None:
+        """Send what there is room for; it is on its way before the first wait."""
+        self._input.use(len(piece))
+        await self._client.send(wire.encode(wire.STDIN, self.number, piece))
+
+    async def end_input(self) -> None:
+        """End its standard input; idempotent."""
+        await self._client.send(wire.encode(wire.STDIN, self.number))
 
     def taken(self, count: int | None) -> None:
-        self.stdin.taken(count)
+        """Widen the window by what the runner passed on; None: the command reads no more."""
+        if count is None:
+            self._input.shut()
+        else:
+            self._input.free(count)
 
     def ended(self, end: RunnerEnd | Exception) -> None:
-        self.stdin.taken(None)
+        self._input.shut()
         super().ended(end)
 
 
@@ -407,7 +390,6 @@ class FileDownload(Exchange):
 
     def __init__(self, client: StreamClient, patience_s: float) -> None:
         super().__init__()
-        self.number = 0
         #: Known once it has begun.
         self.size_bytes = 0
         self._client = client
@@ -580,9 +562,9 @@ class SessionExchange(RunningExchange):
         #: Whether it is yet to tell how it stands.
         self._awaited = False
 
-    def begun(self, number: int, *, claimed: bool) -> None:
+    def begun(self, *, claimed: bool) -> None:
         """Its request is sent; one of an earlier gateway is open once it has told how it stands."""
-        self.number, self._awaited = number, claimed
+        self._awaited = claimed
         if not claimed:
             self._session.open(self)
 
@@ -590,7 +572,7 @@ class SessionExchange(RunningExchange):
         if not self._awaited:
             raise wire.ProtocolError("the standing of a session that is known")
         self._awaited = False
-        self.stdin.narrow(standing.waiting)
+        self._input.use(standing.waiting)  # what an earlier connection sent, and the command has not taken
         self._session.open(self, start=standing.start, input_offset=standing.input)
 
     def data(self, stream: int, data: bytes) -> None:
@@ -612,15 +594,9 @@ class SessionExchange(RunningExchange):
     async def settle(self) -> None:
         """What was passed on is told at once."""
 
-    async def input_room(self) -> int:
-        return await self.stdin.room()
-
     async def feed(self, data: bytes) -> None:
         self._session.passed(self._session.input_offset + len(data))  # it is on its way before the first wait
-        await self.stdin.send(self.number, data)
-
-    async def end_input(self) -> None:
-        await self.stdin.end(self.number)
+        await self.send_input(data)
 
     def steer(self, request: Mapping[str, object]) -> None:
         self._client.steer(self.number, request)
@@ -656,13 +632,9 @@ class SandboxProcess(RunningExchange):
 
     async def write_stdin(self, data: bytes) -> None:
         """Append to its standard input; raises ActionFailed(environment_lost) if sandbox or process is gone."""
-        await self.stdin.feed(self.number, data)
-        if self.stdin.refused:
+        await self.write(data)
+        if self._input.is_shut:
             raise lost("the process reads no more")
-
-    async def close_stdin(self) -> None:
-        """End its standard input; idempotent."""
-        await self.stdin.end(self.number)
 
     async def chunks(self) -> AsyncIterator[tuple[str, bytes]]:
         """Yield (``stdout`` | ``stderr``, bytes) in order until it has ended. One reader at a time."""
@@ -767,33 +739,33 @@ class StreamClient(asyncio.BufferedProtocol):
         exchange = CommandExchange(self, command, on_output) if session is None else SessionExchange(self, session)
         claimed = self.resumable.pop(command.claim, None) is not None
         if claimed:
-            number = self._begin(wire.CLAIM, {"claim": command.claim}, exchange)
+            self._begin(wire.CLAIM, {"claim": command.claim}, exchange)
         else:
             request = run_request(command, marker=secrets.token_hex(8), interactive=False)
-            number = self._begin(wire.RUN, request, exchange)
+            self._begin(wire.RUN, request, exchange)
         if isinstance(exchange, SessionExchange):
-            exchange.begun(number, claimed=claimed)
+            exchange.begun(claimed=claimed)
         patience_s = command.timeout_s + command.kill_grace_s + wire.UNKILLABLE_S + SILENCE_S
         try:
             async with asyncio.timeout(patience_s if math.isfinite(patience_s) else None):
                 if command.stdin and not claimed:
-                    await exchange.stdin.feed(number, command.stdin)
-                    await exchange.stdin.end(number)
+                    await exchange.write(command.stdin)
+                    await exchange.end_input()
                 return await exchange.result()
         except TimeoutError:
             self.close()
             raise lost("the runner has fallen silent", result=exchange.said()) from None
         except asyncio.CancelledError:
-            await self.kill(number, exchange.end)
+            await self.kill(exchange.number, exchange.end)
             raise
         finally:
-            self._exchanges.pop(number, None)
+            self._exchanges.pop(exchange.number, None)
 
     async def spawn(self, command: Command) -> SandboxProcess:
         """Start a long-lived process; its input and output flow under back-pressure."""
         process = SandboxProcess(self)
         request = run_request(command, marker=secrets.token_hex(8), interactive=True)
-        process.number = self._begin(wire.RUN, request, process)
+        self._begin(wire.RUN, request, process)
         if command.stdin:
             await process.write_stdin(command.stdin)
         return process
@@ -810,7 +782,7 @@ class StreamClient(asyncio.BufferedProtocol):
         """Raises NotFound, TooLarge, InvalidInput."""
         download = FileDownload(self, ANSWER_S)
         request = {"path": path, "limit": limit_bytes, "window": WINDOW_BYTES, "user": user}
-        download.number = self._begin(wire.READ, request, download)
+        self._begin(wire.READ, request, download)
         try:
             await download.begun()
         except TimeoutError:
@@ -826,21 +798,21 @@ class StreamClient(asyncio.BufferedProtocol):
     ) -> bool:
         """Raises NotFound, TooLarge, InvalidInput, and what the content raises: then nothing of it stays."""
         answer = Exchange()
-        number = self._begin(wire.WRITE, {"path": path, "mode": mode, "locked": locked, "user": user}, answer)
+        self._begin(wire.WRITE, {"path": path, "mode": mode, "locked": locked, "user": user}, answer)
         try:
             async for piece in content.pieces():
                 if answer.end.done():
                     break
-                await self.send(wire.encode(wire.STDIN, number, piece))
-            await self.send(wire.encode(wire.STDIN, number))
+                await self.send(wire.encode(wire.STDIN, answer.number, piece))
+            await self.send(wire.encode(wire.STDIN, answer.number))
         except BaseException:
-            self.cancel(number)
+            self.cancel(answer.number)
             raise
-        return (await self._await_answer(number, answer)).locked
+        return (await self._await_answer(answer)).locked
 
     async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
         """Raises NotFound, InvalidInput."""
-        return (await self._ask(wire.LIST, {"path": path, "user": user}, Exchange())).files(path)
+        return (await self._ask(wire.LIST, {"path": path, "user": user})).files(path)
 
     def keep(self, claims: str, *, detached: bool) -> None:
         """Say whether commands whose claims begin so are kept for the next gateway; there is no answer."""
@@ -853,7 +825,7 @@ class StreamClient(asyncio.BufferedProtocol):
 
         What does not stand ``still`` then is ended.
         """
-        await self._ask(wire.REST, {"resting": resting, "still": still}, Exchange())
+        await self._ask(wire.REST, {"resting": resting, "still": still})
 
     def lend(self, fd: int) -> bool:
         """Lend the runner a descriptor, which it thaws its sandbox with at its end; return False if none can pass."""
@@ -874,7 +846,7 @@ class StreamClient(asyncio.BufferedProtocol):
         With ``clear_bytes`` what they left in memory goes as well (`runtimes.sandbox.runner.runner.clear_shared`).
         """
         asked = {} if clear_bytes is None else {"clear_bytes": clear_bytes}
-        return (await self._ask(wire.SWEEP, asked, Exchange())).swept
+        return (await self._ask(wire.SWEEP, asked)).swept
 
     def steer(self, number: int, request: Mapping[str, object]) -> None:
         """Do to a session what is asked; there is no answer."""
@@ -967,17 +939,16 @@ class StreamClient(asyncio.BufferedProtocol):
         for exchange in exchanges.values():
             exchange.ended(error)
 
-    def _begin(self, kind: int, request: Mapping[str, object], exchange: Exchange) -> int:
+    def _begin(self, kind: int, request: Mapping[str, object], exchange: Exchange) -> None:
         if self.lost.is_set():
             raise lost("the sandbox's runner is gone")
-        self.number = number = (self.number + 1) % 2**31
+        self.number = number = exchange.number = (self.number + 1) % 2**31
         frame = encode_json(kind, number, request)
         if len(frame) > wire.FRAME_MAX_BYTES:
             message = f"the command takes {len(frame)} bytes, more than {wire.FRAME_MAX_BYTES}"
             raise TooLarge(message, component="sandbox")
         self._exchanges[number] = exchange
         self._write(frame)
-        return number
 
     def _write(self, frame: bytes) -> None:
         if self._transport is not None and not self.lost.is_set():
@@ -988,10 +959,12 @@ class StreamClient(asyncio.BufferedProtocol):
         if not self._writable.is_set():
             await self._writable.wait()
 
-    async def _ask(self, kind: int, request: Mapping[str, object], answer: Exchange) -> RunnerEnd:
-        return await self._await_answer(self._begin(kind, request, answer), answer)
+    async def _ask(self, kind: int, request: Mapping[str, object]) -> RunnerEnd:
+        answer = Exchange()
+        self._begin(kind, request, answer)
+        return await self._await_answer(answer)
 
-    async def _await_answer(self, number: int, answer: Exchange) -> RunnerEnd:
+    async def _await_answer(self, answer: Exchange) -> RunnerEnd:
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await answer.end
@@ -999,7 +972,7 @@ class StreamClient(asyncio.BufferedProtocol):
             self.close()
             raise lost("the runner has fallen silent") from None
         finally:
-            self._exchanges.pop(number, None)
+            self._exchanges.pop(answer.number, None)
 
     async def kill(self, number: int, end: asyncio.Future[RunnerEnd]) -> None:
         """SIGKILL its tree and wait until it is gone; hang up on a runner that cannot."""

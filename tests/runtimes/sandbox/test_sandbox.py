@@ -252,7 +252,7 @@ class TestProcesses:
             for word in (b"abc", b"xyz"):
                 await process.write_stdin(word + b"\n")
                 assert await anext(chunks) == ("stdout", word[::-1] + b"\n")
-            await process.close_stdin()
+            await process.end_input()
             assert [chunk async for chunk in chunks] == []
             assert (await process.wait()).exit_code == 0
 

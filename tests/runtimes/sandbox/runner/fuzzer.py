@@ -396,7 +396,7 @@ async def process(world: RunnerTrial, client: StreamClient, number: int, chance:
     async def write() -> None:
         for at in range(0, len(data), 20_000):
             await spawned.write_stdin(data[at : at + 20_000])
-        await spawned.close_stdin()
+        await spawned.end_input()
 
     writing = asyncio.create_task(write())
     try:
