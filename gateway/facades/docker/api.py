@@ -299,6 +299,7 @@ def info_shape(containers: Mapping[str, int], provider: ProviderInfo, images: in
         "SecurityOptions": [],
         "Plugins": {"Volume": [], "Network": [], "Authorization": None, "Log": []},
         "Swarm": {"LocalNodeState": "inactive"},
+        "Debug": False,
         "LoggingDriver": "none",
         "CgroupDriver": "none",
     }
@@ -420,13 +421,13 @@ class ContainerExecs:
         rows, columns = console_size(body)
         if rows and columns:
             command.spec = replace(command.spec, rows=rows, columns=columns)
-        command.started = True
+        command.started, command.framed = True, body.get("Tty") is not True
         behind = body.get("Detach") is True
         try:
             if (victim := self._victim(command)) is not None:
                 await self._kill(command, victim)
                 if not behind:
-                    await exchange.upgraded(media_type(exchange, tty=command.spec.tty))
+                    await exchange.upgraded(media_type(exchange, framed=command.framed))
                     return
             elif not behind:
                 command.start(self._life.slots, asyncio.get_running_loop().time() + PATIENCE_S)
@@ -909,17 +910,20 @@ class DockerEngineApi:
     async def stat(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer what a path is."""
         path = _path_of(exchange)
-        sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
-        try:
-            result = await _lstat(sandbox, _placed(path))
-        except CodedError as error:
-            raise _path_error(error, match["id"], path) from None
+        async with self._life.sandbox(self._container(match), self._client_s(exchange)) as sandbox:
+            try:
+                result = await _lstat(sandbox, _placed(path))
+            except CodedError as error:
+                raise _path_error(error, match["id"], path) from None
         await exchange.answer(200, None, {STAT: stat_header(replaced(result, name=_shown(path)))})
 
     async def archive(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Answer with what a path is as a tar; its names begin with the path's own, or with ``.`` for ``path/.``."""
         path = _path_of(exchange)
-        sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
+        async with self._life.sandbox(self._container(match), self._client_s(exchange)) as sandbox:
+            await self._pack(exchange, sandbox, match["id"], path)
+
+    async def _pack(self, exchange: DockerExchange, sandbox: Sandbox, called: str, path: str) -> None:
         place, limit_bytes, name = _placed(path), self._api.server.file_limit_bytes, _shown(path)
         packed = open_archive(sandbox, place, limit_bytes=limit_bytes, base=name != ".", follow=False)
         try:
@@ -933,20 +937,20 @@ class DockerEngineApi:
                     async for chunk in chunks:
                         await exchange.send(chunk)
         except CodedError as error:
-            raise _path_error(error, match["id"], path) from None
+            raise _path_error(error, called, path) from None
 
     async def unpack(self, exchange: DockerExchange, match: re.Match[str]) -> None:
         """Unpack a tar into a directory that is there; its entries belong to the sandbox's user."""
         path = _path_of(exchange)
-        sandbox = await self._life.sandbox(self._container(match), self._client_s(exchange))
         place, limit_bytes = _placed(path), self._api.server.file_limit_bytes
-        await self._require_directory(sandbox, match["id"], path)
-        try:
-            with file_conflicts():
-                chunks = exchange.chunks(limit_bytes)
-                await put_archive(sandbox, place, chunks, limit_bytes=limit_bytes)
-        except CodedError as error:
-            raise _path_error(error, match["id"], path) from None
+        async with self._life.sandbox(self._container(match), self._client_s(exchange)) as sandbox:
+            await self._require_directory(sandbox, match["id"], path)
+            try:
+                with file_conflicts():
+                    chunks = exchange.chunks(limit_bytes)
+                    await put_archive(sandbox, place, chunks, limit_bytes=limit_bytes)
+            except CodedError as error:
+                raise _path_error(error, match["id"], path) from None
         await exchange.answer(200)
 
     async def _require_directory(self, sandbox: Sandbox, called: str, path: str) -> None:

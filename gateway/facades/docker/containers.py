@@ -9,8 +9,8 @@ import re
 import secrets
 import struct
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace as replaced
 from starlette.requests import ClientDisconnect
 
 from gateway import serialization
@@ -80,6 +81,8 @@ class ContainerRecord(Struct, kw_only=True):
     status: Status = "created"
     #: Whether its trajectory was begun.
     opened: bool = False
+    #: The snapshot that has its files while it has no sandbox, and with which its next one begins.
+    snapshot: str = ""
     started_s: float = 0.0
     finished_s: float = 0.0
     exit_code: int = 0
@@ -101,8 +104,12 @@ _NUMBERS = {"stdin": 0, "stdout": 1, "stderr": 2}
 PIDS_FROM = 2**22 + 1
 #: Exit status of a command that could not be begun for what it asks: its user, its directory.
 NOT_BEGUN = 126
+#: Bytes of a frame of logs at most, as the engine keeps lines.
+LINE_BYTES = 16 * 1024
 
-Send = Callable[[bytes], Awaitable[None]]
+Write = Callable[[bytes], Awaitable[None]]
+#: Takes a piece of output: its stream, and its bytes.
+Send = Callable[[str, bytes], Awaitable[None]]
 
 
 def frame(stream: str, data: bytes) -> bytes:
@@ -284,6 +291,8 @@ class ContainerExec(AttendedCommand):
         self.id = secrets.token_hex(32)
         self.pid = pid
         self.started = False
+        #: Whether its output has frames: that is up to its start, whatever its own terminal is.
+        self.framed = True
         #: Where its exit status will stand in the sandbox, if it was started to run behind.
         self.status_file = ""
 
@@ -337,7 +346,7 @@ class MainCommand(AttendedCommand):
             self.drained.set()
             self._wake()
 
-    async def follow(self, send: Send, framed: bool, streams: frozenset[str], *, late: bool, tail: int | None) -> None:
+    async def follow(self, send: Send, *, late: bool = False, tail: int | None = None) -> None:
         """Send its output from the oldest that is kept (``late``: from now) to its end, or only what there is now.
 
         Raises ClientDisconnect.
@@ -348,8 +357,7 @@ class MainCommand(AttendedCommand):
         try:
             while True:
                 for piece in self._output.pieces(position, PAGE_BYTES):
-                    if piece.stream in streams:
-                        await send(frame(piece.stream, piece.data) if framed else piece.data)
+                    await send(piece.stream, piece.data)
                     position = self._readers[reader] = piece.offset + len(piece.data)
                     self._wake()
                 if self.drained.is_set() and position >= self._output.end:
@@ -361,13 +369,12 @@ class MainCommand(AttendedCommand):
             del self._readers[reader]
             self._wake()
 
-    async def show(self, send: Send, framed: bool, streams: frozenset[str], tail: int | None) -> None:
+    async def show(self, send: Send, tail: int | None = None) -> None:
         """Send what is kept of its output now; raises ClientDisconnect."""
         position, end = self._tail(tail), self._output.end
         while position < end and (pieces := self._output.pieces(position, PAGE_BYTES)):
             for piece in pieces:
-                if piece.stream in streams:
-                    await send(frame(piece.stream, piece.data) if framed else piece.data)
+                await send(piece.stream, piece.data)
                 position = piece.offset + len(piece.data)
 
     def _tail(self, lines: int | None) -> int:
@@ -432,7 +439,10 @@ class Container:
         self.restarting = False
         #: How often it has ended, for who waits for the next time.
         self.ends = 0
+        #: Ends it when its ``sleep`` would, or lays its files aside once it has ended.
         self.timer: asyncio.TimerHandle | None = None
+        #: How many requests read or write its files.
+        self.transfers = 0
         self._changed = asyncio.Event()
 
     @property
@@ -621,7 +631,7 @@ async def attend(exchange: DockerExchange, command: ContainerExec, patience_s: f
             raise ClientDisconnect()
         if command.error is not None:
             raise command.error
-        pipe = await exchange.upgraded(media_type(exchange, tty=command.spec.tty))
+        pipe = await exchange.upgraded(media_type(exchange, framed=command.framed))
         pipes.append(pipe)
         upgraded.set()
         typing = loop.create_task(send_input(command, pipe))
@@ -651,14 +661,14 @@ async def _send_output(command: ContainerExec, upgraded: asyncio.Event, pipes: l
         async for page in command.session.read(0, HEARTBEAT_S):
             await upgraded.wait()
             pieces = [piece for piece in page if piece.stream in streams]
-            data = b"".join([piece.data if spec.tty else frame(piece.stream, piece.data) for piece in pieces])
+            data = b"".join([frame(piece.stream, piece.data) if command.framed else piece.data for piece in pieces])
             if data:
                 await pipes[0].write(data)
     await command.ended.wait()
     await upgraded.wait()
     message = command.end_message or ("" if command.error is None else f"tangram: {command.error.message}\n")
     if message:
-        await pipes[0].write(message.encode() if spec.tty else frame("stderr", message.encode()))
+        await pipes[0].write(frame("stderr", message.encode()) if command.framed else message.encode())
 
 
 async def send_input(command: AttendedCommand, pipe: DockerConnection) -> None:
@@ -690,20 +700,20 @@ async def attach(
     query = exchange.query
     logs, stream = flag(query.get("logs")), flag(query.get("stream"))
     streams = frozenset(name for name in ("stdout", "stderr") if flag(query.get(name)))
-    tty = main is not None and main.spec.tty
-    pipe = await exchange.upgraded(media_type(exchange, tty=tty))
+    framed = main is None or not main.spec.tty
+    pipe = await exchange.upgraded(media_type(exchange, framed=framed))
     if main is None:  # it says nothing, and ends with its container
         if stream:
             await while_connected(ended(), exchange.peer.gone())
         return
     if not stream:
         if logs:
-            await main.show(pipe.write, not tty, streams, None)
+            await main.show(_framing(pipe.write, streams, framed=framed))
         return
     loop = asyncio.get_running_loop()
     typing = loop.create_task(send_input(main, pipe)) if flag(query.get("stdin")) else None
     try:
-        follow = main.follow(pipe.write, not tty, streams, late=not logs, tail=None)
+        follow = main.follow(_framing(pipe.write, streams, framed=framed), late=not logs)
         await while_connected(follow, exchange.peer.gone())
     finally:
         if typing is not None:
@@ -717,15 +727,54 @@ async def send_logs(exchange: DockerExchange, main: MainCommand | None, tail: in
     streams = frozenset(name for name in ("stdout", "stderr") if flag(query.get(name)))
     if not streams:
         raise InvalidInput("Bad parameters: you must choose at least one stream", component="docker")
-    tty = main is not None and main.spec.tty
-    async with exchange.streamed(media_type(exchange, tty=tty)):
+    framed = main is None or not main.spec.tty
+    async with exchange.streamed(media_type(exchange, framed=framed)):
         if main is None:
             return
+        lines = LineFrames(exchange.send, streams)
+        send = lines.send if framed else _framing(exchange.send, streams, framed=False)
         if flag(query.get("follow")):
-            follow = main.follow(exchange.send, not tty, streams, late=False, tail=tail)
-            await while_connected(follow, exchange.peer.gone())
+            await while_connected(main.follow(send, tail=tail), exchange.peer.gone())
         else:
-            await main.show(exchange.send, not tty, streams, tail)
+            await main.show(send, tail)
+        await lines.end()
+
+
+def _framing(write: Write, streams: frozenset[str], *, framed: bool) -> Send:
+    """Return what sends each piece of these streams as it comes."""
+
+    async def send(stream: str, data: bytes) -> None:
+        if stream in streams:
+            await write(frame(stream, data) if framed else data)
+
+    return send
+
+
+class LineFrames:
+    """Sends output with a frame for each line, as the engine's logs have it; a long line has several."""
+
+    def __init__(self, write: Write, streams: frozenset[str]) -> None:
+        self._write = write
+        #: By stream, what of a line has come.
+        self._begun = dict.fromkeys(sorted(streams), b"")
+
+    async def send(self, stream: str, data: bytes) -> None:
+        """Send what is whole of it; raises ClientDisconnect."""
+        if stream not in self._begun:
+            return
+        *lines, rest = (self._begun[stream] + data).split(b"\n")
+        cut = len(rest) - len(rest) % LINE_BYTES
+        self._begun[stream] = rest[cut:]
+        whole = [*(line + b"\n" for line in lines), rest[:cut]]
+        parts = [line[at : at + LINE_BYTES] for line in whole for at in range(0, len(line), LINE_BYTES)]
+        if parts:
+            await self._write(b"".join([frame(stream, part) for part in parts]))
+
+    async def end(self) -> None:
+        """Send lines that have no end; raises ClientDisconnect."""
+        for stream, rest in self._begun.items():
+            if rest:
+                await self._write(frame(stream, rest))
 
 
 def flag(text: str | None) -> bool:
@@ -733,9 +782,9 @@ def flag(text: str | None) -> bool:
     return (text or "").strip().lower() not in ("", "0", "no", "false", "none")
 
 
-def media_type(exchange: DockerExchange, *, tty: bool) -> str:
+def media_type(exchange: DockerExchange, *, framed: bool) -> str:
     """Return how the stream is named: since 1.42 by whether it has frames."""
-    return MULTIPLEXED if not tty and version_of(exchange.path) >= (1, 42) else RAW
+    return MULTIPLEXED if framed and version_of(exchange.path) >= (1, 42) else RAW
 
 
 def version_of(path: str) -> tuple[int, int]:
@@ -1033,6 +1082,8 @@ def _get(fields: Mapping[str, object], name: str, kind: Any, default: object) ->
 LOOK_S = 5.0
 #: Seconds for which an action may stand in line before its client, that has no bound, is told.
 PATIENCE_S = 3600.0
+#: Seconds after its end in which a container keeps its sandbox, for who copies files out of it.
+REST_S = 1.0
 #: Signals that end a container whose main command only keeps it alive.
 ENDING_SIGNALS = frozenset({"KILL", "TERM", "INT", "QUIT", "HUP"})
 
@@ -1121,12 +1172,19 @@ class ContainerManager:
                 raise Conflict(message, component=COMPONENT)
             return
         request = TrajectoryOpening(function=record.function, task=record.task, sandbox=record.sandbox)
+        if record.snapshot:
+            request = replaced(request, sandbox=None, snapshot=record.snapshot)
         done = False
         try:
             async with asyncio.timeout(timeout_s):
                 await self._api.open_trajectory(record.trajectory, request)
                 container.require_kept()
                 done = True
+        except NotFound as error:
+            if not record.snapshot:
+                raise
+            message = f"the files of container {record.id} are gone: {error.message}; make a new one"
+            raise Conflict(message, component=COMPONENT) from None
         except TimeoutError:
             message = "the container was not begun in the time that its client waits; start it again"
             raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0) from None
@@ -1224,16 +1282,22 @@ class ContainerManager:
             self._ended(container, KILLED, error.message)
             self._chore(self._end_trajectory(container.record.trajectory))
 
-    async def sandbox(self, container: Container, timeout_s: float) -> Sandbox:
-        """Return its sandbox, made if it has not begun; raises NotFound, Conflict, CapacityExceeded."""
-        async with container.lock:
-            await self.open(container, timeout_s)
-        trajectory = container.record.trajectory
-        result = self._api.environments.get(trajectory)
-        if result is None:
-            self._api.require_here(trajectory)
-            raise NotFound(f"container {container.record.id} has no sandbox any more", component=COMPONENT)
-        return result
+    @asynccontextmanager
+    async def sandbox(self, container: Container, timeout_s: float) -> AsyncIterator[Sandbox]:
+        """Yield its sandbox, made if it has none; raises NotFound, Conflict, CapacityExceeded."""
+        container.transfers += 1
+        try:
+            async with container.lock:
+                await self.open(container, timeout_s)
+            trajectory = container.record.trajectory
+            result = self._api.environments.get(trajectory)
+            if result is None:
+                self._api.require_here(trajectory)
+                raise NotFound(f"container {container.record.id} has no sandbox any more", component=COMPONENT)
+            yield result
+        finally:
+            container.transfers -= 1
+            self._rest_soon(container)
 
     # --- ending
 
@@ -1289,6 +1353,41 @@ class ContainerManager:
                 self._ended(container, main.exit_code or exit_code if living and main else exit_code, "")
                 await self._api.store.commit()
 
+    def _rest_soon(self, container: Container) -> None:
+        """Let a container that has ended hold no memory in a moment: its files are often fetched, or it is removed."""
+        if container.record.status != "exited" or container.removed:
+            return
+        if container.timer is not None:
+            container.timer.cancel()
+        loop = asyncio.get_running_loop()
+        container.timer = loop.call_later(REST_S, lambda: self._chore(self._rest(container)))
+
+    async def _rest(self, container: Container) -> None:
+        """Keep the files of a container that has ended in a snapshot, and end its sandbox, which holds memory."""
+        record = container.record
+        async with container.lock:
+            lives = record.opened and self._api.engine.trajectory(record.trajectory) is not None
+            if record.status != "exited" or not lives or record.removing or container.transfers:
+                return
+            earlier = record.snapshot
+            try:
+                taken = await self._api.take_snapshot(record.trajectory)
+            except CodedError as error:  # it keeps its memory with its files, until it is idle for too long
+                logger.warning("an ended container keeps its memory", container=record.name, why=error.message)
+                return
+            record.snapshot, record.opened = taken.snapshot, False
+            self.containers.save(container)
+            await self._api.store.commit()
+            await self._end_trajectory(record.trajectory)
+        await self._forget_snapshot(earlier)
+        if container.removed:
+            await self._forget_snapshot(taken.snapshot)
+
+    async def _forget_snapshot(self, snapshot: str) -> None:
+        if snapshot:
+            with suppress(CodedError):  # it is gone already, or something else began with it and needs it yet
+                await self._api.remove_snapshot(snapshot)
+
     async def remove(self, container: Container, *, force: bool) -> None:
         """Remove it with its trajectory; raises Conflict for one that runs, unless it is forced."""
         if container.running and not force:
@@ -1304,6 +1403,7 @@ class ContainerManager:
         container.record.removing = True
         self.containers.save(container)
         await self._end_trajectory(container.record.trajectory)
+        await self._forget_snapshot(container.record.snapshot)
         self.containers.forget(container)
         if container.next_main is not None:
             container.next_main.forgo()
@@ -1327,6 +1427,8 @@ class ContainerManager:
         self.containers.save(container)
         if record.auto_remove and removes and not container.restarting:
             self._chore(self.remove(container, force=True))
+        elif removes:
+            self._rest_soon(container)
 
     async def _end_trajectory(self, trajectory: str) -> None:
         await self._api.engine.end_trajectory(trajectory)
@@ -1344,6 +1446,8 @@ class ContainerManager:
                 self._arm(container)
             elif container.record.status == "exited" and container.record.auto_remove:
                 self._chore(self.remove(container, force=True))
+            else:
+                self._rest_soon(container)
 
     async def _watch(self) -> None:
         while True:

@@ -7,14 +7,16 @@ import base64
 import json
 import tarfile
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.config.schema import DockerFacade
+from gateway.facades.docker import containers
 from gateway.facades.docker.api import NEVER, PathStat, _first, entry_stat, instant, stat_header
-from gateway.facades.docker.containers import ContainerManager, Containers
+from gateway.facades.docker.containers import Container, ContainerManager, Containers
 from manager.errors import InvalidInput, NotFound, StorageUnavailable
 from tests.gateway.conftest import until
 from tests.gateway.facades.docker.world import IMAGE, EngineWorld, engine_world
@@ -45,13 +47,59 @@ async def test_what_is_removed_while_its_start_waits_is_not_begun(engine: Engine
     box, _ = await life.create({"Image": IMAGE, "Cmd": ["sleep", "1h"]}, "box")
     async with box.lock:
         start = asyncio.create_task(life.start(box, DEADLINE_S))
-        look = asyncio.create_task(life.sandbox(box, DEADLINE_S))
+        look = asyncio.create_task(looked_into(life, box))
         await asyncio.sleep(0)
         await life.remove(box, force=False)
     for work in (start, look):
         with pytest.raises(NotFound, match="No such container"):
             await work
     assert (await engine.running.http.get("/v1/trajectories")).json()["trajectories"] == []
+
+
+async def looked_into(life: ContainerManager, box: Container) -> None:
+    async with life.sandbox(box, DEADLINE_S):
+        pass
+
+
+async def test_what_has_exited_keeps_its_files_and_no_memory(
+    engine: EngineWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "REST_S", 0.0)
+    client, app = engine.client, engine.running.app
+    write = ["sh", "-c", "echo kept >> /workspace/file; wc -l < /workspace/file"]
+    box = await engine.do(lambda: client.containers.run(IMAGE, write, detach=True))
+    await until(lambda: not app.engine.trajectories()["trajectories"] and len(app.api.snapshots.all()) == 1)
+    archive = await engine.do(lambda: b"".join(box.get_archive("/workspace/file")[0]))
+    assert b"kept" in archive, "its files are read from another sandbox"
+    await until(lambda: not app.engine.trajectories()["trajectories"])
+    await engine.do(box.start)
+    assert (await engine.do(box.wait))["StatusCode"] == 0
+    assert await engine.do(box.logs) == b"2\n", "and are there when it begins again"
+    await engine.do(box.remove)
+    await until(lambda: not app.api.snapshots.all())
+
+
+async def test_frames_go_by_what_the_start_says_of_a_terminal(engine: EngineWorld) -> None:
+    box = await engine.keep_alive()
+    api = engine.client.api
+
+    def output(terminal: bool, start: bool) -> bytes:
+        created = api.exec_create(box.id, ["echo", "it"], tty=terminal)
+        result: bytes = api.exec_start(created["Id"], tty=start)
+        return result
+
+    for terminal, start, expected in ((True, False, b"it\r\n"), (False, False, b"it\n"), (True, True, b"it\r\n")):
+        assert await engine.do(partial(output, terminal, start)) == expected, (terminal, start)
+
+
+async def test_logs_have_a_frame_a_line_whatever_came_at_once(engine: EngineWorld) -> None:
+    write = (
+        "import sys; sys.stdout.write('one\\ntwo\\nthr'); sys.stdout.flush(); sys.stdout.write('ee\\n' + 'x' * 20000)"
+    )
+    box = await engine.do(lambda: engine.client.containers.run(IMAGE, ["python3", "-c", write], detach=True))
+    for follow in (True, False):
+        frames = await engine.do(lambda follow=follow: list(box.logs(stream=True, follow=follow)))  # type: ignore[misc]
+        assert frames == [b"one\n", b"two\n", b"three\n", b"x" * 16384, b"x" * 3616], follow
 
 
 async def test_what_is_removed_while_it_begins_leaves_nothing(engine: EngineWorld, life: ContainerManager) -> None:
