@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.facades.client_environments import KEPT, ClientEnvironment
+from bench.facades.client_environments import CLIENTS, KEPT, ClientEnvironment
 from tangram.types import INVOKE
 from tests.e2e.gateway import GatewayProcess, document
 
@@ -62,7 +62,7 @@ async def test_swe_rexs_own_suite_passes_but_for_what_is_listed(
 ) -> None:
     environment = client("swerex_suite")
     place = await source(environment, "swe-rex==1.4.0", tmp_path)
-    (place / "tests" / "conftest.py").write_text((PEERS / "swerex_conftest.py").read_text())
+    (place / "tests" / "conftest.py").write_text((CLIENTS / "swerex_suite.py").read_text())
     (place / "tests" / "__init__.py").touch()
     modules = [f"tests/test_{name}.py" for name in SWEREX_MODULES]
     facades = {"swerex": {"function": "boxes", "port": 0}}
@@ -76,13 +76,13 @@ async def test_swe_rexs_own_suite_passes_but_for_what_is_listed(
 
 
 @contextmanager
-def serving(directory: Path, facades: dict[str, object], auth: str = "none") -> Iterator[GatewayProcess]:
+def serving(directory: Path, facades: Mapping[str, object], auth: str = "none") -> Iterator[GatewayProcess]:
     """Serve, with containers whose function lets a trajectory choose what these suites choose."""
     sandbox = {"user": "root", "users": ["root", "daemon", "1000"], "capabilities": "default", "background": "run"}
     choices = {"trajectory": {"env": ["*"], "memory": "1Gi"}}
     boxes = {"runtime": "exec", "cost": {"cpu": 1}, "timeout": "5m", "output_limit": "16Mi"}
     described = document("container", directory / "state", boxes={**boxes, "sandbox": {**sandbox, **choices}})
-    described["server"] |= {"body_limit": "128Mi", "auth": auth, "facades": facades}
+    described["server"] |= {"body_limit": "128Mi", "auth": auth, "facades": dict(facades)}
     gateway = GatewayProcess(directory, described)
     gateway.start()
     try:
@@ -125,7 +125,7 @@ async def suite(
 async def output_of(
     environment: ClientEnvironment, words: list[str], cwd: Path, variables: Mapping[str, str], timeout_s: float
 ) -> str:
-    env = {name: os.environ[name] for name in KEPT if name in os.environ} | variables
+    env = {name: os.environ[name] for name in KEPT if name in os.environ} | dict(variables)
     python = environment.directory / "bin" / "python"
     process = await asyncio.create_subprocess_exec(
         python, *words, cwd=cwd, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
