@@ -17,12 +17,9 @@ from pathlib import Path
 import pytest
 
 from gateway.app import gateway
-from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.http.server import BoundedResets, HttpConnection, NamedStatuses
-from gateway.invocations.invocations import Admission
 from gateway.limits import MachineLimits
-from gateway.tls import Connections
-from manager.errors import CapacityExceeded, CodedError
+from manager.errors import CodedError
 from manager.function import SandboxSpec
 from manager.scheduler.policy import Decision, PoolView
 from runtimes.testing import ScriptedRuntime
@@ -37,7 +34,7 @@ from tests.gateway.conftest import (
     step_of,
     until,
 )
-from tests.gateway.grpc.peer import echo, framed, head, peer
+from tests.gateway.grpc.peer import echo, head, peer
 from tests.gateway.http.test_odd_requests import ask
 
 BALLAST = "ballast " * 1000
@@ -204,17 +201,6 @@ async def test_no_answer_leaves_its_request_in_a_circle(tmp_path: Path, collecto
         assert circles() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["echo", "full", "nope", "strict"])
-async def test_no_rpc_leaves_its_request_in_a_circle(tmp_path: Path, collector: None, name: str) -> None:
-    request = pb.InvokeRequest(function=name, input_json=json.dumps({"x": BALLAST}).encode())
-    async with serving(GatewayBench(tmp_path, functions=FULL)) as gateway:
-        async with peer(gateway) as opened:
-            await opened.ask(head(), framed(request.SerializeToString()))
-        await until(lambda: gateway.app.connections["grpc"].open == 0)
-        assert circles() == []
-
-
 SHELL = replace(FUNCTIONS["shell"], sandbox=SandboxSpec(image="any", memory_bytes=2**26, pids=32))
 
 
@@ -270,28 +256,6 @@ async def test_what_a_request_reaches_is_told(tmp_path: Path) -> None:
             assert "server.body_limit" in answer_of.headers["grpc-message"]
             slow = await other.answer(other.send(head(), echo()[:7], end=False))
             assert "longer than 0.2 s" in slow.headers["grpc-message"]
-
-
-def test_what_waits_is_told_which_bound_it_is() -> None:
-    admission = Admission(lambda: 0.0, total_max=3, task_max=lambda task: 2)
-    narrow = replace(FUNCTIONS["echo"], max_queued=1)
-
-    def refused(function: str, task: str) -> str:
-        with pytest.raises(CodedError) as caught:
-            admission.check(replace(narrow, name=function), task)
-        return caught.value.message
-
-    admission.enter("echo", "a")
-    assert "functions.echo.max_queued" in refused("echo", "b")
-    admission.enter("other", "a")
-    assert "tasks.a.max_queued" in refused("third", "a")
-    admission.enter("fourth", "b")
-    assert "scheduler.max_queued" in refused("fifth", "c")
-
-
-def test_a_full_door_names_its_bound() -> None:
-    full = Connections(limit=0).enter("http")
-    assert isinstance(full, CapacityExceeded) and "server.connections_max" in full.message
 
 
 def test_descriptors_are_raised_to_what_the_machine_allows() -> None:

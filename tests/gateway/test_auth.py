@@ -16,7 +16,7 @@ from gateway.config.schema import ServerConfig
 from manager.clock import VirtualClock
 from manager.errors import Forbidden, InvalidConfig, StorageUnavailable, Unauthorized
 from tangram import AsyncClient, UnauthorizedError
-from tangram.types import ADMIN, INVOKE, find_token, links_dir, lost_state_dir
+from tangram.types import ADMIN, INVOKE, find_token, links_dir
 from tests.gateway.conftest import GatewayBench, serving
 
 TOKENS = BearerTokens(admin="s3cret", invoke="less")
@@ -215,23 +215,6 @@ def test_only_what_is_this_users_alone_is_believed(tmp_path: Path, home: Path, s
             else:
                 os.lchown(links_dir() / f"127.0.0.1:{port}", 12345, 12345)
             assert find_token("127.0.0.1", port, (ADMIN,)) is None
-
-
-def test_a_state_directory_that_went_away_is_known_while_its_gateway_serves(tmp_path: Path, home: Path) -> None:
-    state = tmp_path / "state"
-    state.mkdir()
-    open_tokens(state, "")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        assert lost_state_dir("127.0.0.1", port) is None, "nobody left a token there"
-        with announced(state, "127.0.0.1", port):
-            assert lost_state_dir("127.0.0.1", port) is None
-            state.rename(tmp_path / "moved")
-            assert lost_state_dir("localhost", port) == state
-            state.mkdir()
-            assert lost_state_dir("127.0.0.1", port) == state, "replaced by an empty one"
-        listener.close()
-        assert lost_state_dir("127.0.0.1", port) is None
 
 
 async def test_clients_tell_that_the_state_directory_is_gone(tmp_path: Path, home: Path) -> None:

@@ -28,7 +28,6 @@ from manager.config import NodeSpec
 from manager.errors import (
     CapacityExceeded,
     CodedError,
-    FunctionUnavailable,
     InvalidConfig,
     NotFound,
     Unsatisfiable,
@@ -436,21 +435,6 @@ def test_few_changes_are_kept_and_none_of_what_is_gone(revisions: Revisions) -> 
     assert revisions.of("f") == ()
 
 
-async def test_a_function_tells_its_changes_and_a_list_does_not(gateway: RunningGateway) -> None:
-    async def put(timeout: str) -> None:
-        definition: Mapping[str, object] = {"runtime": "exec", "cost": {"cpu": 1}, "timeout": timeout}
-        answer = await gateway.http.put("/v1/functions/mine", json={"definition": definition})
-        assert answer.status_code == 200, answer.text
-
-    await put("10s")
-    assert "changes" not in (await gateway.http.get("/v1/functions/mine")).json()
-    await put("20s")
-    (change,) = (await gateway.http.get("/v1/functions/mine")).json()["changes"]
-    assert change["values"] == {"timeout_s": {"was": "10.0", "now": "20.0"}} and change["was"] != change["now"]
-    listed = (await gateway.http.get("/v1/functions")).json()["functions"]
-    assert all("changes" not in each for each in listed)
-
-
 class SlowToPrepare(ScriptedRuntime):
     """Prepares ``slow`` when ``gate`` is set, and ``broken`` when ``mended`` is."""
 
@@ -597,22 +581,6 @@ async def test_a_call_waits_for_the_first_node_however_long_it_takes_to_join(
         runtime.mended = True
         gateway.app.registry.preparation.again()
         assert (await call).status_code == 200
-
-
-def test_a_call_waits_for_a_try_that_runs_or_is_due_in_time_and_for_no_other() -> None:
-    def refused(failures: int, again_s: float) -> bool:
-        found = registry.Readiness("unavailable", "no image", failures, again_s)
-        try:
-            found.check(function("f", queue_timeout_s=5.0), now_s=100.0)
-        except FunctionUnavailable as error:
-            assert error.retry_after_s == again_s - 100.0
-            return True
-        return False
-
-    few, many = registry.FAILURES_MIN - 1, registry.FAILURES_MIN
-    assert (refused(few, 104.0), refused(few, 106.0), refused(many, 104.0)) == (False, True, True)
-    assert not refused(many, 0.0), "a try runs"
-    registry.Readiness("preparing").check(function("f"), now_s=0.0)
 
 
 async def test_a_mistake_of_the_configuration_is_told_to_the_first_call_and_has_no_time_to_ask_again(

@@ -159,19 +159,6 @@ async def test_steps_and_tasks_are_bounded(tmp_path: Path, monkeypatch: pytest.M
         assert list(await gateway.app.store.read("step_trajectories", ())) == []
 
 
-async def test_after_a_restart_the_task_with_the_oldest_steps_goes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steps, "TASKS_MAX", 2)
-    bench = GatewayBench(tmp_path)
-    async with serving(bench) as gateway:
-        for task, step in (("math", 1), ("code", 1), ("math", 2)):
-            await told(gateway, step, 1, task=task)
-    async with serving(bench) as gateway:
-        await told(gateway, 1, 1, task="search")
-        assert [len(gateway.app.steps.of(task)) for task in ("math", "code", "search")] == [2, 0, 1]
-
-
 async def test_steps_outlive_the_gateway_and_what_did_not_outlive_it_has_ended(tmp_path: Path) -> None:
     headers = {"X-Task": "math", "X-Step": "4"}
     async with serving(GatewayBench(tmp_path)) as gateway:
@@ -222,19 +209,6 @@ async def test_what_ends_before_the_scheduler_hears_of_it_is_no_rollout(tmp_path
         assert ends == ["cancelled" if cancelled else "timed_out"] * 2
         assert await counts(gateway, 4) == (None, 0, 0)
         assert await gateway.app.store.read("step_trajectories", ()) == []
-
-
-async def test_a_trajectory_that_had_begun_ends_with_a_call_that_waits_for_its_function(tmp_path: Path) -> None:
-    bench = GatewayBench(tmp_path, functions={"slow": function("slow", idempotent=True)})
-    runtime = SlowToPrepare()
-    runtime.gate.set()
-    async with serving(bench, runtime=runtime) as gateway:
-        again = await submitted(gateway, "t1", 4, held=True)
-        await gateway.executing(again)
-    async with serving(bench, runtime=SlowToPrepare()) as gateway:
-        assert await counts(gateway, 4) == (None, 1, 0)
-        await gateway.http.post(f"/v1/invocations/{again}/cancel")
-        assert await counts(gateway, 4) == (None, 0, 1)
 
 
 async def test_a_trajectory_that_ended_while_it_was_opened_is_of_no_step(gateway: RunningGateway) -> None:

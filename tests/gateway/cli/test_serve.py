@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,15 +130,6 @@ def test_doctor_tells_a_door_that_cannot_listen(tangram: Tangram, tmp_path: Path
             assert place.exists() == (place == places["taken"]), "it only looks"
 
 
-def test_doctor_tells_of_a_function_once_in_units_and_with_the_remedy(tangram: Tangram, tmp_path: Path) -> None:
-    wide = {"runtime": "exec", "cost": {"cpu": 60000}, "sandbox": {"memory": "3Gi"}}
-    status, out, _ = tangram("doctor", "--json", written(tmp_path, functions={"wide": wide}))
-    (told,) = [each for each in json.loads(out)["findings"] if each["what"] == "function wide"]
-    assert (status, told["state"]) == (1, "missing")
-    assert "60000 of cpu and 3Gi of memory" in told["detail"]
-    assert told["detail"].endswith("; lower its cost or sandbox.memory, or give the node more")
-
-
 def test_doctor_looks_for_pytest_where_the_host_has_it_or_not(tangram: Tangram, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as path:  # pytest's own is closed to the users of sandboxes
         Path(path).chmod(0o755)
@@ -157,31 +147,6 @@ def test_doctor_looks_for_pytest_where_the_host_has_it_or_not(tangram: Tangram, 
             told = findings(out)["function reward"]
             assert (ended, told["state"]) == (status, state), told
             assert told["detail"].startswith(expected)
-
-
-def test_doctor_finds_no_disk_where_nothing_can_be_written(tangram: Tangram, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    server = {"port": 0, "grpc_port": 0, "state_dir": str(tmp_path / "file")}
-    status, out, _ = tangram("doctor", "--json", written(tmp_path, server=server))
-    assert (status, findings(out)["disk"]["state"]) == (1, "missing")
-    assert "set server.state_dir" in findings(out)["disk"]["detail"]
-
-
-def test_serve_without_a_configuration_says_the_command_that_makes_the_image_where_it_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
-    missing = {"tangram-base:bookworm"}
-    monkeypatch.setattr(images, "lacks", lambda name, host: name in missing)
-    config = load([serve.NONE], {})
-    serve.tell_missing_image(config)
-    told = "the base image tangram-base:bookworm is missing: run `tangram images build`\n"
-    assert capsys.readouterr().err == told
-    processes = replace(config.sandbox, provider=replace(config.sandbox.provider, kind="process"))
-    serve.tell_missing_image(replace(config, sandbox=processes))
-    missing.clear()
-    serve.tell_missing_image(config)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_gateway_that_is_told_to_end_while_it_starts_has_ended_well(tmp_path: Path) -> None:
@@ -266,20 +231,3 @@ def test_serve_refuses_a_level_that_there_is_not(tangram: Tangram, tmp_path: Pat
     status, _, err = tangram("serve", "--log-level", "bogus", str(tmp_path))
     assert status == 2
     assert "'bogus' is not one of" in err
-
-
-def test_validate_looks_into_checkpoints(tangram: Tangram, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.Qwen2ForTokenClassification(
-        transformers.Qwen2Config(
-            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-        )
-    )
-    model.save_pretrained(tmp_path / "m")
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
-    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"architectures": None}))
-    (tmp_path / "tangram.yaml").write_text("functions: {f: {runtime: model, model: {path: m, action: embed}}}")
-    status, out, _ = tangram("validate", "--json", str(tmp_path))
-    (problem,) = json.loads(out)["problems"]
-    assert (status, problem["path"]) == (78, "functions.f.model")
-    assert "has no use for score." in problem["message"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manager.action import Chunk
 from manager.config import NodeSpec, ServiceSpec
 from manager.resources.cores import REUSE_S, Demand, Replica
-from manager.resources.devices import Chunks, GpuPool, Residency, ResidentCopy
+from manager.resources.devices import Chunks, GpuPool
 from manager.resources.pools import PoolRequest
 
 SERVICES = {
@@ -173,37 +173,6 @@ def test_uses_are_counted_by_service_and_fade() -> None:
     now, later = gpus.chunk_view(1.0), gpus.chunk_view(31.0)
     assert (now.recent("a"), now.recent("c"), now.recent("b")) == (2.0, 1.0, 0.0)
     assert later.recent("a") < 0.01
-
-
-def test_a_report_costs_what_it_says_however_much_the_device_and_the_pool_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    sized = 0
-    size_bytes = Residency.size_bytes
-
-    def counted(residency: Residency, copy: ResidentCopy) -> int:
-        nonlocal sized
-        sized += 1
-        return size_bytes(residency, copy)
-
-    costs = []
-    for copies in (16, 64):
-        services = {
-            f"s{number}": ServiceSpec(name=f"s{number}", bytes_by_dop={1: 100 // copies}, restore_s_by_dop={1: 1.0})
-            for number in range(2 * copies)
-        }
-        nodes = [
-            NodeSpec(name=f"n{number}", numa=(), memory_bytes=0, devices=4, device_bytes=100) for number in range(8)
-        ]
-        gpus = GpuPool(nodes, services)
-        for node in nodes:
-            gpus.report(node.name, {f"s{number}": [Chunk(each, 1) for each in range(4)] for number in range(copies)})
-        sized = 0
-        monkeypatch.setattr(Residency, "size_bytes", counted)
-        gpus.report("n0", {f"s{number + copies}": [Chunk(each, 1) for each in range(4)] for number in range(copies)})
-        monkeypatch.undo()
-        gpus.check()
-        assert gpus.acquire("x", PoolRequest(units=1, service=f"s{copies}"), 0.0).restore is False
-        costs.append(sized / copies)
-    assert costs[0] == costs[1] > 0, "four times as many copies cost four times as much"
 
 
 def service(name: str, size: int, *, replicable: bool = True) -> ServiceSpec:
