@@ -22,9 +22,8 @@ from runtimes.model.processes import ForkServer, WorkItem
 from runtimes.model.request import ModelSettings
 from runtimes.model.runtime import ModelRuntime
 from runtimes.model.weights import Cuda
-from tests.runtimes.model.asking import execution, function
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain_logprobs, plain_score
-from tests.runtimes.model.conftest import Write
+from tests.runtimes.model.conftest import Write, execution, function
 from tests.runtimes.model.test_families import items
 
 pytestmark = [

@@ -28,8 +28,7 @@ from runtimes.model.engine import (
 from runtimes.model.processes import ForkServer, ModelProcess
 from runtimes.model.request import GIB, ModelSettings
 from runtimes.model.runtime import ModelRuntime
-from tests.runtimes.model.asking import execution, function
-from tests.runtimes.model.conftest import Write
+from tests.runtimes.model.conftest import Write, execution, function
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 

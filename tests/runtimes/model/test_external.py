@@ -17,7 +17,7 @@ from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, ModelAction
 from runtimes.model.request import ModelSettings, parse_input
 from runtimes.model.runtime import ModelRuntime
-from tests.runtimes.model.asking import execution, function
+from tests.runtimes.model.conftest import execution, function
 
 
 class Server(ThreadingHTTPServer):

@@ -37,9 +37,8 @@ from runtimes.model.weights import (
     Host,
     build_layout,
 )
-from tests.runtimes.model.asking import execution, function
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, SHAPE, plain, plain_logprobs, plain_score, write
-from tests.runtimes.model.conftest import Write
+from tests.runtimes.model.conftest import Write, execution, function
 from tests.runtimes.model.fake_cuda import FakeCuda
 
 pytestmark = pytest.mark.model

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 from manager.function import ModelAction
 from runtimes.model.runtime import ModelRuntime
-from tests.runtimes.model.asking import execution, function
+from tests.runtimes.model.conftest import execution, function
 
 ROOT = Path(__file__).parents[3]
 

@@ -47,10 +47,9 @@ from runtimes.model.runtime import (
 )
 from runtimes.model.torch_backend import _make_rendezvous_dir
 from runtimes.runtime import Result
-from tests.runtimes.model.asking import NoLog, execution, function
 from tests.runtimes.model.bounded import BOUND, BoundedForkServer
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain_logprobs, plain_score, plain_table, write
-from tests.runtimes.model.conftest import Write
+from tests.runtimes.model.conftest import NoLog, Write, execution, function
 from tests.runtimes.recorder import assert_as_declared
 
 pytestmark = pytest.mark.model
@@ -445,7 +444,7 @@ from manager.function import ModelAction
 from runtimes.model.runtime import ModelRuntime
 from runtimes.model.request import ModelSettings
 from tests.runtimes.model.bounded import BOUND, BoundedForkServer
-from tests.runtimes.model.asking import execution, function
+from tests.runtimes.model.conftest import execution, function
 
 async def main():
     settings = ModelSettings(device="cpu", devices=2, device_bytes=2**26, state_dir=Path(sys.argv[2]))

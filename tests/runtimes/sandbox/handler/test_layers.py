@@ -18,7 +18,7 @@ from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider
 from tests.runtimes.handlers import handler_in
 from tests.runtimes.recorder import execution_of
-from tests.runtimes.sandbox.handler.wheels import wheel
+from tests.runtimes.sandbox.handler.conftest import wheel
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 120.0
