@@ -19,7 +19,6 @@ from manager.action import (
     Kin,
     UnitSet,
     Work,
-    expected_s,
     power_at_least,
     size_at,
 )
@@ -200,13 +199,6 @@ def test_numbers_texts_and_lists_have_a_size(path: str, size: float) -> None:
     assert size_at(INPUT, path) == size
 
 
-@pytest.mark.parametrize(
-    "path", ["gone", "options", "options.gone", "max_tokens.x", "none.x", "messages.gone", "on", "least", "most", "odd"]
-)
-def test_what_has_no_size_is_no_mistake(path: str) -> None:
-    assert size_at(INPUT, path) is None
-
-
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(("a", "b")), inner),
@@ -242,12 +234,6 @@ def test_members_alike_each_add_the_marginal(alone_s: float, members: int, margi
 @given(seconds, marginals)
 def test_the_order_of_members_changes_nothing(alone_s: list[float], marginal: float) -> None:
     assert Work.of(sorted(alone_s)).seconds(marginal) == pytest.approx(Work.of(alone_s).seconds(marginal))
-
-
-def test_a_member_of_unknown_duration_counts_as_the_mean_of_the_others() -> None:
-    assert expected_s([None, None], 1.0) is None
-    assert expected_s([2.0, None, 4.0], 1.0) == pytest.approx(9.0)
-    assert expected_s([2.0, None, 4.0], 0.0) == pytest.approx(4.0)
 
 
 def test_a_chunk_knows_its_devices_and_what_lies_in_it() -> None:

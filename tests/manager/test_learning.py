@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -84,16 +83,6 @@ def test_a_key_with_few_runs_is_taken_to_be_near_its_function() -> None:
     assert of_key(0.05) + 0.1 <= of_key(0.6)
 
 
-def test_what_ran_on_one_unit_goes_on_by_doubling() -> None:
-    """On devices a first run of unknown duration is narrow: the widths between it and a wide one are tried as well."""
-    history = History()
-    widths = []
-    for units in (1, 2, 4):
-        history.record("f", "", units, seconds(8.0, 0.1, units))
-        widths.append(history.learned("f").units_max)
-    assert widths == [2, 4, 8]
-
-
 def test_first_runs_are_narrow_and_widen_by_steps() -> None:
     history = History()
     widths = []
@@ -101,13 +90,6 @@ def test_first_runs_are_narrow_and_widen_by_steps() -> None:
         widths.append(history.learned("f", "k").units_max)
         history.record("f", "k", widths[-1], seconds(80.0, 0.05, widths[-1]))
     assert widths == [4, 8, 16, 32]
-
-
-def test_a_new_key_inherits_half_of_the_trust_in_its_function() -> None:
-    history = taught(0.1)
-    history.record("f", "k", 32, seconds(20.0, 0.1, 32))
-    assert history.learned("f", "k").units_max == 64
-    assert history.learned("f", "new").units_max == 16
 
 
 def test_what_is_learned_from_is_the_width_that_ran() -> None:
@@ -212,13 +194,6 @@ def test_the_marginal_the_serial_fraction_and_the_duration_are_found_together(
 
 
 @pytest.mark.parametrize("marginal", [0.0, 0.5, 1.0])
-def test_noise_among_the_members_moves_the_marginal_little(marginal: float) -> None:
-    learned = batched(marginal, noise=0.3).learned("f")
-    assert abs(learned.batch_marginal - marginal) <= 0.15
-    assert learned.t_ori_s == pytest.approx(20.0, rel=0.35)
-
-
-@pytest.mark.parametrize("marginal", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("serial", [0.0, 0.5, 1.0])
 def test_large_batches_on_narrow_chunks_are_not_taken_for_what_width_saves(marginal: float, serial: float) -> None:
     together = {1: (8, 12, 16), 2: (4, 6, 8), 4: (2, 3), 8: (1, 2)}
@@ -301,14 +276,6 @@ def test_a_member_is_learned_by_what_it_ran_with(settlement: Settlement, t_ori_s
     assert history.learned("f").t_ori_s == (None if t_ori_s is None else pytest.approx(t_ori_s))
 
 
-def test_what_never_runs_in_batches_has_no_marginal() -> None:
-    history = History()
-    for _ in range(5):
-        history.observe(replace(settled(1), action=action("a", {"gpu": 1})))
-    shown = history.describe("f")[""]
-    assert isinstance(shown, dict) and shown["batch_marginal"] is None
-
-
 Truth = Callable[[float], float]
 
 
@@ -359,21 +326,6 @@ def test_the_line_of_an_estimate_says_what_the_estimate_does(size: float | None)
     assert History().learned("f", "", size, prior_s=3.0).line is None
 
 
-def told_of_scatter(seed: int) -> History:
-    """Taught by calls that take 5 s in the mean: small ones scatter by a factor of three, large ones hardly."""
-    chance, history = random.Random(seed), History()
-    for index in range(200):
-        size, deviation = (10, 1.2) if index % 2 else (1000, 0.3)
-        history.record("f", "", 1, 5.0 * math.exp(chance.gauss(-deviation * deviation / 2, deviation)), size=size)
-    return history
-
-
-def test_calls_that_only_scatter_more_are_not_expected_to_take_less() -> None:
-    """The median of the small ones is half that of the large ones, the mean is the same: mostly neither goes first."""
-    histories = [told_of_scatter(seed) for seed in range(12)]
-    assert sum(foretold(each, 10) == pytest.approx(foretold(each, 1000)) for each in histories) >= 8
-
-
 def test_a_line_is_found_in_the_mean_where_the_medians_are_alike() -> None:
     """Large calls have the median of small ones and four times their mean."""
     chance, history = random.Random(5), History()
@@ -381,13 +333,6 @@ def test_a_line_is_found_in_the_mean_where_the_medians_are_alike() -> None:
         size, deviation = (10, 0.3) if index % 2 else (1000, 1.7)
         history.record("f", "", 1, math.exp(chance.gauss(0, deviation)), size=size)
     assert foretold(history, 1000) > 1.5 * foretold(history, 10)
-
-
-def test_a_few_runs_are_enough_where_they_agree() -> None:
-    history = History()
-    for size in (10, 100, 1000, 30):
-        history.record("f", "", 1, line(size), size=size)
-    assert foretold(history, 500) == pytest.approx(line(500), rel=0.3)
 
 
 def test_fewer_runs_keep_the_plain_estimate() -> None:
@@ -439,14 +384,6 @@ def test_no_line_is_followed_far_beyond_what_was_seen() -> None:
     assert shown is not None
     assert foretold(history, 1e15) == pytest.approx(foretold(history, 2 * shown["most"]))
     assert foretold(history, 0.0) > 0
-
-
-@pytest.mark.parametrize(("size", "duration_s"), [(1e15, 1.0), (50.0, 1e5), (0.0, 1e5)])
-def test_an_absurd_run_moves_little(size: float, duration_s: float) -> None:
-    history = taught_sizes(line, 60)
-    history.record("f", "", 1, duration_s, size=size)
-    for asked in (10, 50, 200):
-        assert foretold(history, asked) == pytest.approx(line(asked), rel=0.45)
 
 
 def test_a_new_key_borrows_the_line_of_its_function() -> None:
@@ -503,15 +440,6 @@ def test_whatever_ran_what_is_foretold_is_a_positive_number(
     assert found is None if not runs else found is not None and 0 < found < math.inf
     json.dumps(history.to_json(), allow_nan=False)
     json.dumps(history.describe("f"), allow_nan=False)
-
-
-@pytest.mark.parametrize("odd", [6e7, 1e15, 0.0])
-def test_an_odd_first_size_is_no_measure_of_the_others(odd: float) -> None:
-    history = History()
-    history.record("f", "", 1, 1.0, size=odd)
-    taught_sizes(line, 120, history=history)
-    for size in (10, 50, 200):
-        assert foretold(history, size) == pytest.approx(line(size), rel=0.5)
 
 
 def test_one_absurd_size_moves_the_bounds_of_what_was_seen_little() -> None:

@@ -155,25 +155,6 @@ async def test_metrics_break_the_act_down_and_gauges_return_to_zero(gateway: Run
     assert 'tangram_units{pool="cpu:local",state="total"}' in text
 
 
-async def test_the_gateway_tells_what_it_has_and_how_isolated_it_is(gateway: RunningGateway) -> None:
-    resources = (await gateway.http.get("/v1/resources")).json()
-    assert resources["sandboxes"]["kind"] == "process"
-    assert resources["sandboxes"]["isolation"]
-    assert "cpu:local" in resources["pools"]
-    functions = (await gateway.http.get("/v1/functions")).json()["functions"]
-    assert {spec["name"] for spec in functions} == set(gateway.app.config.functions)
-    assert (await gateway.http.get("/v1/functions/echo")).json()["cost"] == {"cpu": 1}
-    assert (await gateway.http.get("/v1/queue")).json() == {
-        "waiting": 0,
-        "queue": [],
-        "causes": [],
-        "next_cursor": None,
-    }
-    assert (await gateway.http.get("/v1/tasks")).json()["tasks"][0]["task"] == "default"
-    ready = (await gateway.http.get("/readyz")).json()
-    assert ready == {"status": "ready", "warnings": [], "preparing": [], "unavailable": []}
-
-
 async def test_failures_and_rates_are_told_and_the_list_finds_them_by_reason_and_time(gateway: RunningGateway) -> None:
     await gateway.invoke({"n": 1})
     failed = (await gateway.invoke({"reason": "handler_error"})).json()["id"]
@@ -257,20 +238,6 @@ async def test_what_is_of_the_files_or_no_function_is_refused(gateway: RunningGa
         assert "mine" not in [each.name for each in await client.functions()]
     answer = await gateway.http.put("/v1/functions/mine", json={"definitions": {}})
     assert answer.status_code == 422
-
-
-async def test_what_was_applied_over_a_function_of_the_files_is_removed_there_first(tmp_path: Path) -> None:
-    declared = tmp_path / "function.yaml"
-    declared.write_text("functions: {mine: {runtime: exec, timeout: 10s}}")
-    async with serving(GatewayBench(tmp_path)) as gateway, client_of(gateway) as client:
-        sent = {"files": [{"path": "other.yaml", "text": "functions: {mine: {runtime: exec, timeout: 20s}}"}]}
-        answer = await gateway.http.put("/v1/config", json=sent)
-        assert answer.status_code == 200, answer.text
-        with pytest.raises(ConflictError, match=r"function\.yaml.* declares .*remove it there first"):
-            await client.remove_function("mine")
-        assert (await client.function("mine")).timeout_s == 20.0
-        declared.unlink()
-        assert (await client.remove_function("mine")).removed == ("mine",)
 
 
 async def test_a_handler_of_a_script_is_kept_over_a_restart_and_its_files_go_with_it(tmp_path: Path) -> None:

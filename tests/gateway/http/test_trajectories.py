@@ -241,26 +241,6 @@ async def test_a_session_is_typed_to_and_tells_its_exit_status(client: AsyncClie
 
 
 @pytest.mark.slow
-async def test_who_attaches_elsewhere_goes_on_and_the_first_is_told(client: AsyncClient) -> None:
-    async with client.trajectory("t1") as trajectory:
-        first = await trajectory.session(["cat"], terminal=(30, 100))
-        await first.write("hello\n")
-        listening = first.output()
-        async with asyncio.timeout(3 * DEADLINE_S):
-            await anext(listening)
-        rest = asyncio.create_task(drained(first))
-        second = await client.session(first.id)
-        reading = asyncio.create_task(drained(second))
-        with pytest.raises(ConflictError, match="another caller"):
-            await rest
-        await second.resize(40, 120)
-        await second.cancel()
-        said, end = await reading
-        assert said.startswith(b"hello\r\n")
-        assert (end.state, end.exit_code) == ("cancelled", None)
-
-
-@pytest.mark.slow
 async def test_a_session_that_waits_is_attached_to_and_may_be_cancelled(client: AsyncClient) -> None:
     async with client.trajectory("t1") as trajectory:
         first = await trajectory.session(["cat"])

@@ -170,13 +170,6 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("given", [{}, {"command": "true", "argv": ["true"]}])
-def test_where_one_of_some_fields_is_needed_they_are_named(config: Path, given: Mapping[str, object]) -> None:
-    shell = load([config], {}).functions["shell"]
-    with pytest.raises(InvalidInput, match=r"^\$: needs exactly one of command, argv; "):
-        Inputs().check(shell, given)
-
-
 def test_a_function_that_declares_its_input_has_sessions_like_any_other(tmp_path: Path) -> None:
     own = "input: {type: object, properties: {argv: {type: array}}, additionalProperties: false}"
     path = tmp_path / "tangram.yaml"

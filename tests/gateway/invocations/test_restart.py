@@ -20,10 +20,9 @@ import pytest
 from gateway.app import gateway as opened_gateway
 from gateway.cluster.cluster import Cluster
 from gateway.config.load import load
-from gateway.config.schema import RetentionSection
 from gateway.invocations.invocations import GONE
 from gateway.invocations.restart import RESTARTED, QuotaRecord, Reattachment
-from gateway.store.maintenance import StateDirectory, prune
+from gateway.store.maintenance import StateDirectory
 from gateway.store.store import Store, StoreSpec
 from manager.action import Grant, Lease, State
 from manager.assembly import build_core
@@ -261,18 +260,6 @@ async def test_a_trajectory_that_was_opened_before_its_first_action_keeps_its_ta
     async with serving(bench) as second:
         for name in ("t", "u"):
             assert (await second.http.get(f"/v1/trajectories/{name}")).json()["task"] == "rl"
-
-
-@pytest.mark.slow
-async def test_a_gateway_that_is_told_to_stop_leaves_what_waits_for_the_next(tmp_path: Path) -> None:
-    bench = GatewayBench(tmp_path)
-    async with serving(bench) as first:
-        running = await fill(first)
-        queued = (await first.invoke({"n": 1}, mode="async")).json()["id"]
-        await until(lambda: len(first.runtime.running) == len(running))
-    async with serving(bench) as second:
-        assert (await ended(second, queued))["result"] == {"n": 1}
-        assert [(await ended(second, each))["reason"] for each in running] == ["gateway_restart"] * len(running)
 
 
 async def test_a_try_that_fails_while_the_gateway_drains_is_not_the_last_one(tmp_path: Path) -> None:
@@ -599,17 +586,6 @@ async def test_bounds_of_the_execution_and_waits_between_tries_are_of_time_that_
         await jumping_gateway.invoke({"reason": "handler_error"}, mode="async", function="retried", wait="5s")
     ).json()
     assert (retried["state"], retried["attempt"]) == ("failed", 3) and in_order(retried)
-
-
-@JUMPS
-async def test_retention_takes_nothing_before_its_time(
-    jumping_gateway: RunningGateway, machine: JumpingClock, jump_s: float
-) -> None:
-    kept = (await jumping_gateway.invoke({"log": "x"}, mode="async", wait="5s")).json()["id"]
-    machine.set_s += jump_s
-    spec = RetentionSection(records_age_s=DAY_S, logs_age_s=DAY_S)
-    assert await prune(jumping_gateway.app.store, spec, jumping_gateway.app.wall) == {"logs": 0, "records": 0}
-    assert '"data":"x"' in (await jumping_gateway.http.get(f"/v1/invocations/{kept}/logs")).text
 
 
 @pytest.mark.slow

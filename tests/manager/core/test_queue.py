@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from manager.action import Action, Outcome, State, UnitSet
+from manager.action import Action, Outcome, State
 from manager.config import ManagerSpec, TaskSpec
 from manager.core import queue as queue_module
 from manager.core.queue import Bounds, Expiries, FairShare, Queue, Waiting
@@ -67,29 +67,6 @@ def test_a_group_lies_in_the_order_of_expected_seconds_too_whatever_comes_and_go
     assert [item[2] for item in group.shortest()] == left
 
 
-def test_those_without_a_choice_of_units_lie_by_themselves_in_order_of_service() -> None:
-    """Asked for once, they are kept apart through every coming and going."""
-    chance, waiting = random.Random(11), queue(1000)
-    rigid, elastic = UnitSet.fixed(1), UnitSet.span(1, 8)
-
-    def admitted(seq: int) -> Waiting:
-        grows = chance.random() < 0.8
-        given = action(f"a{seq}", cost={"cpu": elastic if grows else rigid}, key="cpu" if grows else None)
-        return admit(waiting, given, seq=seq)
-
-    entries = [admitted(seq) for seq in range(100)]
-    (group,) = waiting.groups()
-    assert [item[2] for item in group.rigid("cpu")] == [one for one in entries if one.action.key is None]
-    entries += [admitted(seq) for seq in range(100, 400)]
-    gone = set(chance.sample(range(400), 350))
-    for index in sorted(gone, key=lambda index: chance.random()):
-        waiting.leave([entries[index]])
-        waiting.check()
-    left = [one for one in entries if one.seq not in gone]
-    assert [item[2] for item in group.rigid("cpu")] == [one for one in left if one.action.key is None]
-    assert [item[2] for item in group.rigid("gpu")] == left
-
-
 def test_an_action_that_is_queued_again_finds_its_old_place() -> None:
     """The mark of its first time may still lie there, with the same place in both orders."""
     waiting = queue()
@@ -102,27 +79,6 @@ def test_an_action_that_is_queued_again_finds_its_old_place() -> None:
     waiting.offer(twice)
     assert list(group) == [first, twice, last] == [item[2] for item in group.shortest()]
     waiting.check()
-
-
-def test_what_comes_to_a_node_joins_those_alike_whatever_came_between() -> None:
-    chance = random.Random(3)
-    waiting = queue(1000)
-    entries: list[Waiting] = []
-    for seq in range(300):
-        units = UnitSet.fixed(chance.randint(1, 2))
-        submitted = action(f"a{seq}", {"cpu": units}, task=chance.choice("xy"), memory_bytes=chance.choice((0, 8)))
-        entry = Waiting(submitted, (0.0, seq, 0), seq, child=chance.random() < 0.3)
-        waiting.admit(entry, 0.0)
-        waiting.offer(entry, chance.choice(("", "n0", "n1")))
-        entries.append(entry)
-        if chance.random() < 0.6:
-            waiting.leave([entries.pop(chance.randrange(len(entries)))])
-        waiting.check()
-    for entry in entries:
-        assert entry.group is not None
-        task, demand, memory_bytes, _, _, child, _ = entry.group.signature
-        assert (task, demand, child) == (entry.action.task, entry.action.demand, entry.child)
-        assert memory_bytes == entry.action.memory_bytes
 
 
 def test_what_was_offered_and_what_was_withdrawn_is_told_once() -> None:

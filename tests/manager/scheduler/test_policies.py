@@ -162,12 +162,6 @@ def test_adaptive_starts_more_workers_than_it_gives_cores() -> None:
     assert all(start.units < start.workers <= 32 for start in starts)
 
 
-def test_unknown_profiles_share_alike() -> None:
-    waiting = [replace(suite(f"a{index}"), elasticity=None, t_ori_s=None) for index in range(4)]
-    starts = AdaptivePolicy().decide(pool(16, waiting)).starts
-    assert [start.units for start in starts] == [4, 4, 4, 4]
-
-
 def test_a_warm_free_chunk_is_taken_before_a_cold_one() -> None:
     for policy in (PaperPolicy(), PricePolicy()):
         view = devices([(0, 8), (8, 8)], [teacher("t", "s", 4.0)], resident={"s": ((8, 8),)}, restore_s=4.0)
@@ -323,12 +317,6 @@ def test_beyond_the_tokens_of_a_batch_the_next_one_begins() -> None:
     assert [start.action_id for start in decision.starts] == ["q0", "q2"]
 
 
-@pytest.mark.parametrize("tokens", [0, 10])
-def test_where_nothing_batches_each_is_asked_about(tokens: int) -> None:
-    decision = PricePolicy().decide(device_view(requests(2), tokens=tokens, ends_in_s=100.0))
-    assert [start.action_id for start in decision.starts] == ["q0", "q1"]
-
-
 def test_a_batch_that_waits_for_a_warm_chunk_says_so_for_all_its_members() -> None:
     decision = PricePolicy().decide(device_view(requests(3), ends_in_s=0.1))
     assert [hold.action_id for hold in decision.holds] == ["q0", "q1", "q2"]
@@ -380,11 +368,6 @@ def test_elastic_actions_get_the_dop_clipped_to_their_unit_set() -> None:
         elastic("c", UnitSet.span(1, 8), 8),
     )
     assert started(FixedPolicy(dop=4), pool) == {"a": 2, "b": 3, "c": 3}
-
-
-def test_rigid_actions_get_their_minimum_whatever_the_dop() -> None:
-    pool = core_view(8, WaitingView(action=action("a", {"cpu": 3}), limit=8))
-    assert started(FixedPolicy(dop=4), pool) == {"a": 3}
 
 
 def test_nobody_behind_one_that_does_not_fit_is_started() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import io
 import os
 import tarfile
-import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from runtimes.node.protocol import (
     TransferRequest,
     packed,
 )
-from runtimes.sandbox.files import unpack_tree
 from runtimes.sandbox.handler.sources import SOURCES_LIMIT_BYTES, SOURCES_MAX
 from tests.runtimes.node.machine import Machine
 from tests.runtimes.node.session import Session, SessionAction, settled
@@ -117,37 +115,6 @@ async def test_what_a_killed_daemon_left_half_written_is_removed(tmp_path: Path)
     assert kept(tmp_path) == []
 
 
-async def test_a_receiver_that_is_cancelled_leaves_nothing_half_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent, here = await archive(tmp_path, "x = 1"), store(tmp_path)
-    loop, unpacking, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
-    failed: list[BaseException] = []
-
-    def slow(source: Path, target: Path, limit_bytes: int) -> int:
-        loop.call_soon_threadsafe(unpacking.set)
-        assert go_on.wait(STUCK_S)
-        try:
-            return unpack_tree(source, target, limit_bytes)
-        except BaseException as error:
-            failed.append(error)
-            raise
-
-    monkeypatch.setattr("runtimes.node.daemon.unpack_tree", slow)
-    taking = asyncio.create_task(here.take(sent.digest, pieces(sent.data)))
-    async with asyncio.timeout(STUCK_S):
-        await unpacking.wait()
-        for _ in range(2):  # whoever cancels it may do so again
-            taking.cancel()
-            await asyncio.sleep(0)
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-    assert not failed
-    assert kept(tmp_path) == [sent.digest]
-    assert await here.has(sent.digest)
-
-
 async def test_files_used_least_recently_make_room_and_those_in_use_never(tmp_path: Path) -> None:
     first, second, third, fourth = [await archive(tmp_path, str(number) * 400) for number in range(4)]
     mounted: list[Path] = []
@@ -226,19 +193,6 @@ def test_the_digest_is_that_of_names_bytes_and_modes_and_of_nothing_else(tmp_pat
         change()
         digests.add(packed(other).digest)
     assert len(digests) == 4
-
-
-def test_what_was_unpacked_has_the_digest_of_what_was_packed(tmp_path: Path) -> None:
-    source = write(tmp_path / "source", handler="x = 1", deep__er__util="y = 2")
-    (source / "tool").write_bytes(b"\x00\xff")
-    (source / "tool").chmod(0o700)
-    (source / "words.txt").write_text("a b")
-    (source / "tool").chmod(0o755)
-    archive, file = packed(source), tmp_path / "archive"
-    file.write_bytes(archive.data)
-    unpack_tree(file, tmp_path / "there" / "files", SOURCES_LIMIT_BYTES)
-    assert packed(tmp_path / "there" / "files").digest == archive.digest
-    assert os.access(tmp_path / "there" / "files" / "tool", os.X_OK)
 
 
 def test_what_is_hidden_private_elsewhere_or_compiled_stays(tmp_path: Path) -> None:

@@ -98,23 +98,10 @@ async def test_what_runs_in_no_sandbox_is_let_go_before_it_asks(runtime: str, to
         await execution
 
 
-async def test_a_node_that_comes_back_from_another_life_has_lost_what_had_begun(session: Session) -> None:
-    session.machine.long.update(("a.1/", "i.1/"))
-    kept, again = session.start("a"), session.start("i", IDEMPOTENT)
-    await session.play(lambda: {"a.1/", "i.1/"} <= session.machine.commands.keys())
-    assert session.daemon is not None
-    await session.daemon.close()
-    session.daemon, session.directory = None, session.directory / "reborn"  # its disk is a new one
-    session.machine.commands.clear()
-    session.directory.mkdir()
-    session.machine.long.clear()
-    await session.play(lambda: settled(session))
-    assert (kept.ends[0].state, kept.ends[0].reason) == (State.LOST, Reason.NODE_LOST)
-    assert again.ends[0].state is State.SUCCEEDED
-    assert session.machine.begun == {"a.1/": 1, "i.1/": 2}
-
-
-async def test_what_a_daemon_finds_dead_is_lost_and_an_idempotent_attempt_begins_again(session: Session) -> None:
+@pytest.mark.parametrize("new_disk", [True, False], ids=["another life", "dead sandboxes"])
+async def test_what_a_daemon_finds_dead_is_lost_and_an_idempotent_attempt_begins_again(
+    session: Session, new_disk: bool
+) -> None:
     session.machine.long.update(("a.1/", "i.1/"))
     kept, again = session.start("a"), session.start("i", IDEMPOTENT)
     await session.play(lambda: {"a.1/", "i.1/"} <= session.machine.commands.keys())
@@ -122,6 +109,9 @@ async def test_what_a_daemon_finds_dead_is_lost_and_an_idempotent_attempt_begins
     await session.daemon.close()
     session.daemon = None
     session.machine.commands.clear()  # their sandboxes died while there was no daemon
+    if new_disk:
+        session.directory = session.directory / "reborn"
+        session.directory.mkdir()
     session.machine.long.clear()
     await session.play(lambda: settled(session))
     assert (kept.ends[0].state, kept.ends[0].reason) == (State.LOST, Reason.NODE_LOST)

@@ -358,15 +358,6 @@ class TestStarting:
         await asyncio.gather(*going, return_exceptions=True)
         assert gate.wait_s == 1.0
 
-    async def test_a_success_opens_the_gate(self) -> None:
-        gate = CreationGate(2, threshold=1, clock=VirtualClock())
-        async with gate.slot("slow"):
-            with pytest.raises(CodedError):
-                async with gate.slot("x"):
-                    raise CodedError("broken")
-            assert gate.wait_s == 1.0
-        assert gate.wait_s == 0.0
-
     async def test_a_search_sees_what_was_begun_and_made_while_it_looked(self) -> None:
         gate = CreationGate(2)
         async with gate.slot("before"):

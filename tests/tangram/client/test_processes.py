@@ -204,16 +204,6 @@ def test_a_copy_sends_its_own_once_it_is_used(beating_server: ScriptedServer) ->
             until(lambda: beating_server.gateway.heartbeats["open"] > seen, "the copy speaks for it")
 
 
-def test_a_child_by_fork_sends_its_own(beating_server: ScriptedServer) -> None:
-    with Client(beating_server.address, lease_s=1.0) as client, client.trajectory("open") as handle:
-        until(lambda: beating_server.gateway.heartbeats["open"] > 0, "the parent speaks for it")
-        child = os.fork()
-        if child == 0:
-            handle.exec("true")
-            os._exit(0 if beating() else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def test_none_are_sent_where_none_are_wanted(beating_server: ScriptedServer) -> None:
     until(lambda: not beating(), "those of other tests have ended")
     with Client(beating_server.address, lease_s=None) as client, client.trajectory("open"):

@@ -6,21 +6,19 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from manager.function import SandboxSpec
 from tangram import AsyncClient, Client, InvalidInputError, NotFoundError, TrajectoryEndedError
 from tangram.client import aio as aio_connections
-from tangram.client.aio import ANSWER_S, CONNECTIONS, SPARE, AsyncSessionHandle, AsyncTrajectory
+from tangram.client.aio import ANSWER_S, CONNECTIONS, AsyncSessionHandle, AsyncTrajectory
 from tangram.client.followers import SessionFollower
 from tangram.client.requests import Retries
 from tangram.errors import ConflictError, UnreadableAnswerError
 from tangram.testing import ScriptedCall, ScriptedGateway, ScriptedTrajectory
-from tests.gateway.conftest import DEADLINE_S, FUNCTIONS, GatewayBench, RunningGateway, serving, until
+from tests.gateway.conftest import DEADLINE_S, RunningGateway
 from tests.house.source import ROOT
 from tests.tangram.sockets import served, serving_script
 
@@ -56,20 +54,6 @@ async def test_an_end_by_another_client_is_noticed(gateway: RunningGateway) -> N
         await client.end_trajectory("t")
         await everything_raises(trajectory)
         assert await client.trajectories() == [], "nothing began anew"
-
-
-async def test_an_end_by_silence_is_noticed(tmp_path: Path) -> None:
-    shell = replace(FUNCTIONS["shell"], sandbox=SandboxSpec(image="", idle_ttl_s=3.0))
-    async with (
-        serving(GatewayBench(tmp_path, functions={"shell": shell})) as running,
-        AsyncClient(f"http://127.0.0.1:{running.app.http_port}") as client,
-    ):
-        trajectory = client.trajectory("t")
-        async with asyncio.timeout(DEADLINE_S):
-            while not await opened(trajectory):
-                pass
-        await until(lambda: running.app.api.engine.trajectory("t") is None)
-        await everything_raises(trajectory)
 
 
 async def opened(trajectory: AsyncTrajectory) -> bool:
@@ -216,22 +200,6 @@ async def test_connections_are_bounded_and_whoever_finds_none_waits() -> None:
             results = await asyncio.gather(*(client.invoke("f", {"n": n}) for n in range(50)))
         assert [each.result for each in results] == [{"n": n} for n in range(50)]
         assert server.open_max <= 4
-
-
-async def test_calls_that_last_leave_connections_to_the_others() -> None:
-    release = asyncio.Event()
-
-    async def wait(call: ScriptedCall) -> object:
-        return await release.wait()
-
-    gateway = ScriptedGateway({"f": wait})
-    async with serving_script(gateway) as server, AsyncClient(server.address, connections=SPARE + 2) as client:
-        lasting = [asyncio.create_task(client.invoke("f", {})) for _ in range(5)]
-        async with asyncio.timeout(DEADLINE_S):
-            assert len(await client.functions()) == 1
-            assert await client.trajectories() == []
-        release.set()
-        assert all(each.result is True for each in await asyncio.gather(*lasting))
 
 
 #: What hangs on something else, which may take as long as that does: memory, a snapshot, a build, the work.
