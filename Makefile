@@ -21,7 +21,7 @@ APART := tests/attacks tests/bench tests/cluster tests/ecosystem tests/faults te
 RUN := $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --order $(SEED)
 
 .PHONY: demo paper cluster-demo quick check test test-all setup format lint types unit slow faults attacks browser sim \
-	gpu-check bench bench-quick ecosystem ecosystem-all serve clean site wheels ray
+	gpu-check bench bench-quick ecosystem ecosystem-all serve clean site wheels release ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -111,6 +111,10 @@ site: setup
 # Both wheels, tried outside the repository on each interpreter of 3.11 to 3.13 that there is.
 wheels: setup
 	@$(PYTHON) .ci/wheels.py
+
+# The same, after a look at versions, CHANGELOG.md and classifiers.
+release: setup
+	@$(PYTHON) .ci/wheels.py --release
 
 # What a machine with a GPU would run, rehearsed on the CPU beside no more packages than that machine has.
 gpu-check: setup

@@ -1,7 +1,7 @@
 """Build both wheels, and try them as a user would: outside the repository, in a fresh environment of each interpreter.
 
 ``make wheels``, or ``python .ci/wheels.py [3.12 ...]``. The wheels lie in .cache/wheels afterwards. An interpreter
-that is not here is named at the end.
+that is not here is named at the end. ``make release`` first checks what a version says of itself (``--release``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ROOT / ".cache" / "wheels"
 VERSIONS = ("3.11", "3.12", "3.13")
+CLIENT_PROJECT = "client/pyproject.toml"
 COMMAND_S = 300
 CLIENT = """
 from pathlib import Path
@@ -44,8 +46,13 @@ functions:
 HANDLER = "def score(event, context):\n    return {'reward': float(event['answer'] == 42)}\n"
 
 
-def main(versions: Sequence[str]) -> int:
-    """Return 0 if all went well with at least one interpreter."""
+def main(words: Sequence[str]) -> int:
+    """Return 0 if all went well with at least one interpreter; for a release with each."""
+    is_release = "--release" in words
+    versions = [word for word in words if word != "--release"] or VERSIONS
+    if is_release and (found := list(problems())):
+        print("\n".join(f"release: {each}" for each in found))
+        return 1
     WHEELS.mkdir(parents=True, exist_ok=True)
     tried, missing = [], []
     with tempfile.TemporaryDirectory(prefix="tangram-wheels-") as room:
@@ -61,7 +68,27 @@ def main(versions: Sequence[str]) -> int:
             print(f"wheels: Python {version}: both installed, imported, served and called", flush=True)
     for version in missing:
         print(f"wheels: Python {version} is not here: not tried")
-    return 0 if tried else 1
+    return 0 if tried and not (is_release and missing) else 1
+
+
+def problems() -> Iterator[str]:
+    """What a release lacks: one version everywhere, its page of CHANGELOG, classifiers of the tried interpreters."""
+    server, client = (
+        tomllib.loads((ROOT / name).read_text())["project"] for name in ("pyproject.toml", CLIENT_PROJECT)
+    )
+    version = server["version"]
+    if client["version"] != version or f"tangram-client[cli]=={version}" not in server["dependencies"]:
+        yield f"the client is {client['version']} or not what the gateway {version} depends on"
+    parts = [part.partition("\n") for part in (ROOT / "CHANGELOG.md").read_text().split("\n## ")]
+    changes = {title: text.strip() for title, _, text in parts}
+    if not changes.get(version):
+        yield f"CHANGELOG.md says nothing of {version}"
+    if changes.get("Unreleased"):
+        yield f"CHANGELOG.md has changes that are not of {version}"
+    for project in (server, client):
+        said = {each.rpartition(" :: ")[2] for each in project.get("classifiers", ()) if "Python :: 3." in each}
+        if said != set(VERSIONS):
+            yield f"{project['name']} is classified for Python {sorted(said)}, and tried on {list(VERSIONS)}"
 
 
 def built(project: str, room: Path) -> Path:
@@ -152,4 +179,4 @@ def run(words: Sequence[object], place: Path) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:] or VERSIONS))
+    raise SystemExit(main(sys.argv[1:]))
