@@ -108,7 +108,7 @@ ecosystem-all: setup
 site: setup
 	@scripts/site/build
 
-# Both wheels, tried outside the repository on each interpreter of 3.11 to 3.13 that there is.
+# Both wheels, tried outside the repository on each interpreter of 3.11 to 3.13 that there is, and the client's on 3.10.
 wheels: setup
 	@$(PYTHON) .ci/wheels.py
 

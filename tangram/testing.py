@@ -10,7 +10,7 @@ import tarfile
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import unquote
 
@@ -88,7 +88,7 @@ def problem_answer(status: int, code: str, detail: str, *, retry_after_s: float 
 
 
 #: The beginning of a scripted gateway's time; nothing in it takes any.
-BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
+BEGINNING = datetime(2026, 1, 1, tzinfo=timezone.utc)
 _STATES: Mapping[Reason, State] = {
     "timeout": "timed_out",
     "queue_timeout": "timed_out",

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tangram.adapters.provider import (
     CommandEnd,
@@ -61,7 +61,7 @@ class AsyncSandboxProvider:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._client.server!r}, function={self.function!r})"
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> AsyncSandboxProvider:
         return self
 
     async def __aexit__(

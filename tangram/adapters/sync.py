@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tangram.adapters.provider import (
     CommandEnd,
@@ -63,7 +63,7 @@ class SandboxProvider:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._client.server!r}, function={self.function!r})"
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> SandboxProvider:
         return self
 
     def __exit__(

@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from itertools import count
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -112,12 +112,12 @@ def show_seconds(seconds: float | None) -> str:
 
 def show_time(at: datetime | None) -> str:
     """Return an instant as ``--since`` reads it, ``2026-11-27T03:20:43Z``; ``-`` if there is none."""
-    return "-" if at is None else f"{at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return "-" if at is None else f"{at.astimezone(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def age_s(at: datetime) -> float:
     """Return the seconds since an instant, at least 0: the clocks of two machines may differ."""
-    return max(0.0, (datetime.now(UTC) - at).total_seconds())
+    return max(0.0, (datetime.now(timezone.utc) - at).total_seconds())
 
 
 def short_id(id: str) -> str:

@@ -14,7 +14,7 @@ import tty
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import click
 
@@ -187,7 +187,7 @@ class LocalTerminal:
         self._saved: list[Any] | None = None
         self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> LocalTerminal:
         for number in ENDING:
             self._handlers[number] = signal.signal(number, _end)
         if self._raw:

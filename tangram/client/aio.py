@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 from urllib.parse import quote
 from urllib.request import getproxies, proxy_bypass
 
@@ -370,7 +370,7 @@ class AsyncTrajectory:
         self.shared = True
         return self.__dict__
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> AsyncTrajectory:
         return await self.open()
 
     async def __aexit__(
@@ -378,7 +378,7 @@ class AsyncTrajectory:
     ) -> None:
         await self.close()
 
-    async def open(self) -> Self:
+    async def open(self) -> AsyncTrajectory:
         """Make the sandbox as it was chosen, or join the one that lives; a closed handle begins anew.
 
         ``joined`` says which, and joining is warned of. Raises ConflictError instead if it was to be ``new``, and if
@@ -400,7 +400,7 @@ class AsyncTrajectory:
             requests.logger.warning("trajectory %s lived already: what is in its sandbox is there to be seen", self.id)
         return self._begin()
 
-    def _begin(self) -> Self:
+    def _begin(self) -> AsyncTrajectory:
         """Note that it was opened, and hold it from now on."""
         self._opened, self._closed = True, False
         self._client.heartbeats.hold(self)
@@ -414,7 +414,7 @@ class AsyncTrajectory:
         self._living()
         return await self._client._send(requests.take_snapshot(self.id))
 
-    async def fork(self, to: Sequence[str], *, step: int | None = None) -> Sequence[Self]:
+    async def fork(self, to: Sequence[str], *, step: int | None = None) -> Sequence[AsyncTrajectory]:
         """Open trajectories that begin with its files as they are now, and return their handles: all, or none.
 
         They count for a ``step`` of the task only if it is named here. Raises as `snapshot`, and ConflictError for a
@@ -431,7 +431,7 @@ class AsyncTrajectory:
             raise
         return [self._forked(each.trajectory, answer.snapshot.snapshot) for each in answer.trajectories]
 
-    def _forked(self, id: str, snapshot: str) -> Self:
+    def _forked(self, id: str, snapshot: str) -> AsyncTrajectory:
         chosen: dict[str, Any] = {"function": self._function, "task": self._task, "workdir": self._workdir}
         return type(self)(self._client, id, snapshot=snapshot, **chosen)._begin()
 
@@ -651,7 +651,7 @@ class AsyncClient:
         self.__dict__.update(state)
         self._opened = AsyncOpened(self._open)
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> AsyncClient:
         return self
 
     async def __aexit__(

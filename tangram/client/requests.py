@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import SplitResult, quote, urlsplit
 
 import httpx
@@ -171,7 +171,7 @@ class InvocationResult(Invocation, frozen=True, kw_only=True, omit_defaults=True
     def _found(self, name: str) -> object:
         return self.result.get(name) if isinstance(self.result, Mapping) else None
 
-    def raise_for_failure(self) -> Self:
+    def raise_for_failure(self) -> InvocationResult:
         """Return itself if it succeeded or has not ended; raises InvocationFailed."""
         if self.ended and not self.ok:
             raise InvocationFailed(self)
