@@ -48,7 +48,7 @@ class Secrets:
         """The sandbox with the secrets that its environment names in their places; raises InvalidConfig."""
         if not any(SECRET.search(value) for value in spec.env.values()):
             return spec
-        env = {name: SECRET.sub(lambda found: self.get(found["name"]), value) for name, value in spec.env.items()}
+        env = {name: SECRET.sub(lambda match: self.get(match["name"]), value) for name, value in spec.env.items()}
         return replace(spec, env=env)
 
     def _from_file(self, name: str) -> str:

@@ -357,7 +357,7 @@ class EarlyAnswers:
         part, request = self._parts[index], self._job.requests[index]
         part[place] = one.value
         others_go_on = any(
-            len(each) < len(asked.input) for each, asked in zip(self._parts, self._job.requests, strict=True)
+            len(each) < len(requested.input) for each, requested in zip(self._parts, self._job.requests, strict=True)
         )
         if len(part) == len(request.input) and others_go_on:
             answer = asyncio.ensure_future(self._answer(index, [part[place] for place in sorted(part)], one.usage))

@@ -388,8 +388,8 @@ class NodeMembership:
         return max(1, int(self.settings.storm_share * (living + len(self._losses)))) - len(self._losses)
 
     def _overdue(self) -> list[Member]:
-        found = [(self._due_s(member), member) for _, member in sorted(self._timed.items())]
-        return [member for due_s, member in found if due_s is not None and due_s <= self.now_s]
+        timed = [(self._due_s(member), member) for _, member in sorted(self._timed.items())]
+        return [member for due_s, member in timed if due_s is not None and due_s <= self.now_s]
 
     def _due_s(self, member: Member) -> float | None:
         """Return when time alone counts a node out; None if it does not."""

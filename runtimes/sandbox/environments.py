@@ -444,10 +444,10 @@ class Environments:
                 self._remove(sandbox)
 
     def _reclaim(self, claims: str) -> Sandbox | None:
-        found = next((one for one in self._orphaned if claims and _claimed(one, (claims,))), None)
-        if found is not None:
-            self._orphaned.remove(found)
-        return found
+        sandbox = next((one for one in self._orphaned if claims and _claimed(one, (claims,))), None)
+        if sandbox is not None:
+            self._orphaned.remove(sandbox)
+        return sandbox
 
     async def warm(self, spec: SandboxSpec | None) -> None:
         """Check that such sandboxes can be made, and keep as many ready as they ask for."""
@@ -516,15 +516,15 @@ class Environments:
             self._require_agreement(environment, spec, environment.spec)
             spec = environment.spec
         try:
-            made = await self._obtain(spec, {TRAJECTORY: environment.trajectory, **_of_task(task)})
+            created = await self._obtain(spec, {TRAJECTORY: environment.trajectory, **_of_task(task)})
         except BaseException:
             if environment.spec is None and self._environments.get(environment.trajectory) is environment:
                 del self._environments[environment.trajectory]
             raise
         environment.spec = spec if spec.chosen else None
-        environment.sandbox, environment.made_s, environment.adopted = made, time.time(), False
+        environment.sandbox, environment.made_s, environment.adopted = created, time.time(), False
         self._environments[environment.trajectory] = environment
-        return made
+        return created
 
     def _require_agreement(self, environment: Environment, spec: SandboxSpec, living: SandboxSpec) -> None:
         """Raise OtherSandbox unless a function, or an opening, of this spec is served in such a sandbox."""
@@ -540,8 +540,8 @@ class Environments:
             why = contradiction(spec, living, images=images)
             if why and outlives(living, spec, earlier, self.settings.secrets.filled, images=images):
                 if not environment.outlived:
-                    told = "a trajectory keeps the sandbox of an earlier configuration"
-                    logger.warning(told, trajectory=environment.trajectory, why=why)
+                    message = "a trajectory keeps the sandbox of an earlier configuration"
+                    logger.warning(message, trajectory=environment.trajectory, why=why)
                 environment.outlived = True
                 return
         if why:

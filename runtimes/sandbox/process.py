@@ -83,12 +83,12 @@ def keep_files(pid: int, directory: Path, spec: SandboxSpec, place: Path, limit_
     with ExitStack() as opened:
         root = opened.enter_context(_root_of(pid))
         if root < 0:
-            found = {WORK: opened.enter_context(opened_directory(directory / "work"))}
+            trees = {WORK: opened.enter_context(opened_directory(directory / "work"))}
         else:
-            found = {
+            trees = {
                 name: opened.enter_context(inside(root, path)) for name, path in ((WORK, spec.workdir), (TMP, "/tmp"))
             }
-        for name, fd in found.items():
+        for name, fd in trees.items():
             left_bytes = limit_bytes - size_bytes
             size_bytes += pack(fd, place / name, base=_base(pid), left_bytes=left_bytes, too_large=too_large)
     return size_bytes
@@ -239,14 +239,14 @@ def control_of(
 
 def process_records(root: Path) -> list[tuple[Path, SandboxRecord | None]]:
     """Return the directories of process sandboxes, and those of which nothing is known, with their records."""
-    return [found for found in read_records(root) if found[1] is None or not found[1].in_container]
+    return [entry for entry in read_records(root) if entry[1] is None or not entry[1].in_container]
 
 
 def end_left(root: Path) -> int:
     """End what an earlier gateway left of process sandboxes, for one that makes none; return how many. Blocks."""
     hierarchy = Hierarchy.discover()
     own = None if hierarchy is None else hierarchy.of_process("self")
-    left = [found for found in process_records(root) if found[1] is not None]
+    left = [entry for entry in process_records(root) if entry[1] is not None]
     for directory, record in left:
         control_of(own, directory, record).end()
     return len(left)
@@ -505,11 +505,13 @@ ETC = (
 )  # fmt: skip
 
 
-def box_of(means: HostSupport, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str], path: str) -> list[str]:
+def bubblewrap_options(
+    host: HostSupport, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str], path: str
+) -> list[str]:
     """Return bubblewrap's options."""
     options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--as-pid-1", "--new-session"]
     options += ["--unshare-net", "--hostname", "sandbox", "--cap-drop", "ALL"]
-    if means.root:
+    if host.root:
         options += [word for name in capabilities_of(spec) for word in ("--cap-add", f"CAP_{name}")]
     else:
         options.append("--unshare-user")
@@ -525,7 +527,7 @@ def box_of(means: HostSupport, directory: Path, spec: SandboxSpec, mounts: Mappi
     shown = shown_places(path)
     for parent in _parents([*mounts.values(), spec.workdir, *shown, "/etc/passwd"]):
         options += ["--perms", "0755", "--dir", parent]
-    options += ["--perms", "0700" if means.ids is None else "0711", "--dir", INSIDE]
+    options += ["--perms", "0700" if host.ids is None else "0711", "--dir", INSIDE]
     for name in ETC:
         options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     for prefix in shown:
@@ -533,7 +535,7 @@ def box_of(means: HostSupport, directory: Path, spec: SandboxSpec, mounts: Mappi
     for name in ("passwd", "group", "hosts", "resolv.conf"):
         options += ["--ro-bind", str(directory / name), f"/etc/{name}"]
     options += ["--proc", "/proc", "--dev", "/dev"]
-    if means.root:  # else the kernel lets nobody inside write there
+    if host.root:  # else the kernel lets nobody inside write there
         options += ["--ro-bind", "/proc/sys", "/proc/sys"]
     options += ["--perms", "1777", "--size", str(spec.shm_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     options += ["--bind", str(directory / "work"), spec.workdir]
@@ -620,11 +622,11 @@ class SlirpUplink:
 
     async def start(self, sandbox_pid: int, log: Path) -> None:
         """Start it in the network namespace of a process, and return when packets pass; raises CodedError."""
-        ready, told = os.pipe()
+        ready, ready_end = os.pipe()
         try:
-            self.pid = self._spawn(f"/proc/{sandbox_pid}/ns/net", told, log)
-            os.close(told)
-            told = -1
+            self.pid = self._spawn(f"/proc/{sandbox_pid}/ns/net", ready_end, log)
+            os.close(ready_end)
+            ready_end = -1
             for kind, bound in BOUNDS.items():
                 resource.prlimit(self.pid, kind, (bound, bound))
             seen, _, _ = await asyncio.to_thread(select.select, [ready], [], [], START_S)
@@ -635,8 +637,8 @@ class SlirpUplink:
             raise CodedError(f"{PROGRAM} does not start: {tail}", component=UPLINK_COMPONENT)
         finally:
             os.close(ready)
-            if told >= 0:
-                os.close(told)
+            if ready_end >= 0:
+                os.close(ready_end)
 
     def close(self) -> None:
         """Let go of the pipe: from here on its end is that of the sandbox."""
@@ -707,7 +709,7 @@ class ProcessProvider:
         state_dir: Path,
         gate: CreationGate,
         shared_cores: Sequence[int],
-        means: HostSupport,
+        host: HostSupport,
         seccomp: Seccomp = "default",
         path: str = DEFAULT_PATH,
         weakenings: Sequence[str] = (),
@@ -719,13 +721,13 @@ class ProcessProvider:
 
         Raises Unsupported if a filter is wanted and none can be made.
         """
-        self._means = means
+        self._host = host
         self._path = path
-        if means.bubblewrap is not None:
+        if host.bubblewrap is not None:
             require_shown(path, state_dir)
         #: In what it is weaker than it could be, besides what it sees itself.
         self._told = tuple(weakenings)
-        self._filter = compiled(seccomp) if means.bubblewrap is not None and seccomp != "none" else b""
+        self._filter = compiled(seccomp) if host.bubblewrap is not None and seccomp != "none" else b""
         self._root = state_dir / SANDBOXES
         self._held = hold(state_dir)
         self._snapshots_root = state_dir / SNAPSHOTS
@@ -740,11 +742,11 @@ class ProcessProvider:
 
     @property
     def kind(self) -> Literal["process", "plain"]:
-        return "plain" if self._means.bubblewrap is None else "process"
+        return "plain" if self._host.bubblewrap is None else "process"
 
     @property
     def info(self) -> ProviderInfo:
-        wrapped, grouped = self._means.bubblewrap is not None, self._means.cgroup is not None
+        wrapped, grouped = self._host.bubblewrap is not None, self._host.cgroup is not None
         return ProviderInfo(
             kind=self.kind,
             engine="bubblewrap" if wrapped else "plain processes",
@@ -761,8 +763,8 @@ class ProcessProvider:
                 **dict.fromkeys(("memory", "pids"), grouped),
                 **dict.fromkeys(("cores", "freeze", "snapshot"), True),
                 "disk": wrapped,
-                "users_separate": self._means.root,
-                **dict.fromkeys(("own_user", "root_separate"), self._means.ids is not None),
+                "users_separate": self._host.root,
+                **dict.fromkeys(("own_user", "root_separate"), self._host.ids is not None),
                 "egress": wrapped and not self._guard.obstacle and not missing_uplink(),
             },
             weakenings=tuple(self._weakenings()),
@@ -771,14 +773,14 @@ class ProcessProvider:
 
     def _weakenings(self) -> Iterator[str]:
         yield from self._told
-        means = self._means
-        if means.bubblewrap is None:
+        host = self._host
+        if host.bubblewrap is None:
             yield "plain processes: commands see the host's files, processes and network"
         elif not self._filter:
             yield "commands may make any system call (sandbox.seccomp: none)"
-        if means.ids is None:
-            yield f"all sandboxes share one user of the host{means.no_ids and f' ({means.no_ids})'}"
-        if means.cgroup is None:
+        if host.ids is None:
+            yield f"all sandboxes share one user of the host{host.no_ids and f' ({host.no_ids})'}"
+        if host.cgroup is None:
             yield "memory is bounded by process, and processes are not counted: no control group can be written"
 
     images = None
@@ -802,13 +804,13 @@ class ProcessProvider:
                 component=COMPONENT,
             )
         self._check_user(spec.user)
-        require_minimal(spec, "" if self._means.ids else self._means.no_ids or "plain processes have none")
+        require_minimal(spec, "" if self._host.ids else self._host.no_ids or "plain processes have none")
         await self._check_network(spec)
         require_workdir(spec)
-        if self._means.bubblewrap is not None and spec.workdir.startswith("/usr/"):
+        if self._host.bubblewrap is not None and spec.workdir.startswith("/usr/"):
             message = f"sandbox.workdir: {spec.workdir} lies in /usr, read-only in process sandboxes; choose another"
             raise Unsupported(message, component=COMPONENT)
-        if self._means.bubblewrap is not None and not self._means.root and _plain(spec.workdir).startswith(WRITABLE):
+        if self._host.bubblewrap is not None and not self._host.root and _plain(spec.workdir).startswith(WRITABLE):
             message = (
                 f"sandbox.workdir: its own user can put another directory in place of {spec.workdir}, as the gateway "
             )
@@ -823,7 +825,7 @@ class ProcessProvider:
         await self._guard.check(spec)
         if spec.network is not Network.EGRESS:
             return
-        if self._means.bubblewrap is None:
+        if self._host.bubblewrap is None:
             why = "it is not there without namespaces (Debian: apt-get install bubblewrap)"
         else:
             why = missing_uplink()
@@ -832,13 +834,13 @@ class ProcessProvider:
 
     def _check_user(self, user: str) -> None:
         """Raise Unsupported or InvalidConfig if commands cannot be that user, or would be root on the host."""
-        if self._means.ids is not None:
+        if self._host.ids is not None:
             if user.isdigit() and int(user) >= BLOCK:
                 raise InvalidConfig(f"sandbox.user must be below {BLOCK} in a process sandbox, not {user}")
-        elif self._means.root and user.lstrip("0") in ("", "root"):
+        elif self._host.root and user.lstrip("0") in ("", "root"):
             raise Unsupported(
                 f"user {user!r} would be root on the host: a process sandbox has a root of its own only where it can "
-                f"have a user namespace ({self._means.no_ids or 'plain processes cannot'}); use containers for it",
+                f"have a user namespace ({self._host.no_ids or 'plain processes cannot'}); use containers for it",
                 component=COMPONENT,
             )
 
@@ -858,7 +860,7 @@ class ProcessProvider:
     async def _create(
         self, spec: SandboxSpec, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
     ) -> Sandbox:
-        directory, group = self._root / name, group_of(self._means.cgroup, name)
+        directory, group = self._root / name, group_of(self._host.cgroup, name)
         egress = await self._guard.resolve(spec)
         uplink = None if egress is None else SlirpUplink()
         parent, blocks = 0, list[IdBlock]()
@@ -869,19 +871,19 @@ class ProcessProvider:
             labels=dict(labels),
             uid=OWN_UID if spec.user == AUTO else 0,
             provider=self.kind,
-            base="" if self._means.bubblewrap is not None else str(directory / "work"),
+            base="" if self._host.bubblewrap is not None else str(directory / "work"),
         )
         try:
-            if (ids := self._means.ids) is not None:
+            if (ids := self._host.ids) is not None:
                 await to_its_end(lambda: blocks.append(ids.claim()))
             block = blocks[0] if blocks else None
-            await to_its_end(partial(_lay_out, directory, record, self._means, block, self._bound, egress))
+            await to_its_end(partial(_lay_out, directory, record, self._host, block, self._bound, egress))
             if group is not None:
                 group.make(memory_bytes=spec.memory_bytes, pids=spec.pids)
             files = self._snapshots_root / spec.snapshot if spec.snapshot else None
             base = 0 if block is None else block.base
             if files is not None:
-                await to_its_end(partial(lay_out_work, files, directory, base=base, owners=self._means.root))
+                await to_its_end(partial(lay_out_work, files, directory, base=base, owners=self._host.root))
             parent = self._start(directory, spec, mounts, block, uplink)
             # A gateway that is killed from here on leaves a process behind: the next one must know of it.
             replace(record, pid=parent, started=started(parent), ready=False).write(directory)
@@ -889,8 +891,8 @@ class ProcessProvider:
             if group is not None:
                 group.enter(client.peer_pid)
             if files is not None:
-                await to_its_end(partial(lay_out_tmp, files, client.peer_pid, base=base, owners=self._means.root))
-            if self._means.bubblewrap is not None:
+                await to_its_end(partial(lay_out_tmp, files, client.peer_pid, base=base, owners=self._host.root))
+            if self._host.bubblewrap is not None:
                 await to_its_end(partial(self._bound.hand_over, directory / "work"))
             if egress is not None and uplink is not None:
                 await self._guard.enforce(egress, client.peer_pid)
@@ -919,7 +921,7 @@ class ProcessProvider:
         """
         adopted: list[tuple[Sandbox, Mapping[str, str]]] = []
         for directory, record in await asyncio.to_thread(process_records, self._root):
-            control = control_of(self._means.cgroup, directory, record, self._bound)
+            control = control_of(self._host.cgroup, directory, record, self._bound)
             if record is not None and record.ready and control.pid != 0 and record.provider == self.kind:
                 try:
                     await control.thaw()
@@ -938,7 +940,7 @@ class ProcessProvider:
             entry = await asyncio.to_thread(process_records, self._root)
             left = [item for item in entry if item[0].name not in {*living, *young}]
         for directory, record in left:
-            await control_of(self._means.cgroup, directory, record, self._bound).remove()
+            await control_of(self._host.cgroup, directory, record, self._bound).remove()
         await self._snapshots.prune()
         return len(left)
 
@@ -970,7 +972,7 @@ class ProcessProvider:
     def _watch_disk(self, sandbox: Sandbox, directory: Path, control: ProcessControl) -> None:
         """Watch what no file system of its own bounds: its work, or no more than the runner's directory."""
         work, run, disk_bytes = directory / "work", directory / "run", sandbox.spec.disk_bytes
-        inside = Path(f"/proc/{control.pid}/root{sandbox.spec.workdir}") if self._means.bubblewrap else work
+        inside = Path(f"/proc/{control.pid}/root{sandbox.spec.workdir}") if self._host.bubblewrap else work
         if self._bound.name != DiskBound.name and is_bounded(inside, disk_bytes):
             self._disk.add(sandbox, (run,), RUN_BYTES, RUN_FILES, control.processes)
         else:
@@ -979,8 +981,8 @@ class ProcessProvider:
     async def _connect(self, directory: Path, record: SandboxRecord, pid: int) -> StreamClient:
         hello = record.greeting(
             env=dict(record.spec.env),
-            bounds=_bounds(record.spec, grouped=self._means.cgroup is not None),
-            **({} if self._means.ids is not None else {"root": False}),
+            bounds=_bounds(record.spec, grouped=self._host.cgroup is not None),
+            **({} if self._host.ids is not None else {"root": False}),
         )
         return await StreamClient.open(SocketStream(directory / "run", peer_pid=pid), hello, within_s=PROVIDER_START_S)
 
@@ -998,7 +1000,7 @@ class ProcessProvider:
         with ExitStack() as closers:
             log = closers.enter_context((directory / "log").open("wb"))
             passed = {1: log.fileno(), 2: log.fileno()}
-            if self._means.bubblewrap is None:
+            if self._host.bubblewrap is None:
                 argv = [*python, str(RUNNER), str(directory / "run"), "--shed"]
             else:
                 options = []
@@ -1011,9 +1013,9 @@ class ProcessProvider:
                     options += ["--userns2", str(NAMESPACE_FD)]
                 if uplink is not None:
                     passed[UPLINK_FD] = _kept(os.dup(uplink.held), closers)
-                box = box_of(self._means, directory, spec, mounts, self._path)
+                box = bubblewrap_options(self._host, directory, spec, mounts, self._path)
                 inside = [f"{INSIDE}/runner.py", f"{INSIDE}/run", "--shed", *(["--root"] if block else [])]
-                argv = [self._means.bubblewrap, *options, *box, *python, *inside]
+                argv = [self._host.bubblewrap, *options, *box, *python, *inside]
             return os.posix_spawn(
                 argv[0],
                 argv,
@@ -1050,7 +1052,7 @@ def _piped(data: bytes, closers: ExitStack) -> int:
 def _lay_out(
     directory: Path,
     record: SandboxRecord,
-    means: HostSupport,
+    host: HostSupport,
     block: IdBlock | None,
     bound: DiskBound,
     egress: Egress | None,
@@ -1060,7 +1062,7 @@ def _lay_out(
     Nobody else on the host may enter it, as a file in it may be what a user of the host must not execute.
     """
     spec, user = record.spec, record.user
-    mode = 0o711 if means.bubblewrap is None else 0o700
+    mode = 0o711 if host.bubblewrap is None else 0o700
     directory.parent.mkdir(parents=True, exist_ok=True)
     for path in (directory.parent, directory):
         path.mkdir(exist_ok=path != directory)
@@ -1072,8 +1074,8 @@ def _lay_out(
     name, number = ("sandbox", user) if user.isdigit() else (user, str(OWN_UID))
     if name == "root" or not int(number):
         name, number = "root", "0"
-    number = number if means.root else str(os.geteuid())
-    if means.root:
+    number = number if host.root else str(os.geteuid())
+    if host.root:
         base = 0 if block is None else block.base
         os.chown(work, base + int(number), base + int(number))
         os.chown(run, base, base)

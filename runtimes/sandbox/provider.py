@@ -276,7 +276,7 @@ def _processes(settings: ProviderSettings, kind: Kind, stronger: str) -> Provide
         state_dir=settings.state_dir,
         gate=CreationGate(settings.max_starting),
         shared_cores=_shared_cores(settings),
-        means=HostSupport.discover(IdBlocks(settings.ids), plain=plain),
+        host=HostSupport.discover(IdBlocks(settings.ids), plain=plain),
         seccomp=settings.seccomp,
         path=settings.path,
         bound=choose_bound(settings.disk_bound, settings.state_dir),

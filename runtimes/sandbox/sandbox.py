@@ -705,9 +705,9 @@ def _runners() -> dict[tuple[str, str], list[int]]:
 def _end(pids: Callable[[], list[int]]) -> None:
     """SIGKILL processes and all that descends from them; bounded."""
     for _ in range(KILLS_MAX):
-        if not (found := pids()):
+        if not (living := pids()):
             return
-        for pid in [*found, *descendants(found)]:
+        for pid in [*living, *descendants(living)]:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(STEP_S)
@@ -805,7 +805,7 @@ class CreationGate:
         """What this machine ran short of, for which no sandbox is made now; empty if the gate is open."""
         return self._why if self._is_short and self.wait_s > 0 else ""
 
-    def hear(self, trouble: str) -> str:
+    def note_trouble(self, trouble: str) -> str:
         """Return what the engine is said to suffer from, empty: nothing; once that is over the gate is open."""
         if self._trouble and not trouble:
             self._failures, self._closed_until_s = 0, 0.0  # what failed meanwhile says nothing of it now

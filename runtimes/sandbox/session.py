@@ -136,17 +136,17 @@ class ByteLog:
 
         The first begins later than ``offset`` if what is between is not kept.
         """
-        found: list[SessionPiece] = []
+        pieces: list[SessionPiece] = []
         size_bytes, offset = 0, max(offset, self.start)
         for block in self._blocks:
             if block.end <= offset:
                 continue
             for piece in block.pieces(offset):
-                if size_bytes >= most_bytes or len(found) == PAGE_PIECES:
-                    return found
-                found.append(piece)
+                if size_bytes >= most_bytes or len(pieces) == PAGE_PIECES:
+                    return pieces
+                pieces.append(piece)
                 size_bytes += len(piece.data)
-        return found
+        return pieces
 
     def joined(self) -> bytes:
         """Return all that is kept, of every stream; with nothing unheard between."""
@@ -384,8 +384,8 @@ class InteractiveSession:
                 if its_turn:
                     await self._settle(self._grip)
             elif (offset or 0) > self.input_offset:  # it was typed to: a gateway before had reached it
-                told = "the session is not reached (yet): send the same again"
-                raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0) from None
+                message = "the session is not reached (yet): send the same again"
+                raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0) from None
         return self.input_offset
 
     def require_reached(self) -> None:
@@ -462,14 +462,14 @@ class InteractiveSession:
                 await grip.settle()
         except TimeoutError:
             grip.require_reached()
-            told = "the machine of the session does not say how far the input came: send the same again"
-            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0) from None
+            message = "the machine of the session does not say how far the input came: send the same again"
+            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0) from None
 
     def _place_in(self, offset: int) -> int:
         """Return how much of the input from an offset on was passed on already; raises Conflict if some is missing."""
         if offset > self.input_offset:
-            told = f"input from {offset} on came before that from {self.input_offset} on: send that first"
-            raise Conflict(told, component=COMPONENT, detail={"input_offset": self.input_offset})
+            message = f"input from {offset} on came before that from {self.input_offset} on: send that first"
+            raise Conflict(message, component=COMPONENT, detail={"input_offset": self.input_offset})
         return self.input_offset - offset
 
     def _steer(self, request: Mapping[str, object]) -> None:
@@ -508,8 +508,8 @@ class SessionTable:
     def check(self) -> None:
         """Raise CapacityExceeded if there may be no more."""
         if len(self._living) >= self.settings.living_max:
-            told = f"{len(self._living)} sessions live (server.sessions.living_max)"
-            raise CapacityExceeded(told, component=COMPONENT, retry_after_s=1.0)
+            message = f"{len(self._living)} sessions live (server.sessions.living_max)"
+            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0)
 
     def get(self, id: str) -> InteractiveSession | None:
         return self._living.get(id) or self._ended.get(id)
@@ -519,11 +519,11 @@ class SessionTable:
 
         Raises CapacityExceeded if there may be no more.
         """
-        found = self.get(id)
-        if found is None:
+        session = self.get(id)
+        if session is None:
             self.check()
-            found = self._living[id] = InteractiveSession(self.settings, terminal)
-        return found
+            session = self._living[id] = InteractiveSession(self.settings, terminal)
+        return session
 
     def close(self, id: str) -> None:
         """It has ended; its last output is kept for a while. Idempotent."""

@@ -235,8 +235,8 @@ def _idle_ttl_s(spec: SandboxSpec, idle_ttl: str | float | None) -> float | None
     wanted_s = float(idle_ttl) if isinstance(idle_ttl, int | float) else duration_s(idle_ttl)
     most_s = max(spec.idle_ttl_s, spec.trajectory.idle_ttl_s or 0.0)
     if not 0 < wanted_s <= most_s:
-        asked = f"{write_duration(wanted_s)} is not within the {write_duration(most_s)} that the function allows"
-        raise _refused("idle_ttl", f"{asked}; raise sandbox.trajectory.idle_ttl")
+        message = f"{write_duration(wanted_s)} is not within the {write_duration(most_s)} that the function allows"
+        raise _refused("idle_ttl", f"{message}; raise sandbox.trajectory.idle_ttl")
     return None if wanted_s == spec.idle_ttl_s else wanted_s
 
 

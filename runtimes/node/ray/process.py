@@ -103,8 +103,8 @@ class RayMessage(msgspec.Struct, frozen=True, kw_only=True):
             if wanted:
                 free = f", {self.free[name]:g} free" if name in self.free else ", none free" if self.free else ""
                 parts.append(f"{wanted:g} {name}s asked{free}")
-        asked = "; ".join(parts) or "nothing asked, and Ray makes no actor there"
-        return f"Ray node {self.node[:12]} waits for its reservation since {self.waited_s:g} s: {asked}"
+        wanted_here = "; ".join(parts) or "nothing asked, and Ray makes no actor there"
+        return f"Ray node {self.node[:12]} waits for its reservation since {self.waited_s:g} s: {wanted_here}"
 
 
 class RayDriverProcess:

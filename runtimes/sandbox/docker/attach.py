@@ -410,13 +410,13 @@ class Shown:
         on_output = self._on_output
         if on_output is None:
             return None
-        told_bytes = {"stdout": 0, "stderr": 0}
+        shown_bytes = {"stdout": 0, "stderr": 0}
 
         def show(stream: str, data: bytes) -> None:
-            fresh = data[max(0, self._shown_bytes[stream] - told_bytes[stream]) :]
-            told_bytes[stream] += len(data)
+            fresh = data[max(0, self._shown_bytes[stream] - shown_bytes[stream]) :]
+            shown_bytes[stream] += len(data)
             if fresh:
-                self._shown_bytes[stream] = told_bytes[stream]
+                self._shown_bytes[stream] = shown_bytes[stream]
                 on_output(stream, fresh)
 
         return show

@@ -132,7 +132,7 @@ def lacks(name: str, host: str) -> bool:
     """Return whether there is an engine, and it has not the image."""
     try:
         with closing(_opened(host)) as engine:
-            return not BaseImageBuilder(api=engine.api, say=lambda told: None).present(name)
+            return not BaseImageBuilder(api=engine.api, say=lambda message: None).present(name)
     except Unsupported:
         return False
 
@@ -300,7 +300,7 @@ class ImageStore:
         login = self._logins.get(registry)
         if login is None:
             return None
-        password = SECRET.sub(lambda found: self._secrets.get(found["name"]), login.password)
+        password = SECRET.sub(lambda match: self._secrets.get(match["name"]), login.password)
         return {"username": login.username, "password": password}
 
     def _receive(self, image: str, state: ImageState, login: dict[str, str] | None) -> None:

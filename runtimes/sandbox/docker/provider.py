@@ -922,7 +922,7 @@ class ContainerProvider:
         await self._networks.check(spec, here=self._is_here(spec.runtime))
 
     async def trouble(self) -> str:
-        return self._gate.hear(await self._engine.trouble())
+        return self._gate.note_trouble(await self._engine.trouble())
 
     async def create(
         self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
@@ -964,12 +964,14 @@ class ContainerProvider:
             entry = await asyncio.to_thread(read_records, self._root)
             directories = [directory for directory, record in entry if record is None or record.in_container]
             kept = {*living, *young}
-        removed = sum([await self._discard(found) for found in listed if found.labels.get(NAME) not in kept])
+        removed = sum(
+            [await self._discard(container) for container in listed if container.labels.get(NAME) not in kept]
+        )
         await self._networks.sweep()
         await self._snapshots.reap()
         for directory in directories:
             if directory.name not in kept:
-                await asyncio.to_thread(self._forget, directory, {found.id for found in listed})
+                await asyncio.to_thread(self._forget, directory, {container.id for container in listed})
         return removed + await asyncio.to_thread(self._cleaner.sweep)
 
     def _forget(self, directory: Path, listed: Collection[str]) -> None:

@@ -142,7 +142,7 @@ class LayerStore:
 
     async def _install(self, sandbox: Sandbox, pip: str, lines: Sequence[str], on_line: OnLine) -> None:
         chosen, workdir = self._settings, sandbox.spec.workdir
-        index = SECRET.sub(lambda found: quote(self._secrets.get(found["name"]), safe=""), chosen.index_url)
+        index = SECRET.sub(lambda match: quote(self._secrets.get(match["name"]), safe=""), chosen.index_url)
         # In the file, not in the arguments: an index may name a password.
         where = [f"--index-url {index}"] if index else ["--no-index"]
         if chosen.find_links is not None:

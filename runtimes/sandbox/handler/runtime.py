@@ -410,7 +410,7 @@ class HandlerRuntime(Runtime):
         #: Ids of the instances' sandboxes, from their making to their end: no orphans.
         self.sandboxes: set[str] = set()
         #: Told, while one is prepared, the function and what is done for it; it must not wait or raise.
-        self.on_progress: Callable[[str, str], None] = lambda function, told: None
+        self.on_progress: Callable[[str, str], None] = lambda function, message: None
         #: The layer of each pool's function, which none may remove.
         self._in_use: dict[tuple[str, str], Path] = {}
         self._layers = LayerStore(

@@ -73,7 +73,7 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
     if bool(command.argv) == bool(command.shell):
         raise InvalidInput(COMMAND_FORM, component=COMPONENT)
     session = command.session
-    given = {} if session is None else {"keep": session.settings.output_bytes, "terminal": session.terminal}
+    attended = {} if session is None else {"keep": session.settings.output_bytes, "terminal": session.terminal}
     return {
         "marker": marker,
         "argv": list(command.argv),
@@ -90,7 +90,7 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
         "limit": None if interactive or session is not None else command.shown_bytes,
         "tail": command.tail_bytes,
         **({"claim": command.claim, "lasting": command.detached} if command.claim else {}),
-        **({"session": given} if given else {}),
+        **({"session": attended} if attended else {}),
     }
 
 
@@ -845,8 +845,8 @@ class StreamClient(asyncio.BufferedProtocol):
 
         With ``clear_bytes`` what they left in memory goes as well (`runtimes.sandbox.runner.runner.clear_shared`).
         """
-        asked = {} if clear_bytes is None else {"clear_bytes": clear_bytes}
-        return (await self._ask(wire.SWEEP, asked)).swept
+        request = {} if clear_bytes is None else {"clear_bytes": clear_bytes}
+        return (await self._ask(wire.SWEEP, request)).swept
 
     def steer(self, number: int, request: Mapping[str, object]) -> None:
         """Do to a session what is asked; there is no answer."""
@@ -1008,13 +1008,13 @@ exec(_code())
 def compiled(source: str, name: str) -> bytes:
     """Return a source as a file of bytecode that Python takes without a look at the source's time."""
     with tempfile.TemporaryDirectory() as directory:
-        written, made = Path(directory, f"{name}.py"), Path(directory, "made")
+        written, created = Path(directory, f"{name}.py"), Path(directory, "made")
         written.write_text(source, encoding="utf-8")
         unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
         py_compile.compile(
-            str(written), str(made), dfile=written.name, doraise=True, optimize=0, invalidation_mode=unchecked
+            str(written), str(created), dfile=written.name, doraise=True, optimize=0, invalidation_mode=unchecked
         )
-        return made.read_bytes()
+        return created.read_bytes()
 
 
 def packed_runner() -> bytes:

@@ -813,10 +813,10 @@ class GatewayConnection:
         """Return what has arrived on a socket, and keep a descriptor that came with it; raises OSError."""
         assert self.sock is not None
         fds: list[int] = []
-        data, told, _, _ = self.sock.recvmsg(4 * CHUNK_BYTES, LENT_BYTES, socket.MSG_CMSG_CLOEXEC)
-        for level, kind, said in told:
+        data, ancillary, _, _ = self.sock.recvmsg(4 * CHUNK_BYTES, LENT_BYTES, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, fds_sent in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds += memoryview(said[: len(said) - len(said) % DESCRIPTOR_BYTES]).cast("i")
+                fds += memoryview(fds_sent[: len(fds_sent) - len(fds_sent) % DESCRIPTOR_BYTES]).cast("i")
         for fd in fds:
             self.keep_lent(fd)
         return data
@@ -854,22 +854,22 @@ class Attachment:
 
     def __init__(self) -> None:
         self.mark = b""
-        self.heard = bytearray()
+        self.received = bytearray()
 
     def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
         """Return the answer for a gateway that attached just now, or None; and what belongs to its conversation."""
-        self.heard += data
-        if not self.mark and len(self.heard) >= MARK_BYTES:
-            self.mark = bytes(self.heard[:MARK_BYTES])
-        at = self.heard.rfind(self.mark) if self.mark else 0
+        self.received += data
+        if not self.mark and len(self.received) >= MARK_BYTES:
+            self.mark = bytes(self.received[:MARK_BYTES])
+        at = self.received.rfind(self.mark) if self.mark else 0
         end = at + MARK_BYTES + ANSWER_BYTES
         if at < 0:
-            del self.heard[: 1 - MARK_BYTES]  # a mark may have begun to arrive
+            del self.received[: 1 - MARK_BYTES]  # a mark may have begun to arrive
             return None, data
-        if len(self.heard) < end:
+        if len(self.received) < end:
             return None, b""
-        answer, rest = bytes(self.heard[end - ANSWER_BYTES : end]), bytes(self.heard[end:])
-        self.heard = bytearray(rest[1 - MARK_BYTES :])
+        answer, rest = bytes(self.received[end - ANSWER_BYTES : end]), bytes(self.received[end:])
+        self.received = bytearray(rest[1 - MARK_BYTES :])
         return answer, rest
 
 
@@ -963,7 +963,7 @@ class GatewayLink:
             self.attached.send(answer)
             self.hold_back(self.attached)
         if self.attached is not None and rest:
-            self.hear(self.attached, rest)
+            self.obey_frames(self.attached, rest)
         if not data:  # the engine has closed it: nobody can attach any more
             self.poller.forget(fd)
 
@@ -975,7 +975,7 @@ class GatewayLink:
             return
         except OSError:
             data = b""
-        self.hear(connection, data)
+        self.obey_frames(connection, data)
 
     def on_room(self, fd: int) -> None:
         if self.attached is not None:
@@ -987,7 +987,7 @@ class GatewayLink:
             if not connection.pending:
                 self.unthrottle(connection)
 
-    def hear(self, connection: GatewayConnection, data: bytes) -> None:
+    def obey_frames(self, connection: GatewayConnection, data: bytes) -> None:
         """Obey what has arrived; no data is the end."""
         try:
             if not data:
@@ -2020,18 +2020,18 @@ def _fork(
     terminal: bool = False,
 ) -> int:
     """Start a program as another user or on a terminal; raises what ``execve`` raises. Only the child's ids change."""
-    said, telling = os.pipe()  # closed by the program's start
+    source, sink = os.pipe()  # closed by the program's start
     try:
         pid = os.fork()
         if pid == 0:
-            _become_command(identity, program, argv, environment, fds, telling, terminal=terminal)
-        os.close(telling)
-        telling = -1
-        failure = os.read(said, 4096)
+            _become_command(identity, program, argv, environment, fds, sink, terminal=terminal)
+        os.close(sink)
+        sink = -1
+        failure = os.read(source, 4096)
     finally:
-        os.close(said)
-        if telling >= 0:
-            os.close(telling)
+        os.close(source)
+        if sink >= 0:
+            os.close(sink)
     if failure:
         os.waitpid(pid, 0)
         code, _, text = failure.decode("utf-8", "replace").partition(" ")
@@ -2045,7 +2045,7 @@ def _become_command(
     argv: list[str],
     environment: dict[str, str],
     fds: tuple[int, int, int],
-    telling: int,
+    sink: int,
     *,
     terminal: bool,
 ) -> None:
@@ -2065,7 +2065,7 @@ def _become_command(
         os.execve(program, argv, environment)
     except (OSError, ValueError, TypeError) as error:
         code = (error.errno or errno.EIO) if isinstance(error, OSError) else 0
-        os.write(telling, f"{code} {error}".encode("utf-8", "replace")[:4096])
+        os.write(sink, f"{code} {error}".encode("utf-8", "replace")[:4096])
     finally:
         os._exit(127)
 

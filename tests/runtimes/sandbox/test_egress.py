@@ -138,7 +138,7 @@ async def test_a_name_leads_to_no_address_that_only_an_address_may_name(
 async def test_where_it_cannot_be_held_to_that_it_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lacking: str
 ) -> None:
-    means = HostSupport(bubblewrap=None if lacking == "bubblewrap" else "bwrap", root=True, cgroup=None)
+    host = HostSupport(bubblewrap=None if lacking == "bubblewrap" else "bwrap", root=True, cgroup=None)
     if lacking == "root":
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
     elif lacking != "bubblewrap":
@@ -149,7 +149,7 @@ async def test_where_it_cannot_be_held_to_that_it_is_refused(
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)  # the probe of the rules: they can be set
         monkeypatch.setattr(os, "geteuid", lambda: 0)
     provider = ProcessProvider(
-        state_dir=tmp_path, gate=CreationGate(1), shared_cores=(0,), means=means, name_servers=("192.0.2.53",)
+        state_dir=tmp_path, gate=CreationGate(1), shared_cores=(0,), host=host, name_servers=("192.0.2.53",)
     )
     assert not provider.info.limits["egress"]
     remedy = {

@@ -296,7 +296,7 @@ class TestStarting:
         with pytest.raises(OSError, match="gone"):
             async with gate.slot("x"):
                 raise OSError("the engine is gone")
-        waits = [(gate.hear(trouble), gate.wait_s)[1] for trouble in ("", "gone", "")]
+        waits = [(gate.note_trouble(trouble), gate.wait_s)[1] for trouble in ("", "gone", "")]
         assert waits == [1.0, 1.0, 0.0]
 
     async def test_failures_close_the_gate_for_a_growing_while(self) -> None:

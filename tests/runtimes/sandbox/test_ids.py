@@ -28,9 +28,9 @@ TWO = IdSettings(first=FIRST, blocks=2)
 
 
 def provider_of(state_dir: Path, claims: Path) -> ProcessProvider:
-    means = HostSupport.discover(IdBlocks(TWO, claims))
-    assert means.no_ids == ""
-    return ProcessProvider(state_dir=state_dir, gate=CreationGate(2), shared_cores=(0,), means=means)
+    host = HostSupport.discover(IdBlocks(TWO, claims))
+    assert host.no_ids == ""
+    return ProcessProvider(state_dir=state_dir, gate=CreationGate(2), shared_cores=(0,), host=host)
 
 
 @pytest.fixture
@@ -162,8 +162,8 @@ async def test_root_inside_is_nobody_on_the_host(provider: ProcessProvider, user
 
 async def test_without_a_namespace_nobody_is_root(tmp_path: Path, provider: ProcessProvider) -> None:
     found = HostSupport.discover(IdBlocks(TWO, tmp_path / "claims"))
-    means = HostSupport(found.bubblewrap, root=True, cgroup=found.cgroup, no_ids="no user namespaces here")
-    shared = ProcessProvider(state_dir=tmp_path / "shared", gate=CreationGate(1), shared_cores=(0,), means=means)
+    host = HostSupport(found.bubblewrap, root=True, cgroup=found.cgroup, no_ids="no user namespaces here")
+    shared = ProcessProvider(state_dir=tmp_path / "shared", gate=CreationGate(1), shared_cores=(0,), host=host)
     assert shared.info.weakenings == ("all sandboxes share one user of the host (no user namespaces here)",)
     for user in ("root", "0", "00"):
         with pytest.raises(Unsupported, match="would be root on the host"):

@@ -144,8 +144,8 @@ def state_dir() -> Iterator[Path]:
 
 @pytest.fixture
 async def provider(state_dir: Path) -> AsyncIterator[ProcessProvider]:
-    means = HostSupport(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
-    made = ProcessProvider(state_dir=state_dir, gate=CreationGate(1), shared_cores=(0,), means=means)
+    host = HostSupport(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+    made = ProcessProvider(state_dir=state_dir, gate=CreationGate(1), shared_cores=(0,), host=host)
     yield made
     await made.reap(())
     await made.close()
@@ -268,8 +268,8 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.promise("A full disk or too few descriptors are never the fault of the work.")
 async def test_a_full_disk_is_never_the_fault_of_the_work(full_disk: Path) -> None:
-    means = HostSupport(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
-    provider = ProcessProvider(state_dir=full_disk, gate=CreationGate(1), shared_cores=(0,), means=means)
+    host = HostSupport(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+    provider = ProcessProvider(state_dir=full_disk, gate=CreationGate(1), shared_cores=(0,), host=host)
     with pytest.raises(CapacityExceeded, match="No space left") as refusal:
         await provider.create(SandboxSpec(), name="full", labels={}, mounts={})
     assert unmade(refusal.value).reason is Reason.ENVIRONMENT_LOST

@@ -144,8 +144,8 @@ def _own_status(pid: int) -> str:
 
 async def test_no_kind_takes_over_what_another_made(tmp_path: Path) -> None:
     """A plain sandbox's paths are the host's: it is ended. A container's directory is not ours to remove."""
-    means = HostSupport(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
-    plain = ProcessProvider(state_dir=tmp_path / "state", gate=CreationGate(1), shared_cores=(0,), means=means)
+    host = HostSupport(bubblewrap=None, root=os.geteuid() == 0, cgroup=None)
+    plain = ProcessProvider(state_dir=tmp_path / "state", gate=CreationGate(1), shared_cores=(0,), host=host)
     sandbox = await plain.create(SandboxSpec(), name=unique("plain"), labels={}, mounts={})
     [record] = [SandboxRecord.read(path) for path in (tmp_path / "state" / "sandboxes").iterdir()]
     assert record is not None and record.provider == "plain" and record.base.endswith("/work")
