@@ -72,15 +72,6 @@ def test_a_container_runs_commands_takes_input_and_files_and_goes(cli: DockerCom
 
 
 @pytest.mark.slow
-def test_a_run_in_the_foreground_ends_with_its_command(cli: DockerCommandLine) -> None:
-    ran = cli("run", "--rm", "-i", IMAGE, "sh", "-c", "cat; echo e >&2; exit 4", stdin="in", check=False)
-    assert (ran.stdout, ran.stderr, ran.returncode) == ("in", "e\n", 4)
-    assert cli("run", "--rm", IMAGE, "seq", "3").stdout == "1\n2\n3\n"
-    refused = cli("run", "--rm", "-p", "80:80", IMAGE, "true", check=False)
-    assert "HostConfig.PortBindings" in refused.stderr
-
-
-@pytest.mark.slow
 def test_a_container_outlives_a_gateway_that_is_killed(cli: DockerCommandLine) -> None:
     cli("run", "-d", "--name", "kept", "--label", "k=v", IMAGE, "sleep", "infinity")
     cli("exec", "kept", "sh", "-c", "echo before > file")

@@ -102,41 +102,6 @@ async def test_a_command_that_is_late_goes_on_until_it_is_interrupted(runtime: R
         assert await runtime.run("trap - INT; echo usable") == ("usable\n", 0)
 
 
-async def test_a_program_is_typed_to_and_awaited_by_what_it_says(runtime: RuntimeClient) -> None:
-    await runtime.ask("create_session")
-    typed = {"is_interactive_command": True, "expect": [">>> "], "timeout": DEADLINE_S}
-    assert (await runtime.ask("run_in_session", command="python3 -q", **typed))["expect_string"] == ">>> "
-    assert (await runtime.ask("run_in_session", command="6 * 7", **typed))["output"] == "42"
-    await runtime.ask("run_in_session", command="exit()", is_interactive_quit=True, timeout=DEADLINE_S)
-    assert await runtime.run("echo back") == ("back\n", 0)
-    told = await runtime.ask("run_in_session", command="echo one; echo two", expect=["tw."], check="ignore")
-    assert (told["output"], told["expect_string"]) == ("one\n", "tw.")
-    assert await runtime.run("echo three") == ("\nthree\n", 0)
-
-
-async def test_a_shell_that_ends_says_how_and_is_no_session_any_more(runtime: RuntimeClient) -> None:
-    await runtime.ask("create_session", session="brief")
-    assert await runtime.run("exit 5", session="brief") == ("exit\n", 5)
-    for verb, body in (
-        ("run_in_session", {"command": "echo", "session": "brief"}),
-        ("close_session", {"session": "x"}),
-    ):
-        assert (await runtime.raised(verb, **body))["class_path"] == "swerex.exceptions.SessionDoesNotExistError"
-
-
-async def test_sessions_have_names_and_are_sourced_and_closed(runtime: RuntimeClient) -> None:
-    await runtime.ask("write_file", path="start.sh", content="export STARTED=yes; PS1=mine")
-    await runtime.ask("create_session", session="a", startup_source=["start.sh"])
-    await runtime.ask("create_session", session="b")
-    again = await runtime.raised("create_session", session="a")
-    assert again["class_path"] == "swerex.exceptions.SessionExistsError"
-    both = await asyncio.gather(*(runtime.run(f"echo {each} $STARTED", session=each) for each in "ab"))
-    assert both == [("a yes\n", 0), ("b\n", 0)]
-    assert await runtime.ask("close_session", session="a") == {"session_type": "bash"}
-    await runtime.ask("create_session", session="a")
-    assert await runtime.run("echo anew $STARTED", session="a") == ("anew\n", 0)
-
-
 async def test_a_file_and_a_tree_are_uploaded(runtime: RuntimeClient) -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as tree:

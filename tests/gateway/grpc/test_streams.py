@@ -16,7 +16,7 @@ from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from gateway.grpc.server import PIECE_MAX_BYTES
 from gateway.grpc.service import FILE_PIECE_BYTES
-from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
+from tests.gateway.conftest import GatewayBench, RunningGateway, serving
 from tests.gateway.grpc.peer import framed, head, peer
 from tests.gateway.grpc.test_service import channel
 from tests.house.source import ROOT
@@ -118,28 +118,6 @@ async def test_a_file_and_each_of_its_pieces_have_their_bounds(
             await bounded_stub.WriteFile(upload(to("larger"), *odd))
         assert large.value.status is Status.RESOURCE_EXHAUSTED
     assert list(await listed(running)) == ["/workspace/large"]
-
-
-async def test_an_upload_that_is_cut_off_leaves_nothing_and_nobody_else_notices(running: RunningGateway) -> None:
-    async with peer(running) as other:
-        sent = b"".join(framed(each.SerializeToString()) for each in upload(to("cut"), b"x" * 1000))
-        other.send(head({":path": FILE_METHOD + "WriteFile"}), sent, end=False)
-        assert (await other.ask(head(), framed(pb.InvokeRequest(function="echo").SerializeToString()))).status == "0"
-    await until(lambda: running.app.connections["grpc"].open == 0)
-    assert await listed(running) == {}
-    async with channel(running) as opened:
-        bounded_stub = GatewayStub(opened)
-        assert (await bounded_stub.WriteFile(upload(to("cut"), b"whole"))).size_bytes == 5
-
-
-async def test_a_refused_upload_gives_its_connection_its_window_back(running: RunningGateway) -> None:
-    """What was sent and not read counts against all calls of a connection until it is given back."""
-    async with channel(running) as opened:
-        bounded_stub = GatewayStub(opened)
-        for _ in range(12):  # each half a MiB, of the 4 MiB that a connection has
-            with pytest.raises(GRPCError):
-                await bounded_stub.WriteFile(upload(to("f", trajectory="other"), b"x" * (PIECE_MAX_BYTES // 2)))
-        assert (await bounded_stub.Invoke(pb.InvokeRequest(function="echo"))).state == "succeeded"
 
 
 async def test_the_example_of_the_page_writes_a_file(bounded_stub: GatewayStub) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
-from gateway.http import app, server, streaming
+from gateway.http import app, server
 from gateway.invocations.record import Record, _written
 from gateway.serialization import DEPTH_MAX
 from manager.action import Outcome, Settlement, State
@@ -494,16 +494,3 @@ async def rest_of_chunks(reader: asyncio.StreamReader) -> str:
         while not text.endswith(b"\r\n0\r\n\r\n"):
             text += await reader.read(2**20)
     return text.decode("latin-1")
-
-
-@pytest.mark.slow
-async def test_a_follower_that_never_reads_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "GIVE_UP_STALLS", 1)
-    bounds = {"stall_s": 0.3}
-    async with serving(GatewayBench(tmp_path, functions=LOUD, server={"body_limit": "32Mi"}, bounds=bounds)) as gateway:
-        id = await long_log(gateway)
-        async with connected(gateway, FOLLOW.format(id=id, offset=0), reads_slowly=True):
-            await until(lambda: gateway.app.logs.followers == 1)
-            await until(lambda: gateway.app.logs.followers == 0)
-            await until(lambda: gateway.app.connections["http"].open <= 1)
-        assert gateway.app.logs.followers_dropped == 1

@@ -254,23 +254,6 @@ async def test_a_session_that_waits_is_attached_to_and_may_be_cancelled(client: 
 
 
 @pytest.mark.slow
-async def test_the_end_of_the_input_reaches_a_command_that_waits_for_its_turn(
-    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runtimes.sandbox.session.INPUT_PATIENCE_S", 0.05)
-    async with client.trajectory("t1") as trajectory:
-        first = await trajectory.session(["cat"])
-        second = await trajectory.session(["cat"])
-        ending = asyncio.create_task(second.close_input())
-        await asyncio.wait([ending], timeout=0.3)
-        assert not ending.done(), "it has not begun"
-        await first.cancel()
-        said, end = await drained(second)
-        await ending
-        assert (said, end.exit_code) == (b"", 0)
-
-
-@pytest.mark.slow
 async def test_what_cannot_be_is_refused_with_its_field(client: AsyncClient, gateway: RunningGateway) -> None:
     async with client.trajectory("t1") as trajectory:
         path = "/v1/trajectories/t1/sessions"

@@ -149,20 +149,6 @@ async def test_what_was_being_made_ready_at_a_kill_is_queued_again_whatever_it_i
         assert (record["state"], record["reason"], record["attempt"]) == ("succeeded", None, 1), record
 
 
-@pytest.mark.slow
-async def test_what_is_being_made_ready_when_it_is_told_to_stop_waits_for_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = GatewayBench(tmp_path)
-    async with serving(bench) as first:
-        slow = SlowProvider(first, monkeypatch)
-        accepted = await first.invoke({"command": "echo ran"}, mode="async", function="shell")
-        await slow.making.wait()
-    async with serving(bench) as second:
-        record = await ended(second, accepted.json()["id"])
-        assert (record["state"], record["attempt"]) == ("succeeded", 1), record
-
-
 @pytest.mark.parametrize("certain", [False, True])
 async def test_what_has_begun_and_is_not_held_is_never_run_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, certain: bool

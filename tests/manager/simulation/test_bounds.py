@@ -65,26 +65,10 @@ def test_no_policy_beats_the_bound_that_charges_workers(
         assert bound.best_s <= total_act_s(trajectories, cores, policy, physics) * (1 + 1e-9)
 
 
-@pytest.mark.slow
-def test_what_workers_cost_raises_the_bound_under_load() -> None:
-    trajectories = [one(f"t{index}", 0.0, 40.0, 0.05, 32) for index in range(40)]
-    free = lower_bound(trajectories, {"cpu": 32}, rounds=8)
-    charged = lower_bound(trajectories, {"cpu": 32}, worker_cost_s=1.0, rounds=8)
-    assert free.price_s < charged.price_s <= free.price_s * 1.5
-
-
 def test_alone_nothing_is_lost_to_the_bound() -> None:
     trajectories = [one("t", 0.0, 80.0, 0.05, 32)]
     bound = lower_bound(trajectories, {"cpu": 64})
     assert bound.best_s == pytest.approx(total_act_s(trajectories, 64, "paper"), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_under_load_prices_say_more_than_infinite_resources() -> None:
-    trajectories = [one(f"t{index}", 0.0, 40.0, 0.05, 32) for index in range(40)]
-    bound = lower_bound(trajectories, {"cpu": 32})
-    assert bound.price_s > 2 * bound.infinite_s
-    assert bound.best_s == max(bound.price_s, bound.area_s)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manager.errors import CodedError, InvalidInput, NotFound, TooLarge
-from manager.function import Background, Capabilities, SandboxSpec
+from manager.function import Capabilities, SandboxSpec
 from runtimes.sandbox.command import PIECE_BYTES, Command, CommandResult, FileContent
 from runtimes.sandbox.docker.engine import repeatable
 from runtimes.sandbox.files import gathered, open_archive, put_archive
@@ -225,30 +225,6 @@ class TestWhatCommandsMay:
 
 async def sh(sandbox: Sandbox, text: str) -> CommandResult:
     return await sandbox.run(Command(shell=text))
-
-
-@pytest.mark.slow
-async def test_a_file_larger_than_the_sandbox_memory_comes_out_piece_by_piece(
-    provider: Provider, spec: SandboxSpec
-) -> None:
-    """While a command runs, and while the reader takes its time: neither stops the other."""
-    size = 200 * MIB
-    small = replace(spec, memory_bytes=128 * MIB, disk_bytes=300 * MIB)
-    sandbox = await provider.create(small, name=unique("large"), labels={}, mounts={})
-    await sh(sandbox, f"head -c {size - 4} /dev/zero > large; echo end >> large")
-    async with sandbox.open_file("large", limit_bytes=size) as file:
-        assert file.size_bytes == size
-        chunks = file.chunks()
-        assert len(await anext(chunks)) <= MIB
-        assert (await sh(sandbox, "echo meanwhile")).stdout == b"meanwhile\n"
-        await sandbox.quiesce(Background.FREEZE)
-        left, last = size, b""
-        async for last in chunks:
-            left -= len(last)
-        assert last.endswith(b"end\n") and left > 0
-    result = await sh(sandbox, "echo well")
-    assert (result.stdout, result.out_of_memory) == (b"well\n", False)
-    await sandbox.close()
 
 
 @ON_SHARED_LOOP

@@ -15,7 +15,7 @@ import pytest
 from manager.errors import CapacityExceeded, InvalidConfig
 from runtimes.sandbox.docker.engine import DockerEngine
 from runtimes.sandbox.docker.images import ImageStore, told_of_pull
-from runtimes.sandbox.spec import ImageState, RegistryLogin
+from runtimes.sandbox.spec import RegistryLogin
 from runtimes.secrets import Secrets
 from tests.registry import PASSWORD, USER, LoopbackRegistry, docker
 
@@ -97,25 +97,6 @@ async def test_an_image_is_pulled_when_it_is_first_needed_and_once(registry: Loo
         assert labels == {"made": "here"}
         (state,) = [state for state in await registry_gone.states() if state.image == image]
         assert state.kept
-
-
-async def test_how_far_a_pull_is_can_be_seen(
-    registry: LoopbackRegistry, stores: Stores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image, store = registry.push("tasks/large:1", 8 * MIB), stores.store()
-    seen: list[tuple[int, int]] = []
-    receive = store._receive
-
-    def watched(name: str, state: ImageState, login: dict[str, str] | None) -> None:
-        receive(name, state, login)
-        seen.append((state.done_bytes, state.total_bytes))
-
-    monkeypatch.setattr(store, "_receive", watched)
-    store.begin(image)
-    assert [state.state for state in await store.states() if state.image == image] == ["pulling"]
-    await store.settled([image], DEADLINE_S)
-    ((done, total),) = seen
-    assert done == total >= 8 * MIB
 
 
 async def test_a_pull_that_fails_is_told_in_the_registrys_words(registry: LoopbackRegistry, stores: Stores) -> None:
