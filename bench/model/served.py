@@ -126,16 +126,18 @@ async def play(served: ServedCheckpoints) -> tuple[bool, dict[str, object]]:
         _, answer = await connection.send("GET", "/v1/resources")
         found["models"] = json.loads(answer).get("models")
         connection.close()
+        began = time.perf_counter()
         await server.end(signal.SIGKILL)
-        found["memory_back_s"] = await memory_back(uuid, before)
+        found["memory_back_s"] = await memory_back(uuid, before, began)
         await server.start()
         connection = BenchConnection(server.port)
         for name in served.paths:
             record = await served.invoke(connection, name)
             differences.append(served.difference(name, record["result"]))
         connection.close()
+        began = time.perf_counter()
         found["end_status"] = await server.end(signal.SIGTERM)
-        found["memory_back_after_end_s"] = await memory_back(uuid, before)
+        found["memory_back_after_end_s"] = await memory_back(uuid, before, began)
     except Exception as error:  # noqa: BLE001  # with what was seen until then
         found["error"] = f"{type(error).__name__}: {error} {record!s:.1200}"[:4000]
         found["log"] = server.log(4000)
@@ -161,11 +163,10 @@ async def at_once(served: ServedCheckpoints, port: int) -> float:
     return 2 * AT_ONCE / took
 
 
-async def memory_back(uuid: str, before: int | None) -> float | None:
-    """Return the seconds until the device holds what it held before the gateway; None if it never does."""
+async def memory_back(uuid: str, before: int | None, began: float) -> float | None:
+    """Return the seconds since then until the device holds what it held before the gateway; None if it never does."""
     if before is None:
         return 0.0
-    began = time.perf_counter()
     while time.perf_counter() - began < GONE_S:
         used = nvml().used_bytes(uuid)
         if used is not None and used <= before + 64 * 2**20:
