@@ -1,23 +1,27 @@
 """Attacks on rewards and on sandboxes, in both kinds of sandboxes: what each has reached is counted by name.
 
 ``python -m bench.attacks [--provider process|container] [--seed N] [--variants N] [--quick] [--json]``. Recorded
-programs are played as well where real inputs are given (TANGRAM_DATA). A further kind is one more function of `KINDS`.
+programs are played as well where real inputs are given (TANGRAM_DATA). A whole run takes ten minutes at most: what does
+not begin by then is left out, and counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from bench.attacks.play import EVERY, FRESH, SAME, SaidLog, graded, is_earned, play, playable, small
+from bench.attacks.play import EVERY, FRESH, SAME, SaidLog, done, graded, is_earned, play, playable, small
 from bench.attacks.recorded import CASES, RECORDED, failures_of
 from bench.attacks.rewards import LISTED, NOTHING, PROJECT, TEST, RewardAttack
 from bench.attacks.trees import play as lay_out
@@ -38,6 +42,10 @@ COUNTS = (
     *("host_writes", "host_reads", "tenant_crossings", "leftovers"),
 )
 VARIANTS, VARIANTS_QUICK = 200, 20
+#: Attacks that are played at once, and after how many of them it is said how far it is.
+LANES, TOLD_EACH = 4, 25
+#: Seconds after which no further attack begins.
+LIMIT_S = 540.0
 #: What the host alone knows, and one tenant alone.
 HOSTS, TENANTS = "known to the host alone", "known to one tenant alone"
 #: Prints what it can read of other places than its own: of other processes' roots, and of a path that is the host's.
@@ -57,37 +65,72 @@ class Attacked:
     """Sandboxes of one kind, and what became of the attacks in them."""
 
     environments: Environments
-    #: A directory of the host that no sandbox shows.
-    outside: Path
-    seed: int
-    variants: int
-    #: Which of the named attacks are played: every one, or in each kind of sandboxes every other.
-    first: int = 0
-    step: int = 1
-    cases: int = 0
-    reached: dict[str, list[str]] = field(default_factory=lambda: {count: [] for count in COUNTS})
+    #: What the host alone has, in a directory that no sandbox shows.
+    witness: Path
+    tally: Tally
 
-    async def reward(
-        self, attack: RewardAttack, function: FunctionSpec, name: str, *, log: SaidLog | None = None
-    ) -> Mapping[str, Any] | None:
-        """Play an attack; count what it has reached, and return the result if there is one."""
+    @property
+    def kind(self) -> str:
+        return self.environments.provider.info.kind
+
+    async def rewards(self, attack: RewardAttack, functions: Mapping[str, FunctionSpec], lane: int) -> None:
+        """Let an agent do its worst once, and grade it by each function; count what it has reached."""
         if not playable(attack, self.environments.provider):
-            return None
-        self.cases += 1
+            return
+        try:
+            async with done(attack, self.environments, small(SPEC), trajectory=attack.name) as worst:
+                for name, function in functions.items():
+                    log = SaidLog()
+                    await self._count(
+                        f"{self.kind}: {attack.name}{name}", attack, worst.graded(function, log, lane), log
+                    )
+        finally:
+            await self.environments.end(attack.name)
+
+    async def _count(
+        self, name: str, attack: RewardAttack, grading: Awaitable[Mapping[str, object]], log: SaidLog
+    ) -> None:
         value, why = None, ""
         try:
-            value = await play(attack, self.environments, small(SPEC), function, trajectory=name, log=log)
+            value = await grading
         except CodedError as failure:
             why = f" ({failure.message[:100]})"
-        finally:
-            await self.environments.end(name)
+        self.tally.attempts["rewards"] += 1
         if value is None or value["reward"] is None:
-            self.reached["vetoed_rewards"].append(name + why)
-        elif not is_earned(attack, value["reward"]):
-            self.reached["forged_rewards"].append(name)
+            self.tally.reach("vetoed_rewards", name + why)
+            return
+        if not is_earned(attack, value["reward"]):
+            self.tally.reach("forged_rewards", name)
         elif not value["note"]:
-            self.reached["untold_rewards"].append(name)
-        return value
+            self.tally.reach("untold_rewards", name)
+        for word in untrue(value, log.said):
+            self.tally.reach("untrue_checked", f"{name} ({word})")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What attacks have reached, over all kinds of sandboxes."""
+
+    attempts: Counter[str] = field(default_factory=Counter)
+    reached: dict[str, list[str]] = field(default_factory=lambda: {count: [] for count in COUNTS})
+
+    def reach(self, count: str, name: str) -> None:
+        self.reached[count].append(name)
+
+    def tell(self, report: BenchReport) -> None:
+        """Write what is known into the report."""
+        report.figures |= {f"attempts_{kind}": number for kind, number in self.attempts.items()}
+        report.figure("attempts", self.attempts.total())
+        report.checks[:] = [check for check in report.checks if check.name not in self.reached]
+        report.notes[:] = [note for note in report.notes if note.partition(":")[0] not in self.reached]
+        for name, those in self.reached.items():
+            report.check(name, len(those), limit=0, better="lower")
+            if those:
+                report.note(f"{name}: {', '.join(those)}")
+
+
+#: One attack, played on a lane, from whose core on it is leased cores.
+Job = Callable[[int], Awaitable[None]]
 
 
 def main() -> int:
@@ -96,118 +139,140 @@ def main() -> int:
     flags.add_argument("--seed", type=int, default=1)
     flags.add_argument("--variants", type=int, default=0, help=f"of each kind of sandbox; {VARIANTS // 2} by default")
     given = flags.parse_args()
-    report = BenchReport("attacks")
+    report, tally = BenchReport("attacks"), Tally()
+    report.ends_s = time.monotonic() + LIMIT_S
+    kinds = [given.provider] if given.provider else list(PROVIDERS)
+    if not given.provider and shutil.which("docker") is None:
+        kinds.remove("container")
+        report.note("there is no Docker engine: containers were not attacked")
     count = given.variants or (VARIANTS_QUICK if given.quick else VARIANTS) // 2
-    reached: dict[str, list[str]] = {count: [] for count in COUNTS}
-    cases = 0
-    for kind in (given.provider,) if given.provider else PROVIDERS:
-        if kind == "container" and not given.provider and shutil.which("docker") is None:
-            report.note("there is no Docker engine: containers were not attacked")
-            continue
-        with tempfile.TemporaryDirectory(prefix="tangram-attacks-") as directory:
-            Path(directory).chmod(0o755)
-            arena = asyncio.run(attacked(kind, Path(directory), report, given.seed, count, quick=given.quick))
-        cases += arena.cases
-        for name, those in arena.reached.items():
-            reached[name] += [f"{kind}: {each}" for each in those]
-    report.figure("attempts", cases)
-    for name, those in reached.items():
-        report.check(name, len(those), limit=0, better="lower")
-        if those:
-            report.note(f"{name}: {', '.join(those)}")
-    return report.print(as_json=given.json)
+
+    def work() -> None:
+        try:
+            asyncio.run(attacked(kinds, report, tally, given.seed, count, quick=given.quick))
+        finally:
+            tally.tell(report)
+
+    return report.run(work, as_json=given.json)
 
 
-async def attacked(kind: str, directory: Path, report: BenchReport, seed: int, count: int, *, quick: bool) -> Attacked:
-    """Play every kind of attack in one kind of sandboxes; return what they have reached."""
-    witness = directory / "witness"
-    witness.write_text(HOSTS, encoding="ascii")
-    path = OWN_PATH if kind == "process" else ""
-    provider = make_provider(ProviderSettings(kind=kind, state_dir=directory / "state", path=path))  # type: ignore[arg-type]
-    environments = Environments(provider, EnvironmentSettings(default=small(SPEC)))
-    first, step = (PROVIDERS.index(kind), len(PROVIDERS)) if quick else (0, 1)
-    arena = Attacked(environments, directory, seed, count, first, step)
-    if not provider.info.limits["processes_hidden"]:
-        report.note(f"{provider.info.engine} shares the host's processes: nothing was attacked")
-        await environments.close()
-        await provider.close()
-        return arena
-    try:
-        for attacks in KINDS:
-            await attacks(arena)
-        ratio = await fresh_over_warm(environments, 5 if quick else 20)
-        report.figure(f"fresh_grade_over_warm_p50_{kind}", round(ratio, 3))
-    finally:
-        await environments.close()
-    arena.reached["leftovers"] += ["a sandbox"] * await provider.reap(())
-    await provider.close()
-    written = await asyncio.to_thread(lambda: {path.name for path in directory.iterdir()} - {"witness", "state"})
-    arena.reached["host_writes"] += sorted(written) + ["witness"] * (witness.read_text(encoding="ascii") != HOSTS)
-    return arena
+async def attacked(
+    kinds: Sequence[str], report: BenchReport, tally: Tally, seed: int, count: int, *, quick: bool
+) -> None:
+    """Play every kind of attack in each kind of sandboxes, a few at a time."""
+    await asyncio.to_thread(trees, tally, seed, count)
+    async with AsyncExitStack() as stack:
+        arenas = [await stack.enter_async_context(arena(kind, report, tally)) for kind in kinds]
+        arenas = [each for each in arenas if each.environments.provider.info.limits["processes_hidden"]]
+        jobs = [job for number, each in enumerate(arenas) for job in jobs_of(each, seed, count, quick, number)]
+        random.Random(seed).shuffle(jobs)  # where it is cut, some of each kind are known
+        left = await in_lanes(jobs, report, tally)
+        if left:
+            report.check("jobs_left_out", left, limit=0, better="lower")
+        for each in arenas:
+            ratio = await fresh_over_warm(each.environments, 5 if quick or left else 20)
+            report.figure(f"fresh_grade_over_warm_p50_{each.kind}", round(ratio, 3))
 
 
-async def rewards(arena: Attacked) -> None:
-    """Each attack where the agent worked, if it is held there, and in a fresh sandbox."""
-    for attack in EVERY[arena.first :: arena.step]:
-        for place, function, another in (("same", SAME, attack.held), ("fresh", FRESH, attack.fresh)):
-            if another:
-                await arena.reward(attack, function, f"{attack.name}-{place}")
+@asynccontextmanager
+async def arena(kind: str, report: BenchReport, tally: Tally) -> AsyncIterator[Attacked]:
+    """Make sandboxes of one kind; at the end, count what is left of them, and what was written beside them."""
+    with tempfile.TemporaryDirectory(prefix="tangram-attacks-") as place:
+        directory = Path(place)
+        await asyncio.to_thread(directory.chmod, 0o755)
+        witness = directory / "witness"
+        witness.write_text(HOSTS, encoding="ascii")
+        path = OWN_PATH if kind == "process" else ""
+        provider = make_provider(ProviderSettings(kind=kind, state_dir=directory / "state", path=path))  # type: ignore[arg-type]
+        environments = Environments(provider, EnvironmentSettings(default=small(SPEC)))
+        if not provider.info.limits["processes_hidden"]:
+            report.note(f"{provider.info.engine} shares the host's processes: nothing was attacked")
+        try:
+            yield Attacked(environments, witness, tally)
+        finally:
+            await environments.close()
+            for _ in range(await provider.reap(())):
+                tally.reach("leftovers", f"{kind}: a sandbox")
+            await provider.close()
+            changed = ["witness"] * (witness.read_text(encoding="ascii") != HOSTS)
+            written = await asyncio.to_thread(lambda: {path.name for path in directory.iterdir()})
+            for name in (*sorted(written - {"witness", "state"}), *changed):
+                tally.reach("host_writes", f"{kind}: {name}")
 
 
-async def drawn(arena: Attacked) -> None:
-    """Variants of the kinds of attack."""
-    for variant in variants(arena.seed, arena.variants, SAME):
-        log = SaidLog()
-        value = await arena.reward(variant.attack, variant.function, variant.name, log=log)
-        if value is not None:
-            arena.reached["untrue_checked"] += [f"{variant.name} ({word})" for word in untrue(value, log.said)]
+def jobs_of(arena: Attacked, seed: int, count: int, quick: bool, number: int) -> Iterator[Job]:
+    """Yield the attacks in one kind of sandboxes; a quick run plays each named one in one kind alone."""
+    for attack in EVERY[number % 2 :: 2] if quick else EVERY:
+        functions = {"-fresh": FRESH} if attack.fresh else {}
+        if attack.held:
+            functions["-same"] = SAME  # last: a fresh grade leaves the trajectory as it was
+        yield partial(arena.rewards, attack, functions)
+    for variant in variants(seed + number, count, SAME):
+        yield partial(arena.rewards, variant.attack, {"": variant.function})
+    for attempt in (programs, neighbours):
+        yield partial(attempt, arena)
 
 
-async def programs(arena: Attacked) -> None:
+async def in_lanes(jobs: Iterable[Job], report: BenchReport, tally: Tally) -> int:
+    """Play them a few at a time until the time is up; return how many were left out."""
+    waiting = deque(jobs)
+    all_of_them = len(waiting)
+
+    async def lane(number: int) -> None:
+        while waiting and time.monotonic() < report.ends_s:
+            await waiting.popleft()(number)
+            if not (all_of_them - len(waiting)) % TOLD_EACH:
+                found = sum(map(len, tally.reached.values()))
+                report.progress(f"{all_of_them - len(waiting)} of {all_of_them} played, {found} reached something")
+                tally.tell(report)
+                report.keep()
+
+    await asyncio.gather(*map(lane, range(LANES)))
+    return len(waiting)
+
+
+async def programs(arena: Attacked, _: int) -> None:
     """Programs that mean harm: those of our own, and the recorded ones."""
     found = real_input(RECORDED)
     lines = [] if found is None else found.read_text(encoding="utf-8").splitlines()
     sandbox = await arena.environments.ensure("programs", SPEC)
     failed = await failures_of([*CASES, *(json.loads(line) for line in lines)], sandbox)
-    arena.cases += len(failed)
-    arena.reached["uncontained_programs"] += [name for name, why in failed.items() if why]
+    arena.tally.attempts["programs"] += len(failed)
+    for name in [name for name, why in failed.items() if why]:
+        arena.tally.reach("uncontained_programs", f"{arena.kind}: {name}")
     await arena.environments.end("programs")
 
 
-async def neighbours(arena: Attacked) -> None:
+async def neighbours(arena: Attacked, _: int) -> None:
     """One sandbox looks for what another and the host have."""
     hide = f"for d in /tmp /dev/shm .; do echo '{TENANTS}' > $d/secret; done; setsid sleep 300 >/dev/null 2>&1 &"
     for user in ("", "root"):
         spec = replace(SPEC, users=("root",), user=user) if user else SPEC
         if not playable(RewardAttack(name="", user=user), arena.environments.provider):
             continue
-        arena.cases += 1
+        who = f"{arena.kind}: user {user or 'its own'}"
+        arena.tally.attempts["neighbours"] += 1
         owner, other = [await arena.environments.ensure(f"{name}{user}", spec) for name in ("owner", "other")]
         await owner.run(Command(shell=hide))
-        seen = await other.run(Command(argv=("python3", "-c", SEARCH, str(arena.outside / "witness"))))
+        seen = await other.run(Command(argv=("python3", "-c", SEARCH, str(arena.witness))))
         await other.run(Command(shell="kill -9 -1"))
         left = await owner.run(Command(shell="cat /tmp/secret"))
         if TENANTS.encode() in seen.stdout or TENANTS.encode() not in left.stdout:
-            arena.reached["tenant_crossings"].append(f"user {user or 'its own'}")
+            arena.tally.reach("tenant_crossings", who)
         if HOSTS.encode() in seen.stdout:
-            arena.reached["host_reads"].append(f"user {user or 'its own'}")
+            arena.tally.reach("host_reads", who)
         for name in ("owner", "other"):
             await arena.environments.end(f"{name}{user}")
 
 
-async def trees(arena: Attacked) -> None:
+def trees(tally: Tally, seed: int, count: int) -> None:
     """Tars that mean harm, where the gateway lays one out on its machine."""
     with tempfile.TemporaryDirectory() as place:
-        harm = await asyncio.to_thread(lay_out, Path(place), arena.variants, arena.seed)
-    arena.cases += len(harm)
-    for name, done in harm.items():
-        for each in done:
-            kind = "host_reads" if "leaves a link out" in each else "host_writes"
-            arena.reached[kind].append(f"{name} {each}")
-
-
-#: In turn, each on its own.
-KINDS = (rewards, drawn, programs, neighbours, trees)
+        harm = lay_out(Path(place), count, seed)
+    tally.attempts["trees"] += len(harm)
+    for name, done_there in harm.items():
+        for each in done_there:
+            tally.reach("host_reads" if "leaves a link out" in each else "host_writes", f"{name} {each}")
 
 
 async def fresh_over_warm(environments: Environments, rounds: int) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
 from bench.attacks.rewards import ATTACKS, LISTED, PROJECT, TEST, VERDICTS, RewardAttack
 from bench.rollouts import unplugged
@@ -14,7 +16,7 @@ from runtimes.runtime import Execution
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.pytest.runtime import PytestRuntime
-from runtimes.sandbox.sandbox import Provider, Sandbox
+from runtimes.sandbox.sandbox import Provider
 
 EVERY = (*ATTACKS, *VERDICTS)
 ARGS = ("-p", "no:cacheprovider", *unplugged())
@@ -43,9 +45,12 @@ async def graded(
     input: Mapping[str, object],
     cores: int = 1,
     log: SaidLog | None = None,
+    *,
+    first_core: int = 0,
 ) -> Mapping[str, object]:
     """Return the result of a reward; raises ActionFailed if it has none."""
-    cpus = tuple(range(cores))
+    all_cores = sorted(os.sched_getaffinity(0))
+    cpus = tuple(all_cores[(first_core + number) % len(all_cores)] for number in range(cores))
     action = Action(id=f"reward-{trajectory}", function=function.name, trajectory=trajectory, timeout_s=60.0)
     lease = Lease(action_id=action.id, node="local", grants={"cpu": Grant(pool="cpu:local", units=cores, cores=cpus)})
     call = Call(function=function, input=input, log=log or SaidLog())
@@ -65,50 +70,69 @@ async def play(
     log: SaidLog | None = None,
 ) -> Mapping[str, object]:
     """Let the agent do its worst, then upload the tests and grade; return the result."""
-    trajectory = trajectory or attack.name
+    async with done(attack, environments, spec, trajectory=trajectory or attack.name, solved=solved) as worst:
+        return await worst.graded(function, log)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedAttack:
+    """A trajectory whose agent has done its worst, and whose tests are uploaded."""
+
+    attack: RewardAttack
+    environments: Environments
+    spec: SandboxSpec
+    trajectory: str
+
+    async def graded(
+        self, function: FunctionSpec, log: SaidLog | None = None, first_core: int = 0
+    ) -> Mapping[str, object]:
+        """Return the result of a reward; raises ActionFailed if it has none."""
+        attack = self.attack
+        given: dict[str, object] = {"env": dict(attack.env), **({} if attack.tests else {"fail_to_pass": [LISTED]})}
+        if attack.given or (function.pytest is not None and function.pytest.grade == "fresh"):
+            given["tests"] = tests_of(attack)
+        if attack.user:
+            function = replace(function, sandbox=self.spec)
+        return await graded(
+            self.environments, function, self.trajectory, given, attack.cores, log, first_core=first_core
+        )
+
+
+@asynccontextmanager
+async def done(
+    attack: RewardAttack, environments: Environments, spec: SandboxSpec, *, trajectory: str, solved: bool = False
+) -> AsyncIterator[PlayedAttack]:
+    """Let the agent do its worst, upload the tests as a trainer does, and let it do its last."""
     if attack.user:
         # A directory of its own: of root's rights it has not that to write what others own.
         spec = replace(spec, user=attack.user, users=(attack.user,), workdir="/task")
-        function = replace(function, sandbox=spec)
     sandbox = await environments.ensure(trajectory, spec)
     files = {**PROJECT, **({"calc.py": GOOD} if solved else attack.files)}
     for path, text in files.items():
         await sandbox.write_file(path, text.encode())
     for act in () if solved else attack.acts:
         await sandbox.run(Command(shell=act, timeout_s=10.0))
-    if not attack.forked:
-        return await _told_and_graded(attack, environments, sandbox, function, trajectory, solved, log)
-    kept = await environments.snapshot(trajectory)
+    kept = await environments.snapshot(trajectory) if attack.forked else None
     try:
-        sandbox = await environments.ensure(f"{trajectory}-fork", replace(sandbox.spec, snapshot=kept.id))
-        return await _told_and_graded(attack, environments, sandbox, function, f"{trajectory}-fork", solved, log)
+        if kept is not None:
+            trajectory = f"{trajectory}-fork"
+            sandbox = await environments.ensure(trajectory, replace(sandbox.spec, snapshot=kept.id))
+        for path, text in tests_of(attack).items():
+            await sandbox.write_file(path, text.encode())
+        if attack.settle and not solved:
+            for _ in range(3):
+                await sandbox.run(Command(shell=attack.settle, timeout_s=10.0))
+        for act in () if solved else attack.last:
+            await sandbox.run(Command(shell=act, timeout_s=30.0))
+        yield PlayedAttack(attack=attack, environments=environments, spec=spec, trajectory=trajectory)
     finally:
-        await environments.end(f"{trajectory}-fork")
-        await environments.provider.snapshots.remove(kept.id)
+        if kept is not None:
+            await environments.end(trajectory)
+            await environments.provider.snapshots.remove(kept.id)
 
 
-async def _told_and_graded(
-    attack: RewardAttack,
-    environments: Environments,
-    sandbox: Sandbox,
-    function: FunctionSpec,
-    trajectory: str,
-    solved: bool,
-    log: SaidLog | None,
-) -> Mapping[str, object]:
-    """Upload the tests as a trainer does, let the agent do its last, and grade."""
-    tests = attack.tests or {TEST: PROJECT[TEST]}
-    given: dict[str, object] = {"env": dict(attack.env), **({} if attack.tests else {"fail_to_pass": [LISTED]})}
-    if attack.given or (function.pytest is not None and function.pytest.grade == "fresh"):
-        given["tests"] = tests
-    for path, text in tests.items():
-        await sandbox.write_file(path, text.encode())
-    if attack.settle and not solved:
-        for _ in range(3):
-            await sandbox.run(Command(shell=attack.settle, timeout_s=10.0))
-    for act in () if solved else attack.last:
-        await sandbox.run(Command(shell=act, timeout_s=30.0))
-    return await graded(environments, function, trajectory, given, attack.cores, log)
+def tests_of(attack: RewardAttack) -> Mapping[str, str]:
+    return attack.tests or {TEST: PROJECT[TEST]}
 
 
 def is_earned(attack: RewardAttack, reward: object) -> bool:
