@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 import jsonschema
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis import Case, CheckFunction, Response
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case, CheckFunction
 from schemathesis.core.result import Ok
-from schemathesis.generation.stateful.state_machine import APIStateMachine
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving
@@ -102,36 +100,6 @@ def test_so_is_every_answer_to_a_new_configuration(tmp_path: Path) -> None:
     """By itself: it replaces the functions that everything else needs."""
     with served(tmp_path) as document:
         assert ask_everything(document.include(operation_id=["putConfig", "putFunction"])) > 0
-
-
-@pytest.mark.slow
-def test_sequences_that_follow_the_links_of_the_document_hold_together(document: schemathesis.BaseSchema) -> None:
-    machine: type[APIStateMachine] = document.exclude(operation_id=list(UNASKED)).as_state_machine()
-    seen: Counter[tuple[str, int]] = Counter()
-
-    class Sequences(machine):  # type: ignore[valid-type, misc]
-        def get_call_kwargs(self, case: Case[Any]) -> dict[str, Any]:
-            return {"timeout": DEADLINE_S}
-
-        def validate_response(self, response: Response, case: Case[Any], **given: Any) -> None:
-            seen[case.operation.label, response.status_code] += 1
-            case.validate_response(
-                response, excluded_checks=LEFT_OUT, transport_kwargs=given or None, recorder=self.recorder
-            )
-
-    Sequences.run(
-        settings=settings(
-            max_examples=SEQUENCES,
-            stateful_step_count=STEPS,
-            phases=[Phase.generate],
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            database=None,
-        )
-    )
-    assert sum(seen.values()) > SEQUENCES
-    followed = {label for (label, status), _ in seen.items() if status < 300 and "{" in label}
-    assert followed, f"no sequence came to an answer of what it had made: {seen}"
 
 
 async def document_of(gateway: RunningGateway, **headers: str) -> dict[str, Any]:

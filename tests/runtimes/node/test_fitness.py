@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from runtimes.node import daemon as node_daemon
-from runtimes.node import protocol
 from runtimes.node.daemon import NodeFitness
 from runtimes.node.protocol import FitnessChanged
-from tests.runtimes.node.machine import Machine, daemon_on
-from tests.runtimes.node.memory_stream import pair
 from tests.runtimes.node.session import STUCK_S
 from tests.small_disk import fill, small_disk_at
 
@@ -67,26 +64,6 @@ def test_a_refusal_that_is_over_already_closes_nothing(tmp_path: Path) -> None:
     fitness = NodeFitness(tmp_path, 0)
     fitness.refused(OSError(errno.EIO, "once"))
     assert fitness.report.why == ""
-
-
-async def test_the_gateway_is_told_at_the_join_and_whenever_it_turns(disk: Path) -> None:
-    daemon = daemon_on(Machine(), disk, free_min_bytes=2 * 2**20)
-    await daemon.start()
-    try:
-        near, far = pair()
-        serving = asyncio.create_task(daemon.serve(far))
-        async with asyncio.timeout(STUCK_S):
-            await near.receive(protocol.Inventory, STUCK_S)
-            assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("", False)
-            filler = disk / "filler"
-            filler.write_bytes(bytes(SIZE - 2**20))
-            assert "server.free_min" in (await near.receive(FitnessChanged, STUCK_S)).why
-            filler.unlink()
-            assert await near.receive(FitnessChanged, STUCK_S) == FitnessChanged("", False)
-        near.close("done")
-        await serving
-    finally:
-        await daemon.close()
 
 
 async def test_one_whose_sandboxes_are_in_trouble_says_that_nothing_new_can_begin_until_they_are_not(

@@ -25,7 +25,6 @@ from runtimes.node.protocol import (
     LinkSettings,
     Message,
     NodeLink,
-    Pulse,
     as_failure,
     error_of,
     facts_of,
@@ -312,28 +311,6 @@ async def test_what_is_in_no_hurry_leaves_with_what_is_said_next() -> None:
     assert isinstance(await far.receive(protocol.AcknowledgeEnd, WITHIN_S), protocol.AcknowledgeEnd)
     assert near.unsent_bytes == 0
     await far.receive(protocol.AttemptReady, WITHIN_S)
-
-
-async def test_what_is_in_no_hurry_leaves_all_the_same_if_nothing_else_is_said() -> None:
-    near, far = pair()
-    near.send(protocol.AcknowledgeEnd("a.1/"), in_no_hurry=True)
-    await far.receive(protocol.AcknowledgeEnd, WITHIN_S)
-    near.send(protocol.AcknowledgeEnd("b.1/"), in_no_hurry=True)
-    near.close("done")
-    await far.receive(protocol.AcknowledgeEnd, WITHIN_S)
-
-
-async def test_links_that_began_at_different_times_tick_at_the_same_moments() -> None:
-    settings = LinkSettings(beat_s=3200.0, silent_s=6400.0)  # a moment each 200 s
-    pulse = Pulse()
-    for _ in range(3):
-        near, _ = pair(settings=settings, pulse=pulse)
-        running = asyncio.create_task(near.run(lambda message: None))
-        await asyncio.sleep(0.005)
-        near.close("done")
-        await running
-    assert len(pulse._meeting) <= 2, "two if a moment passed meanwhile"
-    assert sum(map(len, pulse._meeting.values())) == 3
 
 
 async def test_a_peer_is_not_read_while_what_it_said_waits_for_a_greeting_to_be_asked_for() -> None:

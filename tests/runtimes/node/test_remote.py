@@ -17,7 +17,7 @@ from manager.errors import FILES_LOST, ActionFailed, Reason
 from manager.executor import Call
 from manager.function import FunctionSpec
 from runtimes.node import protocol, remote
-from runtimes.node.protocol import AttemptPermit, AttemptReady, Message
+from runtimes.node.protocol import AttemptPermit, AttemptReady
 from runtimes.node.remote import RemoteNode
 from tests.runtimes.node.machine import Machine
 from tests.runtimes.node.memory_stream import close_all, pair
@@ -75,27 +75,6 @@ async def test_a_lost_node_ends_what_runs_there_and_what_was_asked(session: Sess
     assert kept.task is not None
     await kept.task
     assert (kept.ends[0].state, kept.ends[0].reason) == (State.LOST, Reason.NODE_LOST)
-
-
-@pytest.mark.parametrize(("runtime", "told"), [("handler", True), ("exec", False)])
-async def test_what_runs_in_no_sandbox_is_let_go_before_it_asks(runtime: str, told: bool) -> None:
-    kinds: list[type[Message]] = []
-
-    def see(kind: int) -> bool:
-        kinds.append(protocol.KINDS[kind])
-        return True
-
-    node, (near, _) = RemoteNode("n1"), pair(see)
-    node.connect(near, protocol.Inventory(epoch="e", attempts=[], trajectories=[]))
-    function = FunctionSpec(name="instance", runtime=runtime)
-    call = Call(function=function, input={}, log=DiscardedOutput())
-    execution = asyncio.create_task(node.execute(ACTION, LEASE, call))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert kinds == [protocol.ExecuteAttempt, *([protocol.AttemptPermit] if told else [])]
-    await node.close()
-    with pytest.raises(asyncio.CancelledError):
-        await execution
 
 
 @pytest.mark.parametrize("new_disk", [True, False], ids=["another life", "dead sandboxes"])

@@ -67,15 +67,6 @@ async def test_a_named_plugin_is_loaded_where_warnings_are_errors(bench: SuiteBe
     assert value["counts"] == {"passed": 2}, bench.log.text("stdout")
 
 
-@both
-@pytest.mark.parametrize("args", [["-n", "2"], ["-n2"], ["--numprocesses=2"], ["-n", "auto"], ["--dist", "each"]])
-async def test_how_many_workers_there_are_is_the_leases_to_say(
-    bench: SuiteBench, cores: tuple[int, ...], args: list[str]
-) -> None:
-    value = await bench.run(FAILING, cores=cores, args=args)
-    assert (value["counts"], value["workers"]) == ({"failed": 1, "passed": 2}, len(cores))
-
-
 @pytest.mark.parametrize("tests", [{"data.json": "{}"}, {"conftest.py": ""}, {"data.json": "{}", "__init__.py": ""}])
 async def test_given_files_of_which_none_is_a_module_of_tests_are_a_mistake(
     bench: SuiteBench, tests: dict[str, str]
