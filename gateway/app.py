@@ -235,7 +235,6 @@ class App:
             history=self.history,
             listeners=[self.invocations, self.stats],
             on_fault=partial(self.stop, keep_environments=True),
-            repeat_lost=False,  # a lost try goes on record, as any other, and the next is claimed by its own name
         )
 
     def _make_watch(self) -> Watch:

@@ -250,25 +250,19 @@ class Engine:
         history: History | None = None,
         listeners: Sequence[Listener] = (),
         on_fault: Callable[[], None] | None = None,
-        repeat_lost: bool = True,
     ) -> None:
-        """With ``repeat_lost`` an idempotent action of a lost node is queued again here, as its next attempt.
-
-        Without, whoever submitted it is told that it was lost, and may submit it again.
-        """
         self._core = core
         self._executor = executor
         self._clock = clock or MonotonicClock()
         self._history = history
         self._listeners = list(listeners)
         self._on_fault = on_fault
-        self._repeat_lost = repeat_lost
         #: The bug of ours after which the core is asked no more, and every submission is refused; None without one.
         self.fault: str | None = None
         self._told_faults: set[str] = set()
         self._jobs: dict[str, _Job] = {}
-        self._tasks: dict[tuple[str, int], asyncio.Task[Outcome]] = {}
-        self._abort_messages: dict[tuple[str, int], str] = {}
+        self._tasks: dict[str, asyncio.Task[Outcome]] = {}
+        self._abort_messages: dict[str, str] = {}
         #: Resizes and trajectory ends under way.
         self._chores: set[asyncio.Task[None]] = set()
         #: Running actions that wait to make their call once more.
@@ -297,7 +291,7 @@ class Engine:
         """
         self._core.pause()
         for job_id, job in list(self._jobs.items()):
-            if not isinstance(job.call, Call) and (job_id, 1) not in self._tasks:
+            if not isinstance(job.call, Call) and job_id not in self._tasks:
                 self.cancel(job_id, "the gateway is shutting down")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -327,9 +321,7 @@ class Engine:
         jobs: list[tuple[Action, Call | Work, Submitted]] = []
         for submission in submissions:
             action, function = submission.action, submission.call.function
-            idempotent = self._repeat_lost and function.idempotent
-            event = Submitted(action=action, idempotent=idempotent, not_before_s=submission.not_before_s)
-            jobs.append((action, submission.call, event))
+            jobs.append((action, submission.call, Submitted(action=action, not_before_s=submission.not_before_s)))
             if action.service is not None:
                 self._functions[action.service] = function
         return self._accept(jobs)
@@ -411,13 +403,11 @@ class Engine:
 
         Return None if what it was granted, ``units`` by resource kind, cannot be had: then nothing has happened.
         """
-        action, function = submission.action, submission.call.function
+        action = submission.action
         future: asyncio.Future[Settlement] = asyncio.get_running_loop().create_future()
         assert action.id not in self._jobs, f"action {action.id} is queued or running"
         self._jobs[action.id] = _Job(submission.call, future)
-        idempotent = self._repeat_lost and function.idempotent
-        resumed = Resumed(action=action, idempotent=idempotent, units=units, node=node, started_s=started_s)
-        self._feed([resumed])
+        self._feed([Resumed(action=action, units=units, node=node, started_s=started_s)])
         return future if action.id in self._jobs else None
 
     def cancel(self, action_id: str, message: str = "") -> bool:
@@ -596,11 +586,10 @@ class Engine:
     def _execute(self, command: Execute) -> None:
         action, lease = command.action, command.lease
         job = self._jobs[action.id]
-        key = (action.id, action.attempt)
         task = asyncio.get_running_loop().create_task(self._run(action, lease, job.call), name=f"action {action.id}")
-        self._tasks[key] = task
+        self._tasks[action.id] = task
         self._idle.clear()
-        task.add_done_callback(partial(self._done, key))
+        task.add_done_callback(partial(self._done, action.id))
         for listener in self._listeners:
             listener.started(action, lease, command.queue_s)
 
@@ -619,17 +608,17 @@ class Engine:
         """Return when a running action may make its call once more (`manager.executor.CallHooks.again`)."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tries.setdefault(action.id, []).append(granted)
-        self._feed([TryAgain(action_id=action.id, attempt=action.attempt)])
+        self._feed([TryAgain(action_id=action.id)])
         await granted
 
-    def _done(self, key: tuple[str, int], task: asyncio.Task[Outcome]) -> None:
+    def _done(self, action_id: str, task: asyncio.Task[Outcome]) -> None:
         """Tell the core how an action has ended, whatever happened to its task."""
-        del self._tasks[key]
-        message = self._abort_messages.pop(key, "cancelled")
+        del self._tasks[action_id]
+        message = self._abort_messages.pop(action_id, "cancelled")
         if task.cancelled():
             outcome = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message=message, component="engine")
         elif (error := task.exception()) is not None:
-            logger.error("action %s: the executor raised", key[0], exc_info=error)
+            logger.error("action %s: the executor raised", action_id, exc_info=error)
             outcome = Outcome(
                 state=State.FAILED, reason=Reason.INTERNAL, message=f"the executor raised {error!r}", component="engine"
             )
@@ -639,13 +628,12 @@ class Engine:
                 outcome = replace(outcome, message=message)
         if not self._tasks:
             self._idle.set()
-        self._feed([Finished(action_id=key[0], attempt=key[1], outcome=outcome)])
+        self._feed([Finished(action_id=action_id, outcome=outcome)])
 
     def _abort(self, command: Abort) -> None:
-        key = (command.action_id, command.attempt)
-        task = self._tasks.get(key)
+        task = self._tasks.get(command.action_id)
         if task is not None:
-            self._abort_messages[key] = command.message
+            self._abort_messages[command.action_id] = command.message
             task.cancel()
 
     def _replicate(self, command: Replicate) -> None:

@@ -17,8 +17,6 @@ class Submitted:
     """A formulated action asks to be queued."""
 
     action: Action
-    #: Whether it may run again after its node was lost.
-    idempotent: bool = False
     #: The instant from which it may start; until then it waits in its trajectory's turn, and holds nothing.
     not_before_s: float = 0.0
 
@@ -28,7 +26,6 @@ class Resumed:
     """An action that was started before this core was made runs on: it enters with its units, past the queue."""
 
     action: Action
-    idempotent: bool = False
     #: What it was granted; it gets as many units, of its own again.
     units: Mapping[str, int]
     #: Where it runs; empty if it holds nothing of a node.
@@ -43,8 +40,6 @@ class Finished:
 
     action_id: str
     outcome: Outcome
-    #: The try that ended; an answer of an earlier try is stale and ignored.
-    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +154,6 @@ class TryAgain:
     """A running action wants to make its call once more, which consumes what its first try did."""
 
     action_id: str
-    attempt: int
 
 
 Event = (
@@ -204,7 +198,6 @@ class Abort:
     """Kill a running action. While its node lives the core waits for `Finished`; else it has settled already."""
 
     action_id: str
-    attempt: int
     message: str
 
 

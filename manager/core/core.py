@@ -99,13 +99,10 @@ class Membership:
         state.nodes.leave(name)
 
     def _lose(self, running: Running, node: str) -> None:
-        """End it as lost, or queue it again unless it was to end: whether it has, nobody knows, and nobody wants it."""
+        """End it as lost; whoever submitted it decides about another try."""
         message, aborting = f"node {node} was lost", running.aborting
         self._settling.abort(running, message)
         trajectory = self._order.of(running.action)
-        if running.waited.idempotent and not aborting and (trajectory is None or trajectory.node != node):
-            self._requeue(running)
-            return
         detail = {FILES_LOST: True} if trajectory is not None and trajectory.node == node else {}
         if aborting:
             message, detail = (
@@ -114,15 +111,6 @@ class Membership:
             )
         outcome = Outcome(state=State.LOST, reason=Reason.NODE_LOST, message=message, component="core", detail=detail)
         self._settling.retire(running, outcome)
-
-    def _requeue(self, lost: Running) -> None:
-        """Queue a lost action again, in its old place, as its next attempt."""
-        state = self._state
-        self._settling.release(lost)
-        state.children.orphan(lost.id)
-        again = replace(lost.waited, action=replace(lost.action, attempt=lost.action.attempt + 1), group=None)
-        state.queue.admit(again, state.now_s)
-        self._order.again(again, lost.waited)
 
 
 # Replication: services in use are copied into free memory of idle devices, so that their next action starts warm.
@@ -355,7 +343,7 @@ class Core:
         parent = None if action.parent is None else state.executing.get(action.parent)
         key = (self._stamp(action), self._seq, 0) if parent is None else (*parent.waited.key[:2], self._seq)
         child, not_before_s = parent is not None, event.not_before_s if event.not_before_s > state.now_s else 0.0
-        waiting = Waiting(action, key, self._seq, event.idempotent, child=child, not_before_s=not_before_s)
+        waiting = Waiting(action, key, self._seq, child=child, not_before_s=not_before_s)
         state.queue.admit(waiting, state.now_s)
         if parent is not None:
             state.children.add(parent.id, waiting)
@@ -372,7 +360,7 @@ class Core:
             return
         self._seq += 1
         self.accepted += 1
-        waiting = Waiting(action, (self._stamp(action), self._seq, 0), self._seq, event.idempotent)
+        waiting = Waiting(action, (self._stamp(action), self._seq, 0), self._seq)
         self._order.resume(waiting, event.node)
         self._scheduling.dispatcher.resume(waiting, event.node, requests, event.started_s)
 
@@ -384,8 +372,8 @@ class Core:
 
     def _finish(self, event: Finished) -> None:
         running = self._state.executing.get(event.action_id)
-        if running is None or running.action.attempt != event.attempt:
-            return  # a stale answer: the action was settled when its node was lost
+        if running is None:
+            return  # it was settled when its node was lost
         self._settling.retire(running, event.outcome)
 
     def _cancel(self, action_id: str, message: str) -> None:
@@ -399,7 +387,7 @@ class Core:
 
     def _try_again(self, event: TryAgain) -> None:
         running = self._state.executing.get(event.action_id)
-        if running is None or running.action.attempt != event.attempt:
+        if running is None:
             return
         timed = [pool for pool in self._state.resources.timed if pool.kind in running.lease.grants]
         for pool in timed:

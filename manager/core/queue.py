@@ -371,8 +371,6 @@ class Waiting:
     action: Action
     key: Key
     seq: int
-    #: Whether it may run again after its node was lost.
-    idempotent: bool = False
     #: Whether a running action invoked it: it passes the order of its trajectory and the caps of its task.
     child: bool = False
     #: The group that a pass can choose it from; None until its turn in its trajectory has come.

@@ -98,7 +98,8 @@ class Changes:
         state = self._state
         nodes = state.nodes.take_changed()
         before, self._memory_waits_from = self._memory_waits_from, state.memory_waits_from
-        pools.update(name for node in nodes for name in state.resources.names_on(node))
+        for node in nodes:
+            pools.update(state.resources.names_on(node))
         everywhere = before not in (None, state.memory_waits_from)
         if everywhere:
             self._look_everywhere(pools)
@@ -930,20 +931,19 @@ class SchedulingPass:
 
     def run(self) -> None:
         """Start what can start and resize what the policies want, until nothing changes (bounded)."""
+        state = self._state
         self._changes.count_arrivals()
         for _ in range(_ROUNDS):
             pools, groups = self._changes.take()
-            if not pools and not groups:
+            # Where nothing waits and nobody can be resized, nothing is to be decided: so it is after most ends under
+            # light load, and while a thousand nodes join.
+            if not (pools or groups) or not (state.queue or any(map(state.executing.can_resize, pools))):
                 break
             self._round(pools, groups)
 
     def _round(self, changed: set[str], changed_groups: set[QueueGroup]) -> None:
         state = self._state
         can_resize = state.executing.can_resize
-        # Where nothing waits and nobody can be resized, nothing is to be decided: so it is after most ends under light
-        # load, and while a thousand nodes join.
-        if not state.queue and not any(map(can_resize, changed)):
-            return
         groups_of, groups = self._closure(changed, changed_groups)
         pools = state.resources.in_order([name for name, here in groups_of.items() if here or can_resize(name)])
         alone: dict[str, Waiting] = {}

@@ -516,18 +516,6 @@ class TrajectoryOrder:
         if not trajectory.node and self._needs_place(waiting.action):
             self._pin(trajectory, self._state.nodes[node])
 
-    def again(self, waiting: Waiting, lost: Waiting) -> None:
-        """Offer the next attempt of an action whose node was lost."""
-        trajectory = self.of(waiting.action)
-        if trajectory is None:
-            self._state.queue.offer(waiting)
-            return
-        if trajectory.active is lost:
-            trajectory.active = waiting
-        else:
-            trajectory.children[trajectory.children.index(lost)] = waiting
-        self._offer(waiting, trajectory)
-
     def leave(self, waiting: Waiting) -> None:
         """Give the turn of an action that has settled to the next one."""
         trajectory = self.of(waiting.action)
@@ -708,8 +696,10 @@ class Settling:
 
     def retire(self, running: Running, outcome: Outcome) -> None:
         """Release, account and settle a running action that is over."""
-        self.release(running)
-        action, now_s = running.action, self._state.now_s
+        state, action, now_s = self._state, running.action, self._state.now_s
+        state.executing.end(running, now_s)
+        state.fair.correct(action, state.weight(action.task), running.used)
+        self.accounts.of(action.task).use(running.used)
         ran_s = max(0.0, now_s - running.started_s)
         execution_s = min(outcome.execution_s, ran_s)
         self.finishes.add(now_s)
@@ -725,13 +715,6 @@ class Settling:
             )
         )
         self._order.leave(running.waited)
-
-    def release(self, running: Running) -> None:
-        """Give back what a running action holds, and charge its task for what it used."""
-        state, action = self._state, running.action
-        state.executing.end(running, state.now_s)
-        state.fair.correct(action, state.weight(action.task), running.used)
-        self.accounts.of(action.task).use(running.used)
 
     def end_waiting(self, waiting: Waiting, end_state: State, reason: Reason, message: str) -> None:
         """End an action that never started."""
@@ -777,8 +760,7 @@ class Settling:
         """Have a running action killed, once."""
         if not running.aborting:
             running.aborting = message or "cancelled"
-            abort = Abort(action_id=running.id, attempt=running.action.attempt, message=message)
-            self._state.commands.append(abort)
+            self._state.commands.append(Abort(action_id=running.id, message=message))
 
     def _settle(self, settlement: Settlement) -> None:
         """Tell the end of an action that has left the queue or the executing set, which each leaves once."""

@@ -256,7 +256,7 @@ class FaultTally:
     nodes_lost: int = 0
     #: Trajectories that lost their sandbox and began again.
     trajectories: int = 0
-    #: Actions that were ended by the loss of their node or their trajectory's, and tries that ran again by themselves.
+    #: Actions that were ended by the loss of their node or their trajectory's, and how many were asked for again.
     actions: int = 0
     again: int = 0
     #: Unit-seconds by kind of what was lost while it ran.
@@ -276,7 +276,7 @@ class FaultTally:
         wasted = ", ".join(f"{spent:.0f} s of {kind}" for kind, spent in sorted(self.wasted.items())) or "nothing"
         return (
             f"{self.nodes_lost} nodes lost: {self.trajectories} trajectories began again, {self.actions} actions lost "
-            f"({self.again} ran again by themselves), wasted {wasted}"
+            f"({self.again} asked for again), wasted {wasted}"
         )
 
 
@@ -732,9 +732,7 @@ class Simulation:
         if event.outcome.state is State.CANCELLED:
             return True
         running = self._running.get(event.action_id)
-        if running is None or event.attempt != running.action.attempt:
-            return False
-        if event.outcome.usage.get("version") != running.version:
+        if running is None or event.outcome.usage.get("version") != running.version:
             return False
         heard_s = self._silent.get(running.lease.node, 0.0)
         if heard_s > self._now_s:
@@ -792,7 +790,6 @@ class Simulation:
                 timeout_s=1e9,
                 queue_timeout_s=1e9,
             ),
-            idempotent=step.service is not None,
         )
 
     def _name(self, index: int) -> str:
@@ -842,7 +839,6 @@ class Simulation:
         running = PlayedAction(action, step, lease, workers, ready_s - self._now_s, ready_s, self._now_s, ready_s)
         running.resized_s = self._now_s
         self._running[action.id] = running
-        self._tally.again += action.attempt > 1
         self._slow(running)
 
     def _ready_s(self, action: Action, lease: Lease) -> float:
@@ -923,8 +919,7 @@ class Simulation:
             execution_s=max(0.0, ran_s - running.lost_s),
             usage={"version": float(running.version), "mean_units": area / ran_s if ran_s > 0 else running.units},
         )
-        attempt = running.action.attempt
-        self._push(end_s, Finished(action_id=running.action.id, outcome=outcome, attempt=attempt))
+        self._push(end_s, Finished(action_id=running.action.id, outcome=outcome))
 
     def _settle(self, settlement: Settlement) -> None:
         """Record it, and let its trajectory think on."""
@@ -967,11 +962,7 @@ class Simulation:
         """
         running = self._running.pop(action_id)
         self._ledger.settle(action_id, self._now_s)
-        killed = Finished(
-            action_id=action_id,
-            outcome=Outcome(state=State.CANCELLED, reason=Reason.CANCELLED),
-            attempt=running.action.attempt,
-        )
+        killed = Finished(action_id=action_id, outcome=Outcome(state=State.CANCELLED, reason=Reason.CANCELLED))
         self._push(max(self._now_s, self._silent.get(running.lease.node, 0.0)), killed)
         self._tally.actions += 1
         if running.lease.batch and running.lease.batch[0] != action_id:
@@ -995,4 +986,5 @@ class Simulation:
         else:
             first = f"{self._name(index)}/{number}"
             self._tries[first] = self._tries.get(first, 0) + 1
+            self._tally.again += 1
             self._push(self._now_s, (index, number))

@@ -248,7 +248,7 @@ class Workers:
 
 
 class Late:
-    """Answers of attempts that are over change nothing."""
+    """Nothing is started on a node that is lost."""
 
     def see(self, now_s: float, event: Event | None, commands: list[Command]) -> None:
         if isinstance(event, NodeLost):
@@ -425,7 +425,7 @@ def story(event: Event | None) -> str:
         case Submitted():
             return f"submitted {event.action.id}"
         case Finished():
-            return f"finished {event.action_id}.{event.attempt} {event.outcome.state.value}"
+            return f"finished {event.action_id} {event.outcome.state.value}"
         case None:
             return "pass"
         case _:

@@ -21,7 +21,7 @@ class Devices:
         self._chance = chance
         self._held: dict[str, set[Copy]] = {node.name: set() for node in spec.nodes}
         #: What runs, by action and try: its node, its copy, and what goes for it.
-        self._runs: dict[tuple[str, int], tuple[str, Copy, tuple[str, ...]]] = {}
+        self._runs: dict[str, tuple[str, Copy, tuple[str, ...]]] = {}
         self._under_way: dict[int, Replicate] = {}
 
     def obey(self, commands: list[Command]) -> None:
@@ -33,7 +33,7 @@ class Devices:
                     leads = not lease.batch or lease.batch[0] == action.id
                     if grant is not None and grant.chunk is not None and action.service is not None and leads:
                         copy = (action.service, *grant.chunk)
-                        self._runs[action.id, action.attempt] = lease.node, copy, grant.evict
+                        self._runs[action.id] = lease.node, copy, grant.evict
                 case Replicate():
                     self._under_way[command.number] = command
                 case _:
@@ -44,8 +44,8 @@ class Devices:
         match event:
             case NodeLost():
                 self._lose(event.node)
-            case Finished() if (event.action_id, event.attempt) in self._runs:
-                node, copy, evict = self._runs.pop((event.action_id, event.attempt))
+            case Finished() if event.action_id in self._runs:
+                node, copy, evict = self._runs.pop(event.action_id)
                 self._end(node, copy, evict)
                 return self._report(node)
             case ReplicaEnded() if event.number in self._under_way:

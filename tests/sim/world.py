@@ -126,8 +126,8 @@ class World:
         self._count = 0
         self._now_s = 0.0
         self._wake_s: float | None = None
-        #: Running (id, attempt) and how it goes on when it is killed.
-        self._running: dict[tuple[str, int], float] = {}
+        #: Running, by id, and how it goes on when it is killed.
+        self._running: dict[str, float] = {}
         self._spawned = 0
 
     def run(self) -> Journal:
@@ -215,7 +215,7 @@ class World:
         burst_s = chance.uniform(0, _SPAN_S)
         for _ in range(chance.randint(3, 45)):
             at_s = burst_s if chance.random() < 0.3 else chance.uniform(0, _SPAN_S)
-            self._at(at_s, lambda: Submitted(action=self._action(), idempotent=chance.random() < 0.3))
+            self._at(at_s, lambda: Submitted(action=self._action()))
         for _ in range(chance.choice((0, 0, 1, 4))):
             self._at(chance.uniform(0, _SPAN_S), self._cancel)
         if chance.random() < 0.3:
@@ -328,7 +328,7 @@ class World:
         return cost
 
     def _cancel(self) -> Event | None:
-        ids = sorted({entry.id for entry in self.core.state.queue} | {key[0] for key in self._running})
+        ids = sorted({entry.id for entry in self.core.state.queue} | self._running.keys())
         return CancelRequested(action_id=self._random.choice(ids)) if ids else None
 
     # -- time
@@ -369,7 +369,7 @@ class World:
     def _tell(self, event: Event | None, commands: list[Command]) -> None:
         self.journal.note(self._now_s, event, commands)
         if isinstance(event, Finished):
-            self._running.pop((event.action_id, event.attempt), None)
+            self._running.pop(event.action_id, None)
         for checker in self._checkers:
             checker.see(self._now_s, event, commands)
         if self._devices is not None:
@@ -389,14 +389,13 @@ class World:
 
     def _begin(self, command: Execute) -> None:
         chance, action = self._random, command.action
-        key = (action.id, action.attempt)
         ran_s = chance.choice((0.0, 0.01, 0.3, 2.0, 8.0)) * chance.uniform(0.5, 1.5)
         hangs = chance.random() < 0.03
-        self._running[key] = self._now_s
+        self._running[action.id] = self._now_s
         if action.parent is None and chance.random() < 0.15:
             for _ in range(chance.randint(1, 2)):
-                self._at(self._now_s + ran_s * chance.uniform(0, 1), lambda: self._child(key, action))
-        self._at(self._now_s + (action.timeout_s if hangs else ran_s), self._outcome(key, hangs))
+                self._at(self._now_s + ran_s * chance.uniform(0, 1), lambda: self._child(action))
+        self._at(self._now_s + (action.timeout_s if hangs else ran_s), self._outcome(action.id, hangs))
 
     def _bring(self, command: Replicate) -> None:
         """It arrives sooner or later, or does not; an answer may come twice."""
@@ -408,11 +407,11 @@ class World:
     def _brought(self, number: int, lucky: bool) -> ReplicaEnded:
         return ReplicaEnded(number=number, done=lucky and (self._devices is None or self._devices.has_room(number)))
 
-    def _child(self, key: tuple[str, int], parent: Action) -> Event | None:
+    def _child(self, parent: Action) -> Event | None:
         """A running action invokes another and goes on for a while."""
-        return Submitted(action=self._action(parent)) if key in self._running else None
+        return Submitted(action=self._action(parent)) if parent.id in self._running else None
 
-    def _outcome(self, key: tuple[str, int], hangs: bool) -> Finished:
+    def _outcome(self, action_id: str, hangs: bool) -> Finished:
         chance = self._random
         execution_s = chance.uniform(0, 3.0)
         if hangs:
@@ -421,10 +420,10 @@ class World:
             outcome = Outcome(state=State.FAILED, reason=Reason.HANDLER_ERROR, execution_s=execution_s)
         else:
             outcome = Outcome(state=State.SUCCEEDED, execution_s=execution_s)
-        return Finished(action_id=key[0], attempt=key[1], outcome=outcome)
+        return Finished(action_id=action_id, outcome=outcome)
 
     def _kill(self, command: Abort) -> None:
         """The executor kills it, sooner or later; the answer it had under way may come as well."""
         outcome = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message=command.message)
-        finished = Finished(action_id=command.action_id, attempt=command.attempt, outcome=outcome)
+        finished = Finished(action_id=command.action_id, outcome=outcome)
         self._at(self._now_s + self._random.choice((0.0, 0.05, 1.0)), finished)

@@ -19,7 +19,6 @@ from manager.events import (
     CancelRequested,
     EndTrajectory,
     Finished,
-    NodeJoined,
     NodeLost,
     Reconfigured,
     Refuse,
@@ -48,8 +47,8 @@ def submits(*actions: Action) -> list[Submitted]:
     return [Submitted(action=one) for one in actions]
 
 
-def finish(id: str, *, attempt: int = 1, execution_s: float = 0.0) -> Finished:
-    return Finished(action_id=id, attempt=attempt, outcome=replace(DONE, execution_s=execution_s))
+def finish(id: str, *, execution_s: float = 0.0) -> Finished:
+    return Finished(action_id=id, outcome=replace(DONE, execution_s=execution_s))
 
 
 def test_actions_start_in_order_and_the_rest_waits(drive: Drive) -> None:
@@ -120,7 +119,7 @@ def test_a_wake_up_is_asked_for_the_instant_quota_returns(drive: Drive) -> None:
 def test_a_further_try_waits_for_its_quota_and_goes_before_who_has_not_begun(drive: Drive) -> None:
     driver = drive(replace(spec(), resources={"search": QuotaSpec(limit=1, period_s=2.5)}))
     driver.step(0, submit("q1", {"search": 1}), submit("q2", {"search": 1}))
-    driver.step(1, TryAgain(action_id="q1", attempt=1))
+    driver.step(1, TryAgain(action_id="q1"))
     assert WakeAt(instant_s=3.5) in driver.commands
     assert TryGranted(action_id="q1") not in driver.commands
     driver.step(3.5, Tick())
@@ -134,7 +133,7 @@ def test_a_further_try_waits_for_its_quota_and_goes_before_who_has_not_begun(dri
 def test_a_further_try_of_what_has_no_quota_needs_no_leave(drive: Drive) -> None:
     driver = drive(spec())
     driver.step(0, submit("a1"))
-    driver.step(1, TryAgain(action_id="a1", attempt=1), TryAgain(action_id="gone", attempt=1))
+    driver.step(1, TryAgain(action_id="a1"), TryAgain(action_id="gone"))
     assert [each for each in driver.commands if isinstance(each, TryGranted)] == [TryGranted(action_id="a1")]
 
 
@@ -246,32 +245,24 @@ def test_a_child_may_act_in_its_parents_trajectory(drive: Drive) -> None:
     assert driver.running() == {"parent", "child"}
 
 
-def test_a_lost_node_loses_what_ran_on_it_and_runs_the_idempotent_again(drive: Drive) -> None:
+def test_a_lost_node_loses_what_ran_on_it_whatever_comes_of_it_later(drive: Drive) -> None:
     driver = drive(spec(node("n0", cores=1), node("n1", cores=1)))
-    driver.step(0, Submitted(action=action("once")), Submitted(action=action("again"), idempotent=True))
-    lost = driver.started["once"].lease.node
-    other = driver.started["again"].lease.node
-    driver.step(1, NodeLost(node=lost))
-    assert driver.settled["once"].outcome.reason is Reason.NODE_LOST
-    driver.step(2, NodeLost(node=other))
-    assert "again" not in driver.settled
-    driver.step(3, finish("again"))
-    assert "again" not in driver.settled, "the answer of the lost attempt is stale"
-    driver.step(4, NodeJoined(node=node("n2")))
-    assert driver.started["again"].action.attempt == 2
-    driver.step(5, finish("again", attempt=2))
-    assert driver.settled["again"].outcome.state is State.SUCCEEDED
+    driver.step(0, submit("lost"), submit("other"))
+    driver.step(1, NodeLost(node=driver.started["lost"].lease.node))
+    assert driver.settled["lost"].outcome.reason is Reason.NODE_LOST
+    driver.step(2, finish("lost"))
+    assert driver.settled["lost"].outcome.reason is Reason.NODE_LOST
+    assert driver.running() == {"other"}
 
 
-def test_what_was_to_end_on_a_node_that_is_lost_is_not_told_as_cancelled_and_runs_no_more(drive: Drive) -> None:
+def test_what_was_to_end_on_a_node_that_is_lost_is_not_told_as_cancelled(drive: Drive) -> None:
     driver = drive(spec(node("n0", cores=1), node("n1", cores=1)))
-    driver.step(0, Submitted(action=action("again"), idempotent=True))
+    driver.step(0, submit("again"))
     driver.step(1, CancelRequested(action_id="again", message="cancelled by request"))
     driver.step(2, NodeLost(node=driver.started["again"].lease.node))
     outcome = driver.settled["again"].outcome
     assert (outcome.state, outcome.reason) == (State.LOST, Reason.NODE_LOST), "nobody knows whether it has ended"
     assert outcome.detail == {CANCEL_ASKED: True} and "cancelled by request" in outcome.message
-    assert not driver.running(), "it runs nowhere else"
 
 
 def test_a_higher_limit_starts_what_waits_for_it(drive: Drive) -> None:
@@ -303,21 +294,6 @@ def test_a_batch_is_expected_to_end_when_all_its_members_are_done(drive: Drive, 
     assert driver.core.accounts.of("default").used["gpu"] == pytest.approx(2 + 12), "whoever of them leaves first"
     kin = Counter({Kin("f"): 3})
     assert [driver.settled[id].batch for id in ("first", "b0", "b2")] == [{}, kin, kin]
-
-
-def test_an_action_that_starts_again_alone_forgets_its_batch(drive: Drive) -> None:
-    service = ServiceSpec(name="s", bytes_by_dop={1: 10}, restore_s_by_dop={1: 0.0}, batch_tokens=10)
-    driver = drive(replace(spec(node(devices=1)), services={"s": service}))
-    fields = {"service": "s", "batch_tokens": 4, "t_ori_s": 5.0}
-    driver.step(0, submit("first", {"gpu": 1}, **fields))
-    again = Submitted(action=action("again", {"gpu": 1}, **fields), idempotent=True)
-    driver.step(1, again, submit("once", {"gpu": 1}, **fields))
-    driver.step(2, finish("first"))
-    assert driver.started["again"].lease.batch == ("again", "once")
-    driver.step(3, NodeLost(node="n0"))
-    driver.step(4, NodeJoined(node=node(devices=1)))
-    (running,) = driver.core.state.executing.view(driver.core.state.resources["gpu"], 4.0)
-    assert (running.action.id, running.ends_in_s) == ("again", 5.0)
 
 
 def test_a_paused_core_starts_nothing_but_children(drive: Drive) -> None:

@@ -251,7 +251,7 @@ def test_each_starts_where_its_function_can_run_whoever_came_first(drive: Drive,
     assert {name: where for name, where in started.items() if name.startswith("a")} in ({}, {"a1": "n0"})
     assert len(started) == 2 and not driver.core.state.faults
     for now_s, name in enumerate(list(started), 1):
-        driver.step(now_s, Finished(action_id=name, attempt=1, outcome=DONE))
+        driver.step(now_s, Finished(action_id=name, outcome=DONE))
     assert places(driver)["a1"] == "n0"
 
 
@@ -280,7 +280,7 @@ def test_labels_choose_among_the_nodes_with_devices(drive: Drive) -> None:
     driver = drive(world(machine("n0", "a"), replace(machine("n1", "a"), labels={"pool": "big"})))
     driver.step(0, *[ask(f"a{number}", "a", labels=(("pool", "big"),)) for number in range(2)])
     assert places(driver) == {"a0": "n1"}
-    driver.step(1, Finished(action_id="a0", attempt=1, outcome=DONE))
+    driver.step(1, Finished(action_id="a0", outcome=DONE))
     assert places(driver) == {"a0": "n1", "a1": "n1"}
 
 
@@ -331,7 +331,7 @@ def test_actions_of_several_functions_of_a_service_run_as_one_batch_where_all_of
     driver = drive(replace(told, services=services))
     driver.step(0, NodeClosed(node="n0", why="silent"), _batched("a1", "a"))
     driver.step(1, *[_batched(name, name[0]) for name in ("a2", "b1", "c1")])
-    driver.step(2, Finished(action_id="a1", attempt=1, outcome=DONE))
+    driver.step(2, Finished(action_id="a1", outcome=DONE))
     assert [set(driver.started[name].lease.batch) for name in ("a2", "b1")] == [{"a2", "b1"}] * 2
     assert "c1" not in driver.started, "the open node is not able to run it"
 
@@ -365,7 +365,7 @@ def test_a_node_of_which_a_device_is_leased_keeps_what_it_has(drive: Drive) -> N
     driver.step(0, ask("a1", "a"))
     driver.step(1, NodeJoined(node=machine("n0", "a", "b", devices=2)), ask("b1", "b"))
     assert (driver.running(), driver.core.state.nodes["n0"].spec.devices) == ({"a1"}, 1)
-    driver.step(2, Finished(action_id="a1", attempt=1, outcome=DONE))
+    driver.step(2, Finished(action_id="a1", outcome=DONE))
     assert driver.running() == {"b1"}, "and what it is able to run is taken up"
 
 

@@ -309,7 +309,7 @@ def test_what_waits_behind_an_action_runs_after_its_last_try(driver: CoreDriver)
     driver.step(5, Tick())
     assert driver.running() == {"a.2"}
     assert driver.started["a.2"].queue_s == 0, "the time between two tries is no waiting for units"
-    driver.step(6, Finished(action_id="a.2", outcome=DONE, attempt=2))
+    driver.step(6, Finished(action_id="a.2", outcome=DONE))
     for now_s, name in ((7, "b"), (8, "c"), (9, "d")):
         driver.step(now_s, Tick())
         assert driver.running() == {name}

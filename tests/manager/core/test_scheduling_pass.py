@@ -353,14 +353,6 @@ def test_a_task_with_a_cap_keeps_it_in_a_crowd(drive: Drive) -> None:
     assert 1 <= held <= 3 and driver.running()
 
 
-def test_what_is_lost_in_the_instant_of_its_start_is_queued_again(drive: Drive) -> None:
-    driver = drive(crowded())
-    driver.step(1, replace(suite("a", 10.0), idempotent=True))
-    driver.step(1, NodeLost(node="n0"))
-    driver.step(1, NodeJoined(node=node()))
-    assert driver.started["a"].action.attempt == 2
-
-
 @pytest.fixture
 def driver(drive: Drive) -> CoreDriver:
     """One node of 100 bytes, of which trajectories leave a tenth."""
