@@ -1,6 +1,6 @@
-"""Whether an answer is the reference, but for case and space around it."""
+"""Whether a response is the label, but for case and space around it."""
 
 
 def score(event, context):
-    given, wanted = (str(event[name]).strip().casefold() for name in ("answer", "reference"))
+    given, wanted = (str(event[name]).strip().casefold() for name in ("response", "label"))
     return {"reward": 1.0 if given == wanted else 0.0}
