@@ -9,7 +9,7 @@ import pytest
 from gateway.cli.node import homeless
 from tangram.errors import TangramError
 from tests.cluster.conftest import MakeNode, StartGateway
-from tests.cluster.world import TALE, TOLD, ClusterGateway, begun, until
+from tests.cluster.world import TALE, TOLD, ClusterGateway, begun
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 
@@ -128,24 +128,3 @@ def test_a_draining_node_takes_nothing_new_ends_what_it_has_and_leaves(
     assert "no machine has the labels pool=there" in line
     with gateway.client() as client, pytest.raises(TangramError, match="no node"):
         client.drain_node("n1")
-
-
-def test_forks_of_a_trajectory_on_the_gateways_own_machine_begin_there(
-    start_gateway: StartGateway, make_node: MakeNode
-) -> None:
-    gateway = start_gateway()
-    with gateway.client() as client:
-        until(lambda: client.function("once").status == "ready", "the gateway's own machine is able to run it")
-        here = client.trajectory("here", function="once").open()
-        here.exec("echo kept > file")
-        node = make_node(gateway, "n1")
-        node.start()
-        gateway.until_state("n1", "ready")
-        forks = here.fork(["f1", "f2", "f3"])
-        assert [each.exec("cat file").result["stdout"] for each in forks] == ["kept\n"] * 3
-        assert {each.node for each in client.trajectories()} == {"local"}
-        assert {each.node for each in client.snapshots()} == {"local"}
-        for each in (here, *forks):
-            each.close()
-        for taken in client.snapshots():
-            client.remove_snapshot(taken.snapshot)

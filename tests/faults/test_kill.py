@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tangram import Client, NotFoundError
-from tests.e2e.gateway import GatewayProcess, document
+from tests.e2e.gateway import GatewayProcess
 from tests.faults.world import (
     HTTP,
     Deeds,
@@ -25,7 +25,6 @@ from tests.faults.world import (
     faulty,
     record,
     runner_pids,
-    sandboxes,
     series,
     until,
 )
@@ -84,33 +83,6 @@ def test_killed_again_and_again_it_loses_nothing_and_runs_nothing_twice(gateway:
         assert deeds.done[name] >= (end["state"] == "succeeded"), "it ended without being done"
     assert any(end["attempt"] > 1 or end["state"] == "lost" for end in ends.values()), "nothing ran when it was killed"
     until(lambda: at_rest(gateway), "the gateway is at rest")
-
-
-@pytest.fixture
-def container_gateway(tmp_path: Path, docker: str) -> Iterator[GatewayProcess]:
-    made = GatewayProcess(tmp_path, document("container", tmp_path / "state"))
-    made.start()
-    yield made
-    made.stop()
-
-
-@pytest.mark.docker
-def test_containers_are_adopted_after_a_kill_and_a_killed_one_is_told(container_gateway: GatewayProcess) -> None:
-    with Client(container_gateway.url) as client:
-        client.invoke("shell", {"command": "echo kept > note"}, trajectory="t")
-    container_gateway.kill()
-    container_gateway.start()
-    with Client(container_gateway.url) as client:
-        assert client.invoke("shell", {"command": "cat note"}, trajectory="t").result["stdout"] == "kept\n"
-        accepted = client.submit("shell", {"command": "echo begun; exec sleep 1000"}, trajectory="t")
-        lines = client.logs(accepted.id, follow=True)
-        assert next(line.text for line in lines if line.stream == "stdout").strip() == "begun"
-        (sandbox,) = sandboxes(container_gateway)
-        subprocess.run(["docker", "kill", f"tangram-{sandbox.name}"], capture_output=True, check=True)
-        end = record(container_gateway, accepted.id)
-        assert (end["state"], end["reason"]) == ("failed", "environment_lost"), end
-        client.end_trajectory("t")
-    until(lambda: at_rest(container_gateway), "the gateway is at rest")
 
 
 @pytest.fixture

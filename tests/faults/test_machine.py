@@ -19,7 +19,7 @@ import pytest
 from gateway.limits import DESCRIPTORS_MAX
 from tangram import Client
 from tests.e2e.gateway import ROOT, GatewayProcess
-from tests.faults.world import HTTP, Deeds, Submitter, at_rest, faulty, record, runner_pids, until
+from tests.faults.world import HTTP, Deeds, Submitter, at_rest, faulty, record, until
 from tests.small_disk import fill, small_disk_at
 
 #: Calls that no such file system could hold.
@@ -136,20 +136,6 @@ def begun(client: Client, timeout_s: float | None = None) -> str:
     lines = client.logs(accepted.id, follow=True)
     assert next(line.text for line in lines if line.stream == "stdout").strip() == "begun"
     return accepted.id
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_or_stopped_runner_is_a_typed_reason_and_leaves_nothing(gateway: GatewayProcess, number: int) -> None:
-    with Client(gateway.url) as client:
-        running = begun(client, timeout_s=1.5)
-        (pid,) = runner_pids(gateway)
-        os.kill(pid, number)
-        end = record(gateway, running)
-        assert (end["state"], end["reason"]) == ("failed", "environment_lost"), end
-        client.end_trajectory("t")
-    until(lambda: at_rest(gateway), "the gateway is at rest")
-    until(lambda: not Path(f"/proc/{pid}").exists(), "the runner is gone, and reaped by whom it was left to")
-    assert runner_pids(gateway) == []
 
 
 def test_a_gateway_whose_lines_nobody_reads_goes_on(gateway: GatewayProcess) -> None:

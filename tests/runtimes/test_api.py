@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
 from manager.function import FunctionSpec, RequestSpec, RetrySpec
-from runtimes import api
 from runtimes.api import ApiRuntime, OriginConnections, RequestTemplate, retry_after_s
 from runtimes.secrets import Secrets, redact
 from scripts.quota_server import Quota, QuotaServer
@@ -478,20 +477,6 @@ async def test_what_is_given_up_gives_its_place_back() -> None:
         with pytest.raises(httpx.ConnectError):
             await client.get("http://127.0.0.1:1")
         assert (await client.get(server.url)).text == "ok"
-
-
-async def test_what_is_free_for_too_long_or_too_many_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with counting() as one, counting() as other, client_with(3) as client:
-        for server in (one, other):
-            server.may_answer.set()
-        await asyncio.gather(*(client.get(one.url) for _ in range(3)))
-        await asyncio.gather(*(client.get(other.url) for _ in range(2)))
-        while one.open + other.open > 3:  # noqa: ASYNC110  # a close takes its way to the server
-            await asyncio.sleep(0.002)
-        monkeypatch.setattr(api, "IDLE_S", -1.0)
-        await client.get(other.url)
-        while one.open + other.open:  # noqa: ASYNC110  # as above
-            await asyncio.sleep(0.002)
 
 
 async def test_a_proxy_of_the_environment_is_used_and_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:

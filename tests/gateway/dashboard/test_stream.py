@@ -24,7 +24,6 @@ from gateway.dashboard.stream import (
     GZIP_HEAD,
     LAG_MAX,
     VIEWERS_MAX,
-    VIEWERS_RESERVED,
     Names,
     Troubles,
     Watch,
@@ -339,17 +338,6 @@ def quiet_watch(**given: Any) -> Watch:
         "wall": lambda: 1e9,
     }
     return Watch(**(usual | given))
-
-
-def test_some_viewers_are_the_admins_alone() -> None:
-    watch = quiet_watch()
-    watch.viewers = VIEWERS_MAX - VIEWERS_RESERVED
-    with pytest.raises(CapacityExceeded):
-        watch.check(is_admin=False)
-    watch.check(is_admin=True)
-    watch.viewers = VIEWERS_MAX
-    with pytest.raises(CapacityExceeded):
-        watch.check(is_admin=True)
 
 
 async def test_packed_chunks_are_one_gzip_stream_wherever_a_viewer_comes_in() -> None:

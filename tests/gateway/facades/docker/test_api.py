@@ -100,28 +100,6 @@ def read_frames(stream: socket.socket, count: int | None) -> bytes:
         return heard
 
 
-async def test_a_terminal_is_one_stream_of_its_own_size(engine: EngineWorld) -> None:
-    box = await engine.keep_alive()
-    api = engine.client.api
-
-    def look() -> bytes:
-        made = api.exec_create(
-            box.id, ["sh", "-c", "test -t 1 && echo terminal; read x; stty size"], tty=True, stdin=True
-        )
-        stream = upgraded(engine.socket, made["Id"])
-        heard = b""
-        while b"terminal" not in heard:
-            heard += stream.recv(4096)
-        api.exec_resize(made["Id"], height=33, width=77)
-        stream.sendall(b"\n")
-        while data := stream.recv(4096):
-            heard += data
-        stream.close()
-        return heard
-
-    assert b"33 77" in await engine.do(look)
-
-
 async def test_a_command_whose_client_goes_away_is_ended(engine: EngineWorld) -> None:
     box = await engine.keep_alive()
     api = engine.client.api

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -286,20 +285,6 @@ class TestLine:
         engine.head = HEAD
         assert (await running).stdout == b"begun\n"
 
-    async def test_one_that_never_arrived_is_run_and_only_once(
-        self, engine: PipeEngine, client: AttachClient, tmp_path: Path
-    ) -> None:
-        count = Command(shell="echo x >> count", cwd=str(tmp_path))
-        await client.run(count)
-        engine.deaf = True
-        engine.arrived.clear()
-        running = asyncio.create_task(client.run(count))
-        await engine.arrived.wait()
-        engine.deaf = False
-        engine.cut()
-        assert (await running).exit_code == 0
-        assert (tmp_path / "count").read_text() == "x\nx\n"
-
     async def test_one_that_was_being_given_its_input_is_not_run_twice(
         self, engine: PipeEngine, client: AttachClient, tmp_path: Path
     ) -> None:
@@ -312,26 +297,6 @@ class TestLine:
             await running
         assert (caught.value.reason, caught.value.result) == (Reason.NODE_LOST, {"stdout": "begun\n", "stderr": ""})
         assert not client.lost.is_set()
-
-    async def test_another_gateway_finds_only_what_shall_outlast_the_one_before(
-        self, engine: PipeEngine, client: AttachClient, tmp_path: Path
-    ) -> None:
-        begun = [asyncio.Event(), asyncio.Event()]
-        command = Command(shell="echo begun; while [ ! -e go ]; do sleep 0.01; done; exit 3", cwd=str(tmp_path))
-        both = [
-            asyncio.create_task(
-                client.run(replace(command, claim=claim, detached=detached), lambda *_, e=event: e.set())
-            )
-            for claim, detached, event in (("a", True, begun[0]), ("b", False, begun[1]))
-        ]
-        await asyncio.gather(*(event.wait() for event in begun))
-        client.close()
-        await asyncio.gather(*both, return_exceptions=True)
-        other = await attach(engine, tmp_path, first=0, sequence=2)
-        assert list(other.resumable) == ["a"]
-        (tmp_path / "go").touch()
-        assert (await other.run(replace(command, claim="a"))).exit_code == 3
-        other.close()
 
     async def test_nothing_runs_on_for_a_gateway_that_is_not_heard_of(self, engine: PipeEngine, tmp_path: Path) -> None:
         client = await attach(engine, tmp_path, orphan_s=600.0, unattended_s=0.3)

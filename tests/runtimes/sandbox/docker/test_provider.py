@@ -39,10 +39,9 @@ from runtimes.sandbox.command import PIECE_BYTES, Command, CommandResult
 from runtimes.sandbox.docker.engine import DockerEngine, EngineConnection, known_here
 from runtimes.sandbox.docker.provider import ContainerProvider, InternalNetworks, end_here, make_isolated
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.linux import Hierarchy
 from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
 from runtimes.sandbox.runner.client import MARKER
-from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
+from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.spec import noted_bounded
 from tests.runtimes.sandbox import test_rest, test_sandbox
 from tests.runtimes.sandbox.conftest import unique
@@ -111,32 +110,6 @@ async def test_a_frozen_container_can_be_removed_by_hand(containers: Provider, s
     engine("rm", "--force", f"tangram-{sandbox.id}")
     assert engine("ps", "-aq", "--filter", f"name=tangram-{sandbox.id}") == ""
     await sandbox.close()
-
-
-async def test_where_the_cgroup_cannot_be_seen_the_engine_is_asked(
-    docker: str, spec: SandboxSpec, tmp_path: Path
-) -> None:
-    provider = ContainerProvider(
-        DockerEngine.connect(timeout_s=60, workers=2),
-        state_dir=tmp_path,
-        gateway_id="blind",
-        gate=CreationGate(1),
-        shared_cores=(0,),
-        hierarchy=Hierarchy(1, {}),
-    )
-    sandbox = await provider.create(spec, name=unique("blind"), labels={}, mounts={})
-    cores = sorted(os.sched_getaffinity(0))
-    await sandbox.set_cores(cores[-1:])
-    show = Command(argv=("python3", "-c", "import os; print(sorted(os.sched_getaffinity(0)))"))
-    assert (await sandbox.run(show)).stdout.decode().strip() == str(cores[-1:])
-    await sh(sandbox, "sleep 1000 >/dev/null 2>&1 &")
-    await sandbox.quiesce(Background.FREEZE)
-    states = engine("top", f"tangram-{sandbox.id}", "-eo", "pid,comm,stat")
-    assert re.search(r" T\b", states)  # by the runner, which the engine would stop, too
-    assert (await sh(sandbox, "ps -eo stat= | grep -c ^T")).stdout == b"0\n"
-    await sandbox.quiesce(Background.FREEZE)
-    assert await provider.reap(()) == 1
-    await provider.close()
 
 
 async def test_a_container_made_of_a_snapshot_has_no_secret_of_another_and_its_image_goes_with_it(

@@ -553,19 +553,6 @@ async def test_a_revision_that_is_prepared_and_never_served_takes_nothing_from_t
     assert [await call(runtime, old) for _ in range(2)] == [1, 2]
 
 
-async def test_two_revisions_may_be_prepared_at_once(runtime: HandlerRuntime, function: Function) -> None:
-    """As where a function is changed while its first form is still being made ready: both tries come to an end."""
-    slow = "import time\ntime.sleep(0.3)\ndef score(event, context): return {!r}"
-    revisions = [function(slow.format(each), revision=each, instances_min=2) for each in "12"]
-    async with asyncio.timeout(DEADLINE_S):
-        first, second = (asyncio.create_task(runtime.prepare(each)) for each in revisions)
-        await until(lambda: len(runtime.sandboxes) >= 2)
-        assert await call(runtime, revisions[1]) == "2"
-        await asyncio.gather(first, second)
-        await until(lambda: runtime.instances() == {"reward": 2})
-        assert await call(runtime, revisions[1]) == "2"
-
-
 def test_requirements_are_taken_in_the_words_of_pip(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text(
         f"# of the reward\nsympy==1.13.3   # pinned\n\nlatex2sympy2 \\\n    {HASH} \\\n    {HASH}\n"
