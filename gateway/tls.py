@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -128,6 +129,36 @@ class Resets:
         return self.count > self.limit
 
 
+#: Bytes that are read between two looks at the clock: thousands of small frames fit into one read of a socket.
+STRETCH_BYTES = 512
+#: Seconds for which one connection is read at a stretch, and for which one such piece is read if its frames are few.
+STRETCH_S, PIECE_S = 0.005, 0.001
+
+
+class Turns:
+    """Divides what peers send, so that reading it keeps nobody waiting."""
+
+    def __init__(self) -> None:
+        self._gate = asyncio.Lock()
+
+    async def pieces(self, data: bytes) -> AsyncIterator[bytes]:
+        """Yield the bytes piece by piece. Whoever reads for long lets others go first; one goes on in each turn.
+
+        A piece of many frames may have begun many calls: these go first too.
+        """
+        now_s = time.monotonic()
+        until_s = now_s + STRETCH_S
+        for start in range(0, len(data), STRETCH_BYTES):
+            began_s = now_s
+            yield data[start : start + STRETCH_BYTES]
+            now_s = time.monotonic()
+            if now_s >= until_s or now_s - began_s >= PIECE_S:
+                async with self._gate:
+                    await asyncio.sleep(0)
+                now_s = time.monotonic()
+                until_s = now_s + STRETCH_S
+
+
 @dataclass(slots=True)
 class Connections:
     """How many are open, how many may be, and how many were refused."""
@@ -137,6 +168,7 @@ class Connections:
     refused: int = 0
     #: Refused ones that are still there.
     leaving: int = 0
+    turns: Turns = field(default_factory=Turns)
 
     def measured_by(self, metrics: Metrics, server: str) -> None:
         """Show how many are open at a server, and how many it refused."""

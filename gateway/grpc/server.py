@@ -12,7 +12,7 @@ from asyncio import BaseTransport
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from traceback import clear_frames
-from typing import Any
+from typing import Any, cast
 
 import structlog
 from grpclib._typing import IServable
@@ -35,7 +35,16 @@ from gateway.api import Api
 from gateway.errors import TooSlow
 from gateway.grpc.messages import status_error, trailers
 from gateway.grpc.service import GatewayService
-from gateway.tls import LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets
+from gateway.tls import (
+    LINGER_S,
+    RESETS_MAX,
+    STREAMS_MAX,
+    STRETCH_BYTES,
+    Connections,
+    RenewedContext,
+    Resets,
+    Turns,
+)
 from manager.errors import CodedError, InvalidInput, TooLarge, Unsupported, exhaustion
 
 SERVICE = "/tangram.v1.Gateway/"
@@ -263,10 +272,14 @@ class BoundedServer(Server):
         self.__gc_step__()
         refusal = self._connections.enter("grpc")
         if refusal is not None:
-            return GrpcConnection(RefusingHandler(refusal), self._config, self._h2_config, lambda: None, LINGER_S)
+            refusing = RefusingHandler(refusal)
+            return GrpcConnection(
+                refusing, self._config, self._h2_config, lambda: None, LINGER_S, self._connections.turns
+            )
         handler = ReadableHeaders(self._mapping, self._codec, self._status_details_codec, self.__dispatch__)
         self._handlers.add(handler)
-        return GrpcConnection(handler, self._config, self._h2_config, self._connections.leave, None)
+        connections = self._connections
+        return GrpcConnection(handler, self._config, self._h2_config, connections.leave, None, connections.turns)
 
 
 class GrpcConnection(H2Protocol):
@@ -279,6 +292,7 @@ class GrpcConnection(H2Protocol):
         h2_config: Any,
         closed: Callable[[], None],
         life_s: float | None,
+        turns: Turns,
     ) -> None:
         """``closed`` is told its end; it is cut after ``life_s``, and where that is None if it does not greet in time.
 
@@ -289,9 +303,14 @@ class GrpcConnection(H2Protocol):
         self._closed = closed
         self._life_s = life_s
         self._cut: asyncio.TimerHandle | None = None
+        self._turns = turns
+        #: What has come and was not read yet, and who reads it.
+        self._unread = bytearray()
+        self._reading: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: BaseTransport) -> None:
         super().connection_made(transport)
+        self._transport = cast(asyncio.Transport, transport)
         h2 = self.connection._connection
         h2.update_settings({SettingCodes.MAX_CONCURRENT_STREAMS: STREAMS_MAX})
         self.connection.flush()
@@ -318,6 +337,27 @@ class GrpcConnection(H2Protocol):
         self.processor.close("too many calls were reset")
 
     def data_received(self, data: bytes) -> None:
+        """Read what has come, at once if it is little."""
+        if self._reading is None and len(data) <= STRETCH_BYTES:
+            self._read(data)
+            return
+        self._unread += data
+        if self._reading is None:
+            self._transport.pause_reading()
+            self._reading = asyncio.get_running_loop().create_task(self._read_on())
+
+    async def _read_on(self) -> None:
+        """Read piece by piece what is much, while nothing more comes."""
+        while self._unread and not self._transport.is_closing():
+            data, self._unread = bytes(self._unread), bytearray()
+            async for piece in self._turns.pieces(data):
+                if self._transport.is_closing():
+                    return
+                self._read(piece)
+        self._reading = None
+        self._transport.resume_reading()
+
+    def _read(self, data: bytes) -> None:
         try:
             super().data_received(data)
         except Exception as error:
@@ -327,6 +367,8 @@ class GrpcConnection(H2Protocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._cut is not None:
             self._cut.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
         super().connection_lost(exc)
         self._closed()
 

@@ -14,10 +14,12 @@ import hypercorn.protocol
 import structlog
 from h2.errors import ErrorCodes
 from h2.events import Event, StreamReset
+from h2.exceptions import StreamClosedError
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.events import Closed
+from hypercorn.events import Closed, RawData
+from hypercorn.events import Event as WireEvent
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework, H11SendableEvent, LifespanState
@@ -29,7 +31,7 @@ from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.errors import problem, retry_after
 from gateway.http.messages import PHRASES
-from gateway.tls import HANDSHAKE_S, LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets
+from gateway.tls import HANDSHAKE_S, LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets, Turns
 from manager.errors import CodedError, Conflict, InvalidConfig
 
 #: Seconds in which a new request's headers must arrive, and for which an idle connection stays open.
@@ -38,6 +40,8 @@ HEADERS_BYTES = 64 * 1024
 BACKLOG = 4096
 #: Seconds without a sign of life after which a peer is asked for one, and between two such questions.
 PROBE_AFTER_S, PROBE_EVERY_S = 60, 15
+#: In the state of a connection: what divides its bytes.
+TURNS = "tangram.turns"
 logger = structlog.get_logger("gateway.http")
 
 
@@ -56,6 +60,18 @@ class BoundedResets(H2Protocol):
 
     #: Made with the first reset.
     _resets: Resets | None = None
+
+    async def handle(self, event: WireEvent) -> None:
+        """Read what has come piece by piece: each may hold dozens of frames."""
+        if not isinstance(event, RawData):
+            await super().handle(event)
+            return
+        turns: Turns = self.connection_state[TURNS]
+        try:
+            async for piece in turns.pieces(event.data):
+                await super().handle(RawData(piece))
+        except StreamClosedError:  # Hypercorn refuses a call whose peer has reset it already
+            await self.send(Closed())
 
     async def _handle_events(self, events: list[Event]) -> None:
         resets = sum(isinstance(event, StreamReset) for event in events)
@@ -111,7 +127,9 @@ async def serve(
                     await _refuse(reader, writer, refusal, lingering)
                 return
             try:
-                await HttpConnection(wrapped, loop, config, context, LifespanState({}), reader, writer)
+                await HttpConnection(
+                    wrapped, loop, config, context, LifespanState({TURNS: counted.turns}), reader, writer
+                )
             except* OSError:
                 pass  # the peer is gone; Hypercorn handles it everywhere but while it waits for the end
             finally:

@@ -43,6 +43,8 @@ COMPONENT = "sandbox"
 DEADLINE_MARGIN_S = 0.005
 #: Bytes of a command's words together: the kernel bounds words and environment to 2 MiB.
 COMMAND_MAX_BYTES = 3 * 2**19
+#: What the kernel needs for a word beside its text.
+WORD_BYTES = 9
 T = TypeVar("T")
 
 Env = Annotated[dict[str, str], Meta(description="Environment variables, added to the sandbox's own")]
@@ -347,6 +349,8 @@ def _stdin(inputs: ExecInput) -> bytes:
 def _check_sizes(inputs: ExecInput) -> None:
     """Raise ActionFailed(invalid_input) for what the kernel would not take; a long ``command`` it takes in pieces."""
     size_bytes = len(inputs.get("command", "").encode("utf-8", "surrogatepass"))
+    if (words := len(inputs.get("argv", ()))) > COMMAND_MAX_BYTES // WORD_BYTES:
+        raise invalid("$.argv", f"has {words} words, more than the kernel takes; upload a file and run that")
     for index, text in enumerate(inputs.get("argv", ())):
         size_bytes += _checked_size(f"$.argv[{index}]", text)
     for name, text in inputs.get("env", {}).items():

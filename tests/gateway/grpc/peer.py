@@ -9,15 +9,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import DataReceived, ResponseReceived, StreamEnded, StreamReset, TrailersReceived
+from h2.events import DataReceived, Event, ResponseReceived, StreamEnded, StreamReset, TrailersReceived
 
+from gateway import tls
 from gateway.grpc.generated import tangram_pb2 as pb
 from tests.gateway.conftest import DEADLINE_S, RunningGateway
 
 Pairs = Sequence[tuple[bytes, bytes]]
 INVOKE = "/tangram.v1.Gateway/Invoke"
+PING = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + bytes(8)
 
 
 @dataclass(slots=True)
@@ -66,6 +69,27 @@ def random_frame(chance: random.Random) -> bytes:
     kind, flags, stream = chance.randrange(14), chance.randrange(256), chance.choice((0, 1, 2, 3, 2**31 - 1))
     length = len(payload) if chance.random() < 0.8 else chance.randrange(2**14)
     return length.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+class ReadingMeter:
+    """How many bytes of HTTP/2 the servers read in one turn of the loop, at most."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most_bytes = self._now_bytes = 0
+        receive = H2Connection.receive_data
+
+        def received(connection: H2Connection, data: bytes) -> list[Event]:
+            if not connection.config.client_side:
+                self._now_bytes += len(data)
+                self.most_bytes = max(self.most_bytes, self._now_bytes)
+                asyncio.get_running_loop().call_soon(self._turn)
+            return receive(connection, data)
+
+        monkeypatch.setattr(H2Connection, "receive_data", received)
+        monkeypatch.setattr(tls, "PIECE_S", 0.0)  # every piece takes long
+
+    def _turn(self) -> None:
+        self._now_bytes = 0
 
 
 class Peer:

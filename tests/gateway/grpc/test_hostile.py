@@ -14,8 +14,9 @@ import pytest
 from gateway.grpc import server
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
+from gateway.tls import STRETCH_BYTES
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
-from tests.gateway.grpc.peer import INVOKE, Peer, PeerAnswer, echo, framed, head, peer, random_frame
+from tests.gateway.grpc.peer import INVOKE, PING, Peer, PeerAnswer, ReadingMeter, echo, framed, head, peer, random_frame
 from tests.gateway.grpc.test_service import channel
 
 OK, INVALID, DEADLINE, UNIMPLEMENTED, UNAVAILABLE = "0", "3", "4", "12", "14"
@@ -205,6 +206,16 @@ async def test_calls_that_are_made_and_dropped_without_end_close_their_connectio
         async with peer(gateway) as other:
             assert (await other.ask(head(), echo())).status == "0"
         await until(lambda: gateway.app.invocations.living == ())
+
+
+async def test_a_burst_of_frames_is_read_in_turn_with_what_others_want(
+    gateway: RunningGateway, stranger: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await stranger.ask(head(), echo())).status == "0"
+    meter = ReadingMeter(monkeypatch)
+    stranger.send_raw(PING * 12_000)
+    assert (await stranger.ask(head(), echo())).status == "0"
+    assert 0 < meter.most_bytes <= 2 * STRETCH_BYTES
 
 
 @pytest.mark.parametrize("method", [INVOKE, "/tangram.v1.Gateway/InvokeStream"])

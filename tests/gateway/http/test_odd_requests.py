@@ -12,17 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
+import orjson
 import pytest
 
 from gateway.http import app, server
 from gateway.invocations.record import Record, _written
-from gateway.serialization import DEPTH_MAX
+from gateway.serialization import DEPTH_MAX, VALUES_MAX
+from gateway.tls import STRETCH_BYTES
 from manager.action import Outcome, Settlement, State
 from manager.errors import Reason
 from runtimes.runtime import Execution
 from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
-from tests.gateway.grpc.peer import Peer, random_frame
+from tests.gateway.grpc.peer import PING, Peer, ReadingMeter, random_frame
 
 INVOKE = "/v1/functions/echo/invocations"
 CLOSE = b"Host: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -73,11 +75,18 @@ async def test_what_is_no_json_object_is_refused_before_any_work(gateway: Runnin
         nested(1020),
         nested(100_000),
         b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}",
+        b'{"a":[' + b"[]," * (VALUES_MAX // 3 + 1) + b"1]}",
     ]:
         for query in ("", "?mode=async", "?mode=stream"):
             status, problem = await post(gateway, body, query)
             assert (status, problem["code"], problem["errors"]) == (422, "invalid_input", {"path": "$"})
         assert gateway.runtime.leases == {}
+
+
+async def test_separators_within_a_text_are_no_values(gateway: RunningGateway) -> None:
+    text = '[,{"\\' * (VALUES_MAX // 4)
+    status, invocation = await post(gateway, orjson.dumps({"a": text}))
+    assert (status, invocation["result"]) == (200, {"a": text})
 
 
 async def test_what_is_one_comes_back_as_it_was(gateway: RunningGateway) -> None:
@@ -229,6 +238,28 @@ async def test_calls_that_are_made_and_dropped_without_end_close_their_connectio
             assert (await rapid.answer(rapid.send(HEAD, b"{}"))).closed
         assert (await gateway.invoke({})).status_code == 200
         await until(lambda: gateway.app.invocations.living == ())
+
+
+async def test_a_burst_of_frames_is_read_in_turn_with_what_others_want(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = ReadingMeter(monkeypatch)
+    async with http2(gateway) as burst:
+        burst.send_raw(PING * 12_000)
+        assert (await burst.ask(HEAD, b"{}")).headers[":status"] == "200"
+    assert 0 < meter.most_bytes <= 2 * STRETCH_BYTES
+
+
+async def test_a_call_that_is_refused_and_reset_at_once_closes_its_connection_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "STREAMS_MAX", 1)
+    async with serving(GatewayBench(tmp_path)) as gateway, http2(gateway) as rapid:
+        for _ in range(50):
+            rapid.drop(rapid.send(HEAD, b'{"held": true}'))
+        rapid.writer.write_eof()
+        await asyncio.wait_for(rapid.reader.read(-1), DEADLINE_S)
+    assert not [each for each in caplog.records if each.exc_info]
 
 
 async def test_random_frames_close_their_own_connection_at_most(gateway: RunningGateway) -> None:

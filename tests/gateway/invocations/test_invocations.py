@@ -24,7 +24,7 @@ from msgspec import Raw
 from gateway import serialization
 from gateway.config.load import load
 from gateway.config.schema import ServerConfig
-from gateway.invocations.invocations import Admission, Inputs, next_try_s
+from gateway.invocations.invocations import Admission, Inputs, _items, next_try_s
 from gateway.invocations.logs import DROPPED, TRUNCATED, Logs
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow, Store, StoreSpec
@@ -178,6 +178,28 @@ def test_a_function_that_declares_its_input_has_sessions_like_any_other(tmp_path
     Inputs().check(shell, {"argv": ["bash"], "session": {"terminal": True, "rows": 24, "columns": 80}})
     with pytest.raises(InvalidInput, match="no field is called 'sessions'; it takes argv; "):
         Inputs().check(shell, {"argv": ["bash"], "sessions": {}})
+
+
+def test_long_lists_are_checked_together_and_the_first_that_does_not_fit_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tangram.yaml"
+    fields = "argv: {type: array, items: {type: string}}, ids: {type: array, items: {type: integer, minimum: 0}}"
+    path.write_text(
+        f"version: 1\nfunctions: {{box: {{runtime: exec, input: {{type: object, properties: {{{fields}}}}}}}}}"
+    )
+    box, inputs = load([path], {}).functions["box"], Inputs()
+    for wrong, message in (
+        ({"argv": ["a", 1, 2]}, r"\$.argv\[1\]: 1 is not of type 'string'"),
+        ({"ids": [0, True]}, r"\$.ids\[1\]: True is not of type 'integer'"),
+        ({"ids": [3, -1, -2]}, r"\$.ids\[1\]: -1 is less than the minimum of 0"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            inputs.check(box, wrong)
+    validator = inputs._validator(box)
+    monkeypatch.setattr(type(validator), "descend", None)  # which looks at one item after the other
+    assert not list(_items(validator, {"type": "string"}, ["a"] * 1000, {}))
+    assert not list(_items(validator, {"type": "number", "maximum": 2}, [1, 2.0], {}))
 
 
 def test_for_an_unknown_field_the_nearest_and_all_known_ones_are_named(config: Path) -> None:
