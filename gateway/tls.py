@@ -30,6 +30,8 @@ def server_context(tls: TlsSection, protocols: Sequence[str]) -> ssl.SSLContext:
         context.load_cert_chain(tls.cert, tls.key)
     except (OSError, ssl.SSLError) as error:
         raise InvalidConfig(f"server.tls: {tls.cert} and {tls.key} cannot be used: {error}", component="tls") from None
+    if why := _refused_now(context, tls.cert):
+        raise InvalidConfig(f"server.tls: every client refuses {tls.cert}: {why}; renew it", component="tls")
     if tls.client_ca is not None:
         try:
             context.load_verify_locations(tls.client_ca)
@@ -39,6 +41,25 @@ def server_context(tls: TlsSection, protocols: Sequence[str]) -> ssl.SSLContext:
             ) from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _refused_now(context: ssl.SSLContext, cert: Path) -> str:
+    """Return why a client that trusts a certificate itself refuses it now, as it has expired; empty if it does not."""
+    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trust.check_hostname = False
+    trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    trust.load_verify_locations(cert)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trust.wrap_bio(to_client, to_server)
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server, client):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message
+    return ""
 
 
 #: Seconds between two looks at whether the files were renewed.

@@ -481,7 +481,9 @@ def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Ite
 
 
 KEYWORDS = Draft202012Validator.VALIDATORS
-InputValidator: Any = extend(Draft202012Validator, {"items": _items, "additionalProperties": _additional})
+InputValidator: Any = extend(  # type: ignore[no-untyped-call]
+    Draft202012Validator, {"items": _items, "additionalProperties": _additional}
+)
 
 
 def _message(error: ValidationError) -> str:

@@ -215,7 +215,7 @@ class Tokens:
 
     def __init__(self, path: Path) -> None:
         if not any((path / name).is_file() for name in _VOCABULARIES):
-            raise InvalidConfig(
+            raise InvalidInput(
                 f"{path} holds no tokenizer; add tokenizer.json, or send token_ids", component=_TOKENS_COMPONENT
             )
         from transformers import AutoTokenizer

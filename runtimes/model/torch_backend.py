@@ -556,7 +556,7 @@ class TorchBackend:
         """Texts of generated ids; none for a checkpoint without a tokenizer, which was sent ids."""
         try:
             texts = (await ask_tokenizer(self._tokenizer_process, order)).value
-        except InvalidConfig:
+        except (InvalidConfig, InvalidInput):
             if ids_given:
                 return []
             raise

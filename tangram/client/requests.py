@@ -460,6 +460,8 @@ def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
     if _is_refused(error):
         detail["refused"] = True
     remedy = _remedy() if isinstance(error, httpx.ConnectError) and "tls" not in detail else ""
+    if what.startswith("https://") and isinstance(error, httpx.ReadError):
+        remedy = f" (a gateway with server.tls.client_ca hangs up without a certificate of yours: {CERT})"
     if what.startswith("http://") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
         remedy = " (a gateway with TLS is named by https://)"
     return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}{remedy}", detail=detail)

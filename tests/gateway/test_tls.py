@@ -20,6 +20,18 @@ from tangram import AsyncClient, ConnectionFailed, InvalidConfigError, Retries
 from tangram.client.requests import trust_of
 from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 
+#: What signs a certificate whose time is over.
+AUTHORITY = """[ca]
+default_ca = own
+[own]
+database = {directory}/index.txt
+serial = {directory}/serial
+new_certs_dir = {directory}
+default_md = sha256
+policy = any
+[any]
+commonName = supplied
+"""
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
@@ -164,6 +176,19 @@ def test_certificates_that_cannot_be_used_are_told_at_validate(pki: Path, tmp_pa
             load([config], {})
     config.write_text(f"server: {{host: 0.0.0.0, tls: {{cert: {pki}/server.pem, key: {pki}/server.key}}}}")
     assert load([config], {}).server.tls is not None
+
+
+def test_a_certificate_that_has_expired_is_told_at_validate(pki: Path, tmp_path: Path) -> None:
+    config, old = tmp_path / "tangram.yaml", tmp_path / "old.pem"
+    (tmp_path / "index.txt").touch()
+    (tmp_path / "serial").write_text("01")
+    (tmp_path / "ca.cnf").write_text(AUTHORITY.format(directory=tmp_path))
+    times = ("-startdate", "20200101000000Z", "-enddate", "20200201000000Z")
+    asked = ("-in", pki / "server.csr", "-out", old, "-cert", pki / "ca.pem", "-keyfile", pki / "ca.key")
+    openssl("ca", "-batch", "-config", tmp_path / "ca.cnf", *asked, *times)
+    config.write_text(f"server: {{host: 0.0.0.0, tls: {{cert: {old}, key: {pki}/server.key}}}}")
+    with pytest.raises(InvalidConfig, match=r"every client refuses .*old.pem: certificate has expired; renew it"):
+        load([config], {})
 
 
 async def test_who_speaks_no_tls_is_cut_and_holds_up_nobody(served: RunningGateway, pki: Path) -> None:

@@ -141,12 +141,12 @@ async def test_a_token_beyond_the_vocabulary_is_an_invalid_input(checkpoint: Wri
     assert caught.value.reason is Reason.INVALID_INPUT
 
 
-async def test_text_for_a_checkpoint_without_a_tokenizer_is_a_model_error(
+async def test_text_for_a_checkpoint_without_a_tokenizer_is_an_invalid_input(
     checkpoint: Write, runtime: ModelRuntime
 ) -> None:
     with pytest.raises(ActionFailed, match="holds no tokenizer") as caught:
         await runtime.execute(execution(teacher(checkpoint), {"texts": ["a"]}))
-    assert caught.value.reason is Reason.MODEL_ERROR
+    assert caught.value.reason is Reason.INVALID_INPUT
 
 
 # -- swaps
