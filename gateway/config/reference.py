@@ -7,10 +7,12 @@ from dataclasses import is_dataclass
 from typing import Any, get_args
 
 from gateway.config.schema import ClusterConfig, NodeConfig, SandboxConfig, ServerConfig, form_name, key_of, schema
+from gateway.errors import ERROR_STATUSES, REASON_STATUSES
 from manager.function import settings_of
 from manager.resources.pools import KINDS as RESOURCE_KINDS
 from runtimes.kind import Kind, Schema
 from runtimes.kinds import KINDS
+from tangram import errors
 
 _FUNCTION = "functions.NAME"
 
@@ -151,6 +153,19 @@ def runtimes_markdown() -> str:
         for what, schema in zip(("input", "result"), pair, strict=True)
         if schema is not None
     )
+
+
+def errors_markdown() -> str:
+    """Tables of the client's errors, and of the reasons of invocations that ended badly."""
+    kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.TangramError)]
+    lines = [_row(("class", "code", "HTTP", "meaning")), "|---|---|---|---|"]
+    for kind in kinds:
+        status = ERROR_STATUSES.get(kind.code)
+        meaning = " ".join((kind.__doc__ or "").partition("\n\n")[0].replace("``", "`").split())
+        lines.append(_row((f"`{kind.__name__}`", f"`{kind.code}`", str(status.http) if status else "", meaning)))
+    lines += ["", _row(("reason", "HTTP", "meaning")), "|---|---|---|"]
+    lines += [_row((f"`{reason}`", str(each.http), each.title)) for reason, each in REASON_STATUSES.items()]
+    return "\n".join([*lines, ""])
 
 
 def _chapter(place: str, definition: Schema, only: tuple[str, ...] | None) -> str:

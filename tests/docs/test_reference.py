@@ -16,7 +16,7 @@ import pytest
 
 from gateway.cli import main as server
 from gateway.config.load import load
-from gateway.config.reference import CHAPTERS, REACHED, markdown, runtimes_markdown
+from gateway.config.reference import CHAPTERS, REACHED, errors_markdown, markdown, runtimes_markdown
 from gateway.config.schema import MAPS, SECTIONS, form_name, schema
 from gateway.errors import ERROR_STATUSES, REASON_STATUSES
 from gateway.grpc.generated import tangram_pb2
@@ -110,6 +110,10 @@ def test_the_cli_page_names_every_exit_status() -> None:
     for reason, status in exit_status.BY_REASON.items():
         rows = re.findall(rf"^\| {status} \|.*$", page("cli"), re.MULTILINE)
         assert f"`{reason}`" in rows[0], reason
+
+
+def test_the_errors_page_holds_the_table_of_the_classes() -> None:
+    assert page("errors").endswith(errors_markdown()), "write the output of gateway.config.reference there"
 
 
 async def test_every_route_and_header_is_on_the_http_page(tmp_path: Path) -> None:
