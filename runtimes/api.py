@@ -360,6 +360,8 @@ def _refused(message: str) -> InvalidConfig:
 
 _COMPONENT = "api"
 _REDIRECTS_MAX = 5
+#: Connections that may be open at once, and seconds for a new one.
+CONNECTIONS_MAX, CONNECT_TIMEOUT_S = 256, 10.0
 #: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
 CHANCE = random.SystemRandom()
 
@@ -374,20 +376,19 @@ class ApiRuntime(Runtime):
     and ``invalid_input``; where the service answered, its answer is the failure's result.
     """
 
-    def __init__(self, secrets: Secrets, *, connections_max: int = 256, connect_timeout_s: float = 10.0) -> None:
+    def __init__(self, secrets: Secrets) -> None:
         for library in ("httpx", "httpcore"):
             # Below warnings they log whole URLs and headers, secrets included.
             logging.getLogger(library).setLevel(logging.WARNING)
         self._secrets = secrets
         self._templates: dict[str, tuple[RequestSpec, RequestTemplate]] = {}
-        self._connections_max, self._connect_timeout_s = connections_max, connect_timeout_s
 
     @cached_property
     def _client(self) -> httpx.AsyncClient:
         """Made with the first call: reading the machine's certificates is no part of a start."""
         return httpx.AsyncClient(
-            transport=OriginConnections(self._connections_max),
-            timeout=httpx.Timeout(None, connect=self._connect_timeout_s),
+            transport=OriginConnections(CONNECTIONS_MAX),
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             # One caller's session must never reach another's call.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
         )

@@ -455,7 +455,7 @@ class TorchBackend:
     async def restore(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
         known = await self.images.look(_key(model_of(function)))
         async with self.images.hold(known) as image:
-            return await self.fleet.restore(chunk, image, _torch_backend_placed(service, image))
+            return await self.fleet.restore(chunk, image, _unplaced(service, image))
 
     async def execute(self, job: ModelJob, restored: Callable[[], None], answered: OnAnswered) -> Answers:
         with _failing_the_action():
@@ -484,7 +484,7 @@ class TorchBackend:
     ) -> tuple[list[object], list[Usage]]:
         """Run, and once more if processes were lost or memory ran out: by then everything idle is evicted."""
         run = RunBatch(
-            place=_torch_backend_placed(job.service, image),
+            place=_unplaced(job.service, image),
             items=tuple(item for request in job.requests for item in _items(request)),
             budget_tokens=min(model_of(request.function).batch_tokens for request in job.requests),
             evict=tuple(name for name in job.evict if name != job.service),
@@ -626,7 +626,7 @@ def _key(model: ModelSpec) -> ModelKey:
     return model.path, HEADS[model.action], model.dtype, model.ignore_weights
 
 
-def _torch_backend_placed(service: str, image: ImageRef) -> Placed:
+def _unplaced(service: str, image: ImageRef) -> Placed:
     """The place before it is completed for each rank."""
     return Placed(service=service, image_id=image.id, dop=1, rank=0, start=0)
 

@@ -27,13 +27,13 @@ class NodeCertificate:
     fingerprint: str
 
 
-def ensure_certificate(directory: Path, name: str = "tangram") -> NodeCertificate:
+def ensure_certificate(directory: Path) -> NodeCertificate:
     """Return the certificate of a directory, made at the first call; raises InvalidConfig without openssl."""
     cert, key = directory / "channel.crt", directory / "channel.key"
     if not (cert.exists() and key.exists()):
         part = directory / "channel.part"
         command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        command += ["-days", str(DAYS), "-subj", f"/CN={name}", "-keyout", str(key), "-out", str(part)]
+        command += ["-days", str(DAYS), "-subj", "/CN=tangram", "-keyout", str(key), "-out", str(part)]
         try:
             key.touch(0o600)
             subprocess.run(command, check=True, capture_output=True, timeout=MAKE_S, stdin=subprocess.DEVNULL)

@@ -502,7 +502,7 @@ class DiskWatch:
                 continue
             if excess:
                 logger.warning("a sandbox exceeds its disk", sandbox=place.sandbox.id, why=excess)
-                await place.sandbox.condemn(excess)
+                await place.sandbox.kill_for(excess)
 
     async def close(self) -> None:
         if self._task is not None:

@@ -687,7 +687,7 @@ def _routes_v6() -> bool:
 logger = structlog.get_logger("sandbox.process")
 
 
-PROVIDER_START_S = 15.0
+RUNNER_START_S = 15.0
 FILES_MAX = 4096
 #: Where the user of every process sandbox may write; a working directory in there has ancestors that are its own.
 WRITABLE = ("/tmp/", "/dev/shm/")
@@ -900,7 +900,7 @@ class ProcessProvider:
             record = replace(record, pid=client.peer_pid, started=started(client.peer_pid))
             record.write(directory)
         except BaseException as error:
-            await ProcessControl(parent, directory, group, _provider_children(parent, uplink), self._bound).remove()
+            await ProcessControl(parent, directory, group, _children(parent, uplink), self._bound).remove()
             if short := exhaustion(error, COMPONENT):
                 raise short from None
             if isinstance(error, OSError):
@@ -911,7 +911,7 @@ class ProcessProvider:
                 claimed.close()  # its runner has it
             if uplink is not None:
                 uplink.close()  # likewise
-        return self._sandbox(directory, record, client, group, _provider_children(parent, uplink))
+        return self._sandbox(directory, record, client, group, _children(parent, uplink))
 
     async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:
         """Return the sandboxes whose runner still answers; remove what is left of the others, containers aside.
@@ -984,7 +984,7 @@ class ProcessProvider:
             bounds=_bounds(record.spec, grouped=self._host.cgroup is not None),
             **({} if self._host.ids is not None else {"root": False}),
         )
-        return await StreamClient.open(SocketStream(directory / "run", peer_pid=pid), hello, within_s=PROVIDER_START_S)
+        return await StreamClient.open(SocketStream(directory / "run", peer_pid=pid), hello, within_s=RUNNER_START_S)
 
     def _start(
         self,
@@ -1091,7 +1091,7 @@ def _lay_out(
     (directory / "hosts").write_text("".join(lines), encoding="utf-8")
 
 
-def _provider_children(parent: int, uplink: SlirpUplink | None) -> tuple[int, ...]:
+def _children(parent: int, uplink: SlirpUplink | None) -> tuple[int, ...]:
     return (parent,) if uplink is None else (parent, uplink.pid)
 
 

@@ -198,7 +198,7 @@ class Sandbox:
         self._closed = False
         #: Whether its loss was reported to somebody (an action that ended with environment_lost).
         self.loss_reported = False
-        self._condemned = ""
+        self._killed_reason = ""
         self._record = record
         self._directory = directory
 
@@ -213,9 +213,9 @@ class Sandbox:
         return self._transfers > 0
 
     @property
-    def condemned(self) -> str:
+    def killed_reason(self) -> str:
         """Why we have ended it, for what its processes did; empty if we have not."""
-        return self._condemned
+        return self._killed_reason
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -451,10 +451,10 @@ class Sandbox:
         self._client.close()
         await self._control.remove()
 
-    async def condemn(self, cause: str) -> None:
+    async def kill_for(self, cause: str) -> None:
         """End it for a reason of ours; the action that runs in it, or else the next one, is told."""
         if self.alive:
-            self._condemned = cause
+            self._killed_reason = cause
             self._client.close()
             await self._control.remove()
 
@@ -507,7 +507,7 @@ class Sandbox:
             raise Conflict("the sandbox is closed", component=COMPONENT)
         if self._client.lost.is_set():
             self.loss_reported = True
-            cause = f" ({self._condemned})" if self._condemned else ""
+            cause = f" ({self._killed_reason})" if self._killed_reason else ""
             raise lost(f"the sandbox {self.id} is gone{cause}; its files and processes are lost")
 
     async def _explained(self, failure: ActionFailed) -> ActionFailed:
@@ -515,7 +515,7 @@ class Sandbox:
         if failure.reason is not Reason.ENVIRONMENT_LOST or self._closed:
             return failure
         self.loss_reported = True
-        cause = self._condemned or await self._control.cause_of_death()
+        cause = self._killed_reason or await self._control.cause_of_death()
         logger.warning("sandbox lost", sandbox=self.id, cause=cause or failure.message)
         detail = {FILES_LOST: True, "cause": cause, "peak_memory_bytes": self._control.peak_memory_bytes()}
         reason = Reason.OUT_OF_MEMORY if cause == "out_of_memory" else failure.reason

@@ -436,7 +436,7 @@ class Blueprint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class ContainerState:
     """A container as the engine lists or inspects it."""
 
     id: str
@@ -618,7 +618,7 @@ class DockerEngine:
         )
         return created
 
-    async def start(self, container: str) -> Found:
+    async def start(self, container: str) -> ContainerState:
         """Start it; raises NoRunner if its program is not in the image, which is looked for there."""
         try:
             await self.call(self._api.start, container)
@@ -645,10 +645,10 @@ class DockerEngine:
             return False
         return True
 
-    async def inspect(self, container: str) -> Found:
+    async def inspect(self, container: str) -> ContainerState:
         """Raises NotFound."""
         state = await self.call(self._api.inspect_container, container)
-        return Found(
+        return ContainerState(
             id=state["Id"],
             labels=state["Config"].get("Labels") or {},
             running=bool(state["State"]["Running"]),
@@ -675,11 +675,11 @@ class DockerEngine:
         entry = await self.call(self._api.containers, all=True, size=True, filters={"id": container})
         return sum(int(item.get("SizeRw", 0)) for item in entry)
 
-    async def list(self, label: str) -> list[Found]:
+    async def list(self, label: str) -> list[ContainerState]:
         """Return every container with this label, running or not, in one cheap call."""
         items = await self.call(self._api.containers, all=True, filters={"label": label})
         return [
-            Found(id=item["Id"], labels=item.get("Labels") or {}, running=item.get("State") == "running")
+            ContainerState(id=item["Id"], labels=item.get("Labels") or {}, running=item.get("State") == "running")
             for item in items
         ]
 

@@ -54,8 +54,8 @@ from runtimes.sandbox.docker.engine import (
     STATE,
     UID,
     Blueprint,
+    ContainerState,
     DockerEngine,
-    Found,
     LeftoverCleaner,
     NoRunner,
     known_here,
@@ -222,7 +222,7 @@ def _out_of_reach() -> Iterator[None]:
         raise cut_off(error.message) from None
 
 
-COMPONENT = "sandbox.network"
+NETWORK_COMPONENT = "sandbox.network"
 #: Seconds after which somebody who found all networks in use may ask again.
 RETRY_S = 10.0
 #: Networks of the engine's own.
@@ -270,12 +270,12 @@ class ContainerNetworks:
                 "network: egress is held to the public world by rules that cannot be set from a container, nor for a "
                 "kernel of its own (sandbox.runtime); make a network of the engine that has rules of its own, and name "
                 "it: sandbox.docker.egress_network",
-                component=COMPONENT,
+                component=NETWORK_COMPONENT,
             )
         elif spec.allow:
             raise Unsupported(
                 f"sandbox.allow: the rules of the network {self._egress_network!r} are not the gateway's to set",
-                component=COMPONENT,
+                component=NETWORK_COMPONENT,
             )
 
     @asynccontextmanager
@@ -304,7 +304,7 @@ class ContainerNetworks:
         if egress is not None:
             await self._guard.enforce(egress, pid)
 
-    async def require(self, found: Found, record: SandboxRecord, *, here: bool) -> None:
+    async def require(self, found: ContainerState, record: SandboxRecord, *, here: bool) -> None:
         """Raise `lost` if a container's network is not the one that its spec asks for.
 
         One that was restarted from outside has a new network namespace, without rules.
@@ -315,7 +315,7 @@ class ContainerNetworks:
         if spec.network is Network.INTERNAL and found.network != self._internal.name_of(task):
             raise lost("its network is not that of its task")
 
-    def after(self, found: Found) -> Callable[[], Awaitable[None]] | None:
+    def after(self, found: ContainerState) -> Callable[[], Awaitable[None]] | None:
         """Return what is to be called when a container has gone."""
         return None if found.network in (NO_NETWORK, BRIDGE, self._egress_network) else self.sweep
 
@@ -376,7 +376,7 @@ class InternalNetworks:
         if name not in there and len(there) >= self._limit:
             raise CapacityExceeded(
                 f"{len(there)} tasks have an internal network, as many as sandbox.docker.internal_networks lets be",
-                component=COMPONENT,
+                component=NETWORK_COMPONENT,
                 retry_after_s=RETRY_S,
             )
         await make_isolated(self._engine, name, {**self._labels, TASK: task})
@@ -440,7 +440,7 @@ async def make_isolated(engine: DockerEngine, name: str, labels: Mapping[str, st
     if not existing[0].get("Internal") or not NO_HOST.items() <= (existing[0].get("Options") or {}).items():
         raise InvalidConfig(
             f"the network {name!r} shows the engine's machine to sandboxes: docker network rm {name}",
-            component=COMPONENT,
+            component=NETWORK_COMPONENT,
         )
 
 
@@ -466,7 +466,7 @@ class RunnerInstaller(Protocol):
         """Put in, before its start, what it cannot see from outside."""
         ...
 
-    async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> RunnerClient:
+    async def connect(self, found: ContainerState, record: SandboxRecord, directory: Path) -> RunnerClient:
         """Speak to the runner of a started container; raises ActionFailed(environment_lost)."""
         ...
 
@@ -499,7 +499,7 @@ class SharedDirectoryInstaller:
     async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
         """Do nothing: they are mounted."""
 
-    async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> StreamClient:
+    async def connect(self, found: ContainerState, record: SandboxRecord, directory: Path) -> StreamClient:
         stream = SocketStream(directory / "run", peer_pid=found.pid)
         return await StreamClient.open(stream, record.greeting(own_cgroup=True), within_s=START_S)
 
@@ -523,7 +523,7 @@ class AttachInstaller:
         for source, target in mounts.items():
             await self.engine.put_tree(container, Path(source), target, limit_bytes=self.copy_limit_bytes)
 
-    async def connect(self, found: Found, record: SandboxRecord, directory: Path) -> AttachClient:
+    async def connect(self, found: ContainerState, record: SandboxRecord, directory: Path) -> AttachClient:
         unattended_s = max(record.spec.unattended_s, UNSEEN_S)
         life_s = min(record.spec.idle_ttl_s, unattended_s) / LIFE_SIGNS
         stream = AttachByteStream(self.engine, found.id, token=record.token, life_s=life_s)
@@ -546,7 +546,7 @@ def _packed_runner() -> str:
     return f"import base64,zlib;exec(compile(zlib.decompress(base64.b64decode('{packed}')),'runner.py','exec'))"
 
 
-EXEC_CLIENT_COMPONENT = "sandbox.container"
+COMPONENT = "sandbox.container"
 #: Signals every process that carries the action's marker, whatever session or parent it has taken.
 SIGNAL_SCRIPT = """
 for p in /proc/[0-9]*; do
@@ -611,10 +611,10 @@ class ExecClient:
 
     async def run(self, command: Command, on_output: OnOutput | None = None) -> CommandResult:
         if bool(command.argv) == bool(command.shell):
-            raise InvalidInput(COMMAND_FORM, component=EXEC_CLIENT_COMPONENT)
+            raise InvalidInput(COMMAND_FORM, component=COMPONENT)
         if command.session is not None:
             message = f"the image {self._spec.image!r} has no python3: there are no sessions in it"
-            raise Unsupported(message, component=EXEC_CLIENT_COMPONENT)
+            raise Unsupported(message, component=COMPONENT)
         marker = secrets.token_hex(8)
         user = command.user or self._user
         loop, abandoned = asyncio.get_running_loop(), threading.Event()
@@ -661,7 +661,7 @@ class ExecClient:
     async def spawn(self, command: Command) -> SandboxProcess:
         raise Unsupported(
             f"the image {self._spec.image!r} has no python3: it cannot hold a long-lived process",
-            component=EXEC_CLIENT_COMPONENT,
+            component=COMPONENT,
         )
 
     async def read_file(self, path: str, *, limit_bytes: int) -> bytes:
@@ -684,7 +684,7 @@ class ExecClient:
         if words[:1] != ["ok"]:
             kind = words[0] if words else "permission_denied"
             message = f"{place!r} cannot be written by user {user}: {kind}"
-            raise InvalidInput(message, component=EXEC_CLIENT_COMPONENT, detail={FILE_ERROR: kind})
+            raise InvalidInput(message, component=COMPONENT, detail={FILE_ERROR: kind})
         own, *there = words[1:]
         kept_mode, uid = there or ("644", own)
         mode = int(kept_mode, 8) if mode is None else mode
@@ -697,16 +697,14 @@ class ExecClient:
         code, _ = await self._script(f'[ ! -e "$1" ] || [ {right} "$1" ]', self._place(path), user=user)
         if code != 0:
             detail = {FILE_ERROR: "permission_denied"}
-            raise InvalidInput(
-                f"{path!r} may not be used by user {user}", component=EXEC_CLIENT_COMPONENT, detail=detail
-            )
+            raise InvalidInput(f"{path!r} may not be used by user {user}", component=COMPONENT, detail=detail)
 
     async def list_files(self, path: str, *, user: str = "") -> list[FileStat]:
         code, output = await self._script(LIST_SCRIPT, self._place(path), user=user or self._user)
         if code != 0:
             kind = {67: "not_a_directory", 68: "permission_denied"}.get(code, "not_found")
             message = f"{path!r} is no directory in the sandbox ({kind})"
-            raise NotFound(message, component=EXEC_CLIENT_COMPONENT, detail={FILE_ERROR: kind})
+            raise NotFound(message, component=COMPONENT, detail={FILE_ERROR: kind})
         matches = []
         for line in output.decode("utf-8", "replace").splitlines():
             size, mode, name = line.split(" ", 2)
@@ -745,7 +743,7 @@ class ExecClient:
     def _place(self, path: str) -> str:
         full = posixpath.normpath(posixpath.join(self._spec.workdir, path))
         if not path.startswith("/") and not (full + "/").startswith(self._spec.workdir.rstrip("/") + "/"):
-            raise InvalidInput(f"{path!r} leaves the sandbox's working directory", component=EXEC_CLIENT_COMPONENT)
+            raise InvalidInput(f"{path!r} leaves the sandbox's working directory", component=COMPONENT)
         return full
 
     async def _end(self, work: asyncio.Future[int | None], marker: str, user: str, grace_s: float) -> None:
@@ -800,7 +798,6 @@ async def _within(work: asyncio.Future[int | None], seconds: float) -> bool:
     return bool(done)
 
 
-PROVIDER_COMPONENT = "sandbox.container"
 #: Exit status of a first process that was ended by SIGKILL.
 KILLED = 128 + signal.SIGKILL
 #: What keeps a container without python3 alive; as PID 1 it reaps what is orphaned.
@@ -1049,7 +1046,7 @@ class ContainerProvider:
                     await asyncio.to_thread(self._cleaner.watch, container)
             await asyncio.to_thread(release_noted, self._bound, directory)
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-            if short := exhaustion(error, PROVIDER_COMPONENT):
+            if short := exhaustion(error, COMPONENT):
                 raise short from None
             raise
 
@@ -1115,7 +1112,7 @@ class ContainerProvider:
     def _without_runner(self, blueprint: Blueprint, record: SandboxRecord, error: NoRunner) -> Blueprint:
         if record.spec.image in self._bare:
             message = f"the image {record.spec.image!r} has neither python3 nor /bin/sh: nothing can be run in it"
-            raise Unsupported(message, component=PROVIDER_COMPONENT) from error
+            raise Unsupported(message, component=COMPONENT) from error
         logger.warning("no python3 in the image: each command costs a docker exec", image=record.spec.image)
         self._bare.add(record.spec.image)
         return self._bare_blueprint(blueprint)
@@ -1124,7 +1121,7 @@ class ContainerProvider:
         return replace(blueprint, argv=IDLE, attached=False)
 
     async def _assemble(
-        self, entry: Found, record: SandboxRecord, directory: Path, *, adopted: bool = False
+        self, entry: ContainerState, record: SandboxRecord, directory: Path, *, adopted: bool = False
     ) -> Sandbox:
         """Return a started container as a sandbox."""
         spec = record.spec
@@ -1141,7 +1138,7 @@ class ContainerProvider:
                 state = await self._engine.inspect(entry.id)
                 if not state.running and state.exit_code != KILLED:
                     message = f"the runner does not start in {spec.image!r}: its python3 must be 3.8 or newer"
-                    raise Unsupported(message, component=PROVIDER_COMPONENT) from failure
+                    raise Unsupported(message, component=COMPONENT) from failure
                 raise
         control = self._control(entry)
         sandbox = Sandbox(
@@ -1154,7 +1151,7 @@ class ContainerProvider:
         self._watch_disk(sandbox, entry, control)
         return sandbox
 
-    def _watch_disk(self, sandbox: Sandbox, entry: Found, control: ContainerControl) -> None:
+    def _watch_disk(self, sandbox: Sandbox, entry: ContainerState, control: ContainerControl) -> None:
         """Watch what no file system of its own bounds: its layer, or no more than a few files that it shares with us.
 
         From here, or else by asking the engine.
@@ -1170,7 +1167,7 @@ class ContainerProvider:
         else:
             self._disk.add_unseen(sandbox, lambda: self._engine.layer_bytes(entry.id), disk_bytes)
 
-    async def _adopt(self, entry: Found, record: SandboxRecord) -> Sandbox:
+    async def _adopt(self, entry: ContainerState, record: SandboxRecord) -> Sandbox:
         if not entry.running:
             raise lost("it is not running")
         await self._networks.require(entry, record, here=self._is_here(record.spec.runtime))
@@ -1182,7 +1179,7 @@ class ContainerProvider:
             self._bound.adopt(place)
         return await self._assemble(entry, record, self._root / record.name, adopted=True)
 
-    def _control(self, entry: Found) -> ContainerControl:
+    def _control(self, entry: ContainerState) -> ContainerControl:
         cgroup = None if self._hierarchy is None or not entry.pid else self._hierarchy.of_process(entry.pid)
         return ContainerControl(
             self._engine,
@@ -1195,7 +1192,7 @@ class ContainerProvider:
             removed=self._networks.after(entry),
         )
 
-    async def _discard(self, entry: Found) -> bool:
+    async def _discard(self, entry: ContainerState) -> bool:
         """Remove it, or leave it to the next search; return whether it is gone."""
         try:
             known = await self._engine.inspect(entry.id)

@@ -51,11 +51,10 @@ class LayerStore:
         secrets: Secrets,
         living: set[str],
         in_use: Callable[[], Collection[Path]],
-        python: str = "python3",
     ) -> None:
         """The ids of sandboxes that build are among the ``living``; layers ``in_use`` are never removed."""
         self._provider, self._settings, self._trees = provider, settings, TreeStore(directory, settings.max_bytes)
-        self._secrets, self._living, self._in_use, self._python = secrets, living, in_use, python
+        self._secrets, self._living, self._in_use = secrets, living, in_use
         self._gate = asyncio.Semaphore(settings.builds)
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -98,7 +97,7 @@ class LayerStore:
     def _digest(self, lines: Sequence[str], spec: SandboxSpec) -> str:
         chosen = self._settings
         values: list[object] = [sorted(lines), self._provider.info.kind, spec.image, chosen.index_url]
-        values += [str(chosen.find_links or ""), chosen.only_binary, self._python]
+        values += [str(chosen.find_links or ""), chosen.only_binary]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
 
     # Building
@@ -152,7 +151,7 @@ class LayerStore:
         options = "--isolated --no-input --no-cache-dir --disable-pip-version-check --progress-bar off --no-color"
         program = _PIP if self._isolates else pip
         command = Command(
-            argv=(self._python, program, "install", *options.split(), "--target", _TARGET, "-r", "requirements.txt"),
+            argv=("python3", program, "install", *options.split(), "--target", _TARGET, "-r", "requirements.txt"),
             env={"TMPDIR": workdir} if self._isolates else {},
             merge=True,
             timeout_s=chosen.timeout_s,

@@ -53,7 +53,6 @@ class HandlerSettings:
     sandbox: SandboxSpec = field(default_factory=lambda: EnvironmentSettings().default)
     #: What ``${secret:NAME}`` in its environment stands for.
     secrets: Secrets = field(default_factory=Secrets)
-    python: str = "python3"
     requirements: RequirementSettings = field(default_factory=RequirementSettings)
     #: Where their layers are kept.
     layers_dir: Path = Path("requirements")
@@ -145,7 +144,7 @@ class Instance:
         place = _MOUNT if own_root else str(directory)
         site = "" if layer is None else _LAYER if own_root else str(layer)
         try:
-            process = await sandbox.spawn(_command(function, settings, place, site))
+            process = await sandbox.spawn(_command(function, place, site))
         except BaseException:
             living.discard(sandbox.id)
             await sandbox.close()
@@ -343,11 +342,11 @@ def handler_of(function: FunctionSpec) -> HandlerSpec:
     return function.handler
 
 
-def _command(function: FunctionSpec, settings: HandlerSettings, place: str, site: str) -> Command:
+def _command(function: FunctionSpec, place: str, site: str) -> Command:
     spec = handler_of(function)
     arguments = (place, spec.module, spec.callable, str(spec.per_instance), str(function.output_limit_bytes), site)
     return Command(
-        argv=(settings.python, "-c", _SOURCE, *arguments),
+        argv=("python3", "-c", _SOURCE, *arguments),
         env={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"},
         timeout_s=math.inf,
     )

@@ -783,7 +783,7 @@ class ChangeTransfer:
         except (InvalidInput, NotFound, TooLarge) as refused:  # it cannot even be entered, which is the agent's
             raise ValueError(f"the trajectory's changes could not be read: {refused.message}") from None
         except ActionFailed as failure:
-            if original.condemned:
+            if original.killed_reason:
                 raise ValueError(f"the trajectory's changes could not be read: {failure.message}") from None
             raise
         if ended.exit_code != 0 or ended.stdout_truncated:
@@ -913,10 +913,10 @@ class PytestRuntime(Runtime):
         plan = plan_of(execution, self._settings)
         trajectory = execution.action.trajectory
         ended = None if trajectory is None else self._environments.get(trajectory)
-        if ended is not None and not ended.alive and ended.condemned:
+        if ended is not None and not ended.alive and ended.killed_reason:
             execution.begin()  # what its agent did ended it: that is no way out of the reward, and the next one is told
             graded: Graded = "fresh" if plan.spec.grade == "fresh" else "same_sandbox"
-            return self._begun(execution, ended, plan, graded).worthless(ended.condemned)
+            return self._begun(execution, ended, plan, graded).worthless(ended.killed_reason)
         if plan.spec.grade == "fresh" and trajectory is not None:
             return await self._graded_fresh(execution, plan, trajectory)
         async with self._stage.enter(execution) as sandbox:
@@ -1064,7 +1064,7 @@ class _Run:
         try:
             ended = await self._run_all()
         except ActionFailed as lost:
-            if self._sandbox.condemned:  # it has asked for that, and must not get out of its reward so
+            if self._sandbox.killed_reason:  # it has asked for that, and must not get out of its reward so
                 self._sandbox.loss_reported = False
                 return self.worthless(lost.message)
             raise self._failed(lost.reason, lost.message, lost.detail) from lost

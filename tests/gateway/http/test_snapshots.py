@@ -192,7 +192,7 @@ async def test_the_next_gateway_knows_a_snapshot_and_what_needs_it(bench: Gatewa
         assert "in use by trajectory 'two'" in refused.json()["detail"]
         sandbox = running.app.runtimes.environments.get("two")
         assert sandbox is not None
-        await sandbox.condemn("a test")
+        await sandbox.kill_for("a test")
         lost = await running.invoke({"command": "true"}, function="shell", headers={"X-Trajectory-Id": "two"})
         assert "environment_lost" in lost.text
         assert await said(running, "two", "cat file") == "kept\n", "it begins anew as it began"

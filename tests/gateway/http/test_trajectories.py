@@ -122,7 +122,7 @@ async def test_the_next_gateway_knows_what_was_chosen(tmp_path: Path) -> None:
         environments = running.app.runtimes.environments
         adopted = environments.get("t")
         assert adopted is not None
-        await adopted.condemn("a test")
+        await adopted.kill_for("a test")
         lost = await client.invoke("shell", {"command": "pwd"}, trajectory="t")
         assert lost.reason == "environment_lost"
         assert await said(client, "echo $TASK_ID $PWD") == "7 /box\n", "the next one is as it was chosen"

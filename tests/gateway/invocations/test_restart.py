@@ -298,7 +298,7 @@ async def test_all_that_waited_for_a_lost_sandbox_is_told_and_later_work_begins_
         await until(lambda: gateway.app.invocations.living[0].record.begun)
         sandbox = gateway.app.runtimes.environments.get("t")
         assert sandbox is not None
-        await sandbox.condemn("by a test")
+        await sandbox.kill_for("by a test")
         assert [await end_of(gateway, each) for each in (running, *behind)] == [LOST] * 4
         assert (await end_of(gateway, outside))[0] == "succeeded", "it needs no sandbox"
         again = await ended(gateway, await submit_command(gateway, "ls"))
@@ -321,7 +321,7 @@ async def test_a_sandbox_that_died_with_its_gateway_or_under_a_read_is_lost_for_
         assert made["state"] == "succeeded"
         sandbox = second.app.runtimes.environments.get("t")
         assert sandbox is not None
-        await sandbox.condemn("by a test")
+        await sandbox.kill_for("by a test")
         for asked in ({"path": "made"}, {"path": ".", "list": "true"}):
             read = await second.http.get("/v1/trajectories/t/files", params=asked)
             assert (read.status_code, read.json()["code"]) == (409, "conflict"), read.text

@@ -388,7 +388,7 @@ async def test_an_instance_that_died_idle_makes_room_for_the_next(
         await until(lambda: instance.resting)
         (record,) = (tmp_path / "state" / "sandboxes").glob("*/record.json")
         assert isinstance(instance._sandbox, Sandbox)
-        await instance._sandbox.condemn("its disk bound is exceeded")
+        await instance._sandbox.kill_for("its disk bound is exceeded")
         await until(lambda: not instance.alive)
         assert await call(runtime, alone) == 1
         assert not record.exists()

@@ -436,7 +436,7 @@ async def test_a_sandbox_that_was_ended_for_what_its_agent_did_is_worth_nothing(
     await bench.write(SUITE)
     sandbox = bench.environments.get("t1")
     assert sandbox is not None
-    await sandbox.condemn("its disk bound is exceeded")
+    await sandbox.kill_for("its disk bound is exceeded")
     function = replace(FUNCTION, pytest=PytestSpec(args=ARGS, grade=grade))
     execution, _ = execution_of(function, LISTS, trajectory="t1", cores=(0,))
     value = (await bench.runtime.execute(execution)).value
