@@ -1008,7 +1008,7 @@ class PoolInfo(Struct, frozen=True, kw_only=True):
 class SandboxesInfo(Struct, frozen=True, kw_only=True):
     """Which kind of sandbox is used, and what it promises, in plain words."""
 
-    kind: Annotated[str, Meta(description="container, process (bubblewrap) or plain")]
+    kind: Annotated[str, Meta(description="container, process (bubblewrap), plain or none")]
     engine: str
     isolation: str
     runtime: Annotated[str, Meta(description="What containers are run with, unless a function says otherwise")]

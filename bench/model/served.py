@@ -30,7 +30,7 @@ from runtimes.model.engine import nvml
 CONFIG = """
 version: 1
 server: {{token: {token}, state_dir: {directory}/state, port: 0, grpc_port: 0}}
-sandbox: {{provider: plain, plain_as_root: true}}
+sandbox: {{provider: none}}
 node: {{devices: {{kind: {device}, count: 1, memory: {arena}}}}}
 functions:
 """

@@ -1059,6 +1059,9 @@ def _key(section: FunctionSection, cost: Mapping[str, UnitSet], place: Declarati
 def _check_sandbox(spec: FunctionSpec, server: SandboxConfig, place: DeclarationSite) -> None:
     if spec.sandbox is None:
         return
+    if server.provider.kind == "none":
+        place.refuse((), "it needs sandboxes, and sandbox.provider is none")
+        return
     if spec.sandbox.warm.min > spec.sandbox.warm.max:
         place.refuse(("sandbox", "warm"), f"min {spec.sandbox.warm.min} is more than max {spec.sandbox.warm.max}")
     if refused := spec.sandbox.refuses(spec.sandbox.user):

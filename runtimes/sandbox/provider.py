@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,9 +18,9 @@ from runtimes.sandbox.disk import DiskBound, DiskSettings, choose_bound
 from runtimes.sandbox.linux import Seccomp
 from runtimes.sandbox.process import HostSupport, IdBlocks, IdSettings, NotInstalled, ProcessProvider, end_left
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
-from runtimes.sandbox.sandbox import CreationGate, Provider
-from runtimes.sandbox.snapshots import SnapshotSettings
-from runtimes.sandbox.spec import RegistryLogin
+from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
+from runtimes.sandbox.snapshots import SNAPSHOTS, SnapshotSettings, SnapshotStore
+from runtimes.sandbox.spec import PROMISES, ProviderInfo, RegistryLogin, SandboxSpec
 from runtimes.secrets import Secrets
 
 logger = structlog.get_logger("sandbox")
@@ -36,7 +36,10 @@ STRENGTHS = ("plain", "process", "container")
 WORDS = {"plain": "plain processes", "process": "processes in bubblewrap", "container": "containers"}
 REMEDIES = {
     "container": "mend it, or say sandbox.provider: process for processes in bubblewrap, which are weaker",
-    "process": "mend it, or use Docker; sandbox.provider: plain runs commands without isolation",
+    "process": (
+        "mend it, or use Docker; sandbox.provider: none serves models and APIs only, "
+        "plain runs commands without isolation"
+    ),
     "plain": "use Docker or bubblewrap",
 }
 #: The file of the state directory that remembers the kind that it served last.
@@ -100,10 +103,11 @@ class ProviderSettings:
     """What the providers are made from."""
 
     kind: Annotated[
-        Literal["auto", "container", "process", "plain"],
+        Literal["auto", "container", "process", "plain", "none"],
         Setting(
             "auto takes containers where Docker is installed, else local processes in bubblewrap (process), and "
-            "never another kind when that fails; plain processes are not isolated, and only taken by name",
+            "never another kind when that fails; plain processes are not isolated, and only taken by name; none serves "
+            "models and APIs only",
             key="provider",
         ),
     ] = "auto"
@@ -166,6 +170,8 @@ def make_provider(settings: ProviderSettings) -> Provider:
     has served before, is never taken instead.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True)
+    if settings.kind == "none":
+        return NoSandboxes(settings)
     kind: Kind = "process" if settings.kind == "auto" else settings.kind
     if settings.kind == "auto" and docker_installed(settings.docker.host):
         kind = "container"
@@ -177,6 +183,41 @@ def make_provider(settings: ProviderSettings) -> Provider:
     for weakening in info.weakenings:
         logger.warning("sandboxes are weaker than they could be", how=weakening)
     return provider
+
+
+class NoSandboxes:
+    """Implements `Provider` for a gateway of models and APIs alone: each sandbox is refused, with the remedy."""
+
+    images = None
+
+    def __init__(self, settings: ProviderSettings) -> None:
+        nothing = dict.fromkeys(PROMISES, False)
+        self.info = ProviderInfo(kind="none", engine="none", isolation="no sandboxes are made", limits=nothing)
+        self.snapshots = SnapshotStore(settings.state_dir / SNAPSHOTS, settings.snapshots, provider=lambda: "none")
+
+    async def check(self, spec: SandboxSpec) -> None:
+        raise Unsupported(
+            "this gateway makes no sandboxes (sandbox.provider: none); auto takes Docker or bubblewrap",
+            component=COMPONENT,
+        )
+
+    async def trouble(self) -> str:
+        return ""
+
+    async def create(
+        self, spec: SandboxSpec, *, name: str, labels: Mapping[str, str], mounts: Mapping[str, str]
+    ) -> Sandbox:
+        await self.check(spec)
+        raise AssertionError("refused above")
+
+    async def adopt(self) -> list[tuple[Sandbox, Mapping[str, str]]]:
+        return []
+
+    async def reap(self, living: Collection[str]) -> int:
+        return 0
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 def docker_installed(host: str = "") -> bool:

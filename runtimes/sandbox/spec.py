@@ -425,7 +425,7 @@ PROMISES = (
 class ProviderInfo:
     """Which kind of sandbox is used, and what it promises, in plain words."""
 
-    kind: Literal["container", "process", "plain"]  #: ``process`` is bubblewrap
+    kind: Literal["container", "process", "plain", "none"]  #: ``process`` is bubblewrap
     engine: str  #: for example ``docker 28.2 (cgroup v1)`` or ``bubblewrap``
     isolation: str  #: one honest sentence
     #: What containers are run with unless a function says otherwise, and all that it may say (containers).

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from gateway.config.schema import MAPS, SECTIONS, ClusterConfig, schema
 from gateway.config.yaml import DEPTH_MAX, NODES_MAX, TEXT_LIMIT_BYTES, YamlDocument, parse, show_path
 from manager.action import Amdahl, EfficiencyTable, UnitSet
 from manager.config import TaskSpec
-from manager.errors import InvalidConfig, Reason
+from manager.errors import InvalidConfig, Reason, Unsupported
 from manager.function import Background, Network, SandboxSpec, Warm
 from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from runtimes.kinds import KINDS
+from runtimes.sandbox.provider import make_provider
 
 #: The example of the design, section 5.
 DESIGN = """\
@@ -233,6 +235,18 @@ def test_what_needs_an_extra_that_is_not_installed_is_refused_with_the_remedy(
     monkeypatch.setitem(EXTRAS, extra, ("no-such-distribution",))
     (told,) = problems(tmp_path, text)
     assert f"{place}: needs no-such-distribution: pip install 'tangram-gateway[{extra}]'" in told
+
+
+async def test_a_gateway_of_models_and_apis_makes_no_sandboxes_and_takes_no_function_that_needs_one(
+    tmp_path: Path,
+) -> None:
+    text = "sandbox: {provider: none}\nfunctions:\n  teacher: {runtime: model, model: {path: ., action: logprobs}}\n"
+    config = loaded(tmp_path, text)
+    told = problems(tmp_path, text + "  shell: {runtime: exec}\n")
+    assert told == ["4: functions.shell: it needs sandboxes, and sandbox.provider is none"]
+    provider = make_provider(replace(config.sandbox.provider, state_dir=tmp_path))
+    with pytest.raises(Unsupported, match="auto takes Docker or bubblewrap"):
+        await provider.create(SandboxSpec(), name="s", labels={}, mounts={})
 
 
 def test_all_problems_are_told_at_once_over_all_files(tmp_path: Path) -> None:
