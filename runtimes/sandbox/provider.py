@@ -13,14 +13,14 @@ from typing import Annotated, Literal
 import structlog
 
 from manager.errors import InvalidConfig, Unsupported
-from manager.function import Setting
+from manager.function import SandboxSpec, Setting
 from runtimes.sandbox.disk import DiskBound, DiskSettings, choose_bound
 from runtimes.sandbox.linux import Seccomp
 from runtimes.sandbox.process import HostSupport, IdBlocks, IdSettings, NotInstalled, ProcessProvider, end_left
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
 from runtimes.sandbox.snapshots import SNAPSHOTS, SnapshotSettings, SnapshotStore
-from runtimes.sandbox.spec import PROMISES, ProviderInfo, RegistryLogin, SandboxSpec
+from runtimes.sandbox.spec import PROMISES, ProviderInfo, RegistryLogin
 from runtimes.secrets import Secrets
 
 logger = structlog.get_logger("sandbox")

@@ -240,7 +240,8 @@ def test_what_needs_an_extra_that_is_not_installed_is_refused_with_the_remedy(
 async def test_a_gateway_of_models_and_apis_makes_no_sandboxes_and_takes_no_function_that_needs_one(
     tmp_path: Path,
 ) -> None:
-    text = "sandbox: {provider: none}\nfunctions:\n  teacher: {runtime: model, model: {path: ., action: logprobs}}\n"
+    search = "search: {runtime: api, request: {url: 'http://127.0.0.1:9/'}}"
+    text = f"sandbox: {{provider: none}}\nfunctions:\n  {search}\n"
     config = loaded(tmp_path, text)
     told = problems(tmp_path, text + "  shell: {runtime: exec}\n")
     assert told == ["4: functions.shell: it needs sandboxes, and sandbox.provider is none"]
