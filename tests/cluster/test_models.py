@@ -126,11 +126,6 @@ def freeze(pids: list[int]) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
-def thaw(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-
-
 def alive(pids: list[int]) -> list[int]:
     """Those that are still there, zombies not counted."""
     found = []

@@ -130,14 +130,6 @@ def test_a_gateway_that_stood_still_goes_on_where_it_was(gateway: GatewayProcess
     until(lambda: at_rest(gateway), "the gateway is at rest")
 
 
-def begun(client: Client, timeout_s: float | None = None) -> str:
-    """A command that runs in its trajectory's sandbox by now."""
-    accepted = client.submit("shell", {"command": "echo begun; exec sleep 1000"}, trajectory="t", timeout_s=timeout_s)
-    lines = client.logs(accepted.id, follow=True)
-    assert next(line.text for line in lines if line.stream == "stdout").strip() == "begun"
-    return accepted.id
-
-
 def test_a_gateway_whose_lines_nobody_reads_goes_on(gateway: GatewayProcess) -> None:
     """As after `tangram serve 2>&1 | head`: its standard error is a pipe whose reader has gone."""
     gateway.stop()

@@ -12,7 +12,6 @@ from manager.errors import EXHAUSTED, ActionFailed, InvalidInput, NotFound, Reas
 from manager.executor import Call
 from manager.function import FunctionSpec
 from runtimes.executor import Deadlines, LocalExecutor
-from runtimes.runtime import Execution
 from runtimes.testing import ScriptedRuntime, ScriptStep
 
 FUNCTION = FunctionSpec(name="f", runtime="exec")
@@ -163,12 +162,3 @@ async def test_a_copy_is_asked_of_a_runtime_that_can_make_it_and_its_failure_is_
     assert [await answer(runtime) for runtime in (able, full, Broken(), Hangs())] == [True, False, False, False]
     assert able.seen == [("replicate", "judge")]
     assert not await LocalExecutor({}).replicate(FUNCTION, "judge", "n", Chunk(0, 1))
-
-
-def execution(action_id: str, log: Lines) -> Execution:
-    function = FunctionSpec(name="f", runtime="exec")
-    return Execution(
-        action=Action(id=action_id, function="f"),
-        lease=Lease(action_id=action_id, node="n"),
-        call=Call(function=function, input={}, log=log),
-    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from gateway.invocations.invocations import LiveInvocation
 from manager.action import State, UnitSet
 from manager.errors import Reason
 from manager.events import NodeLost
-from manager.function import FunctionSpec, ModelAction, ModelSpec, RetrySpec
+from manager.function import RetrySpec
 from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, function, serving, until
-from tests.listening import listening
 
 HOUR_S = 3600.0
 FUNCTIONS = {
@@ -152,56 +151,6 @@ async def test_a_caller_that_goes_away_takes_its_invocation_with_it(
             "its caller went away",
         )
         await at_rest(gateway)
-
-
-class StubEngine:
-    """An OpenAI-compatible server that wakes once, for its registration, and then never again in time."""
-
-    def __init__(self) -> None:
-        self.wakes = 0
-        self.waking = asyncio.Event()
-        self.awake = asyncio.Event()
-        self.port = 0
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = head.partition("content-length: ")[2].partition("\r\n")[0]
-        await reader.readexactly(int(length or 0))
-        if "/wake_up" in head:
-            self.wakes += 1
-            if self.wakes > 1:
-                self.waking.set()
-                await self.awake.wait()
-        body = b'{"data": [{"index": 0, "probs": [0.5]}]}'
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-
-
-@pytest.mark.parametrize("goes", [False, True])
-async def test_a_model_that_is_being_restored_is_waited_for_no_longer(tmp_path: Path, goes: bool) -> None:
-    engine = StubEngine()
-    model = ModelSpec(path=Path("judge"), action=ModelAction.SCORE, sleep_path="/sleep", wake_path="/wake_up")
-    base = FunctionSpec(name="judge", runtime="model", cost={"gpu": UnitSet.of((1,))}, key="gpu")
-    async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(listening(engine.serve))
-        served = replace(model, engine_url=f"http://127.0.0.1:{port}")
-        judge = replace(base, model=served, timeout_s=DEADLINE_S)
-        gateway = await stack.enter_async_context(serving(GatewayBench(tmp_path, functions={"judge": judge})))
-        situation = Situation(function="judge", input={"texts": ["a"]}, state=State.RUNNING)
-        calling = call(gateway, situation, "sync")
-        await asyncio.wait_for(engine.waking.wait(), DEADLINE_S)
-        (invocation,) = gateway.app.invocations.living
-        if goes:
-            calling.cancel()
-        else:
-            answer = await gateway.http.post(f"/v1/invocations/{invocation.record.id}/cancel")
-            assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
-            assert (await calling).status_code == 409
-        await asyncio.wait_for(invocation.ended.wait(), DEADLINE_S)
-        assert invocation.record.state is State.CANCELLED
-        await at_rest(gateway)
-        engine.awake.set()
-        again = await gateway.invoke({"texts": ["a"]}, function="judge")
-        assert (again.status_code, again.json()["result"]) == (200, {"scores": [0.5]})
 
 
 async def test_one_whose_node_is_lost_before_it_ended_is_lost_no_dead_letter_and_runs_no_more(tmp_path: Path) -> None:

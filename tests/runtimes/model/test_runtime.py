@@ -11,8 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,11 @@ pytest.importorskip("torch")
 import structlog
 
 from manager.action import (
-    Action,
     Chunk,
-    Lease,
-    Outcome,
 )
-from manager.assembly import build_core
-from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec
-from manager.engine import Engine, Submission
+from manager.config import ServiceSpec
 from manager.errors import ActionFailed, InvalidConfig, Reason, Unsupported
-from manager.executor import Call
-from manager.formulation import formulate
 from manager.function import FunctionSpec, ModelAction
-from manager.learning import History
-from manager.scheduler.policy import PolicySpec
-from runtimes.executor import LocalExecutor
 from runtimes.model.processes import ForkServer
 from runtimes.model.request import ModelSettings
 from runtimes.model.runtime import (
@@ -49,7 +38,7 @@ from runtimes.model.torch_backend import _make_rendezvous_dir
 from runtimes.runtime import Result
 from tests.runtimes.model.bounded import BOUND, BoundedForkServer
 from tests.runtimes.model.checkpoints import FAMILIES, IDS, plain_logprobs, plain_score, plain_table, write
-from tests.runtimes.model.conftest import NoLog, Write, execution, function
+from tests.runtimes.model.conftest import Write, execution, function
 from tests.runtimes.recorder import assert_as_declared
 
 pytestmark = pytest.mark.model
@@ -69,12 +58,6 @@ def value(result: Result) -> Mapping[str, object]:
 
 def teacher(checkpoint: Write, dops: tuple[int, ...] = (1, 2, 4), **options: object) -> FunctionSpec:
     return function(checkpoint("qwen3", "lm"), ModelAction.LOGPROBS, dops, **options)
-
-
-def pid_of(runtime: ModelRuntime, device: int) -> int:
-    devices = runtime.resources()["devices"]
-    assert isinstance(devices, list)
-    return int(devices[device]["pid"])
 
 
 def restarts(runtime: ModelRuntime) -> list[int]:
@@ -586,55 +569,3 @@ async def test_generation_and_embedding_do_not_depend_on_the_dop(checkpoint: Wri
 
 
 DEADLINE_S = 120.0
-
-
-class Noting(LocalExecutor):
-    """Remembers how its copies ended; its actions last until the first one has, however fast the machine is."""
-
-    def __init__(self, runtime: ModelRuntime) -> None:
-        super().__init__({"model": runtime})
-        self.copied = asyncio.Event()
-        self.answers: list[bool] = []
-
-    async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
-        outcome = await super().execute(action, lease, call)
-        await self.copied.wait()
-        return outcome
-
-    async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
-        done = await super().replicate(function, service, node, chunk)
-        self.answers.append(done)
-        self.copied.set()
-        return done
-
-
-def spec(settings: ModelSettings) -> ManagerSpec:
-    node = NodeSpec(
-        name=settings.node, numa=(), memory_bytes=0, devices=settings.devices, device_bytes=settings.device_bytes
-    )
-    return ManagerSpec(nodes=(node,), scheduler=SchedulerSpec(policies={"default": PolicySpec(name="price")}))
-
-
-@asynccontextmanager
-async def serving(
-    functions: Sequence[FunctionSpec], settings: ModelSettings, fork_server: ForkServer
-) -> AsyncIterator[tuple[Engine, Noting]]:
-    """An engine over real devices, which knows what the functions need of them."""
-    runtime = ModelRuntime(settings, fork_server=fork_server)
-    executor = Noting(runtime)
-    services = {service.name: service for service in [await runtime.footprint(one) for one in functions]}
-    engine = Engine(build_core(replace(spec(settings), services=services)), executor)
-    runtime.on_residency = lambda resident: engine.report_residency(settings.node, resident)
-    await engine.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            yield engine, executor
-    finally:
-        await engine.close()
-        await runtime.close()
-
-
-def asking(function: FunctionSpec, id: str) -> Submission:
-    given = {"token_ids": [[7, 3, 99, 12]]}
-    action = formulate(function, id=id, input=given, trajectory=None, task="default", history=History(), now_s=0.0)
-    return Submission(action=action, call=Call(function=function, input=given, log=NoLog()))

@@ -53,11 +53,6 @@ def miss(client: Client) -> None:
     client.invoke("nobody", {})
 
 
-def act(trajectory: Trajectory) -> bytes:
-    trajectory.upload("from-worker", "hello")
-    return trajectory.download("from-parent")
-
-
 def test_a_client_survives_a_pickle_with_its_settings(server: ScriptedServer) -> None:
     retries = Retries(max_attempts=2)
     with Client(server.address, token="sesame", retries=retries, raise_failures=True) as client:

@@ -151,14 +151,6 @@ async def test_a_start_that_is_refused_leaves_no_command_that_runs(engine: Engin
         assert made not in (box.attrs["ExecIDs"] or ())
 
 
-def _unframed(data: bytes) -> bytes:
-    said = b""
-    while data:
-        size = int.from_bytes(data[4:8], "big")
-        said, data = said + data[8 : 8 + size], data[8 + size :]
-    return said
-
-
 class Documents:
     """A store's documents; the first commits may fail."""
 

@@ -9,19 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from manager.errors import CapacityExceeded
-from manager.function import SandboxSpec
 from runtimes.sandbox.docker.engine import LOOKS_MAX, EngineWatchdog, LeftoverCleaner
-from runtimes.sandbox.docker.images import ContainerSnapshots
 from runtimes.sandbox.linux import Cgroup, Hierarchy
-from runtimes.sandbox.snapshots import LABEL, SnapshotSettings
 
 SILENCE_S = 0.1
 DEADLINE_S = 60.0
@@ -237,43 +233,3 @@ def test_the_next_gateway_goes_on_looking_and_forgets_what_is_gone(tmp_path: Pat
     following.learn("one", 1)
     assert [following.sweep(), following.sweep()] == [1, 0]
     assert list((tmp_path / "removed").iterdir()) == []
-
-
-class LateEngine:
-    """Tells the images that there were when it was asked, once it may answer."""
-
-    def __init__(self) -> None:
-        self.images: list[str] = []
-        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
-
-    async def labelled_images(self, *labels: str) -> list[Mapping[str, str]]:
-        found = [{LABEL: id} for id in self.images]
-        self.asked.set()
-        await self.may_answer.wait()
-        return list(found)
-
-    async def remove_image(self, name: str) -> None:
-        if (id := name.partition(":")[2]) in self.images:
-            self.images.remove(id)
-
-
-async def test_one_that_became_ready_while_the_engine_was_asked_is_not_lost(tmp_path: Path) -> None:
-    engine = LateEngine()
-    anything: Any = engine
-    snapshots = ContainerSnapshots(anything, anything, tmp_path, SnapshotSettings(), "own")
-    looks: list[asyncio.Task[None]] = []
-
-    async def write(id: str, place: Path, limit_bytes: int) -> int:
-        looks.append(asyncio.create_task(snapshots.reap()))
-        await engine.asked.wait()
-        engine.images.append(id)
-        return 1
-
-    taken = await snapshots.take("t", "task", SandboxSpec(image="any"), write)
-    engine.may_answer.set()
-    await looks[0]
-    assert [each.id for each in snapshots.all()] == [taken.id]
-    engine.images.clear()  # by somebody else
-    async with snapshots.held(taken.id):
-        await snapshots.reap()
-    assert snapshots.all() == [], "what somebody else removed is forgotten"
