@@ -342,7 +342,6 @@ class App:
     async def _drain(self) -> None:
         grace_s = self.config.server.drain_grace_s if self.engine.fault is None else 0.0
         self._log.info("draining", living=len(self.invocations.living), grace_s=grace_s)
-        self.grpc.drain()
         left = await self.restart.drain(grace_s)
         await self.machines.let_go()
         self.watch.close()

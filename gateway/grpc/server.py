@@ -19,7 +19,7 @@ from grpclib._typing import IServable
 from grpclib.const import Status
 from grpclib.events import RecvRequest, listen
 from grpclib.exceptions import GRPCError
-from grpclib.health.check import CheckBase
+from grpclib.health.check import ServiceCheck
 from grpclib.health.service import Health
 from grpclib.metadata import decode_metadata
 from grpclib.metadata import encode_grpc_message as encoded
@@ -50,7 +50,7 @@ from manager.errors import CodedError, InvalidInput, TooLarge, Unsupported, exha
 SERVICE = "/tangram.v1.Gateway/"
 #: What is served without a token.
 HEALTH = "/grpc.health.v1.Health/"
-#: Seconds between two looks at the readiness while anybody watches the health.
+#: Seconds for which an answer about the health holds, and between two looks while anybody watches it.
 LOOK_S = 1.0
 #: Seconds in which a new connection must say that it speaks HTTP/2.
 GREETING_S = 20.0
@@ -76,8 +76,8 @@ class GrpcServer:
         self._api = api
         self._tls: RenewedContext | None = None
         service = GatewayService(api)
-        self._readiness = ReadinessCheck(api.unready)
-        served: list[IServable] = [service, Health({service: [self._readiness]})]
+        readiness = ServiceCheck(self._is_ready, check_ttl=LOOK_S)
+        served: list[IServable] = [service, Health({service: [readiness]})]
         self._server = BoundedServer(ServerReflection.extend(served), connections)
         listen(self._server, RecvRequest, self._let_in)
 
@@ -86,16 +86,16 @@ class GrpcServer:
         self._tls = None if tls is None else RenewedContext(tls, ("h2",), "grpc")
         await self._server.start(sock=listener, ssl=None if self._tls is None else self._tls.context)
 
-    def drain(self) -> None:
-        """Tell those who watch its health; open calls go on."""
-        self._readiness.look()
-
     async def close(self) -> None:
         """Stop, and wait until open calls have ended."""
         if self._tls is not None:
             self._tls.close()
         self._server.close()
         await self._server.wait_closed()
+
+    async def _is_ready(self) -> bool:
+        """Return what ``/readyz`` tells on HTTP."""
+        return self._api.unready() is None
 
     async def _let_in(self, event: RecvRequest) -> None:
         """Refuse who has no token, and serve the others within the bounds."""
@@ -137,47 +137,6 @@ class GrpcServer:
             raise GRPCError(Status.INTERNAL, "internal: a fault of the gateway: its log tells more") from error
 
 
-class ReadinessCheck(CheckBase):
-    """Whether work is taken now, as ``grpc.health.v1`` asks for it: what ``/readyz`` tells on HTTP."""
-
-    def __init__(self, unready: Callable[[], str | None]) -> None:
-        self._unready = unready
-        self._watchers: set[asyncio.Event] = set()
-        self._serving = True
-        self._timer: asyncio.TimerHandle | None = None
-
-    def look(self) -> None:
-        """Tell those who watch if it has changed."""
-        if (serving := self.__status__()) != self._serving:
-            self._serving = serving
-            for watcher in self._watchers:
-                watcher.set()
-
-    def __status__(self) -> bool:
-        return self._unready() is None
-
-    async def __check__(self) -> bool:
-        return self.__status__()
-
-    async def __subscribe__(self) -> asyncio.Event:
-        watcher = asyncio.Event()
-        self._watchers.add(watcher)
-        if self._timer is None:
-            self._serving = self.__status__()
-            self._look_again()
-        return watcher
-
-    async def __unsubscribe__(self, watcher: asyncio.Event) -> None:
-        self._watchers.discard(watcher)
-        if not self._watchers and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _look_again(self) -> None:
-        self.look()
-        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
-
-
 class CallBounds:
     """Stands before the two ways of one call's bytes.
 
@@ -202,41 +161,28 @@ class CallBounds:
         self._reads = 0
 
     async def recv_data(self, size: int) -> bytes:
-        """Return so many bytes of a message, or of what precedes it."""
+        """Return so many bytes of a message, or of what precedes it, and none after the last one."""
         self._reads += 1
         if size > self._message_max + ENVELOPE_BYTES:
-            raise TooLarge(f"the message is larger than {self._message_max} bytes{self._remedy}", component="grpc")
-        data = await (self._held(size) if self._holds else self._timely(size))
-        return _uncompressed(data) if self._reads % 2 else data
-
-    @property
-    def _remedy(self) -> str:
-        return " (server.body_limit)" if self._holds else ": send the file in smaller pieces"
-
-    async def _held(self, size: int) -> bytes:
-        """Receive what counts among the inputs that arrive."""
-        held = self._api.held
-        held.check(size)
-        held.take(size)
-        try:
-            return await self._timely(size)
-        finally:
-            held.give(size)
-
-    async def _timely(self, size: int) -> bytes:
-        timeout_s = self._api.server.body_timeout_s
+            remedy = " (server.body_limit)" if self._holds else ": send the file in smaller pieces"
+            raise TooLarge(f"the message is larger than {self._message_max} bytes{remedy}", component="grpc")
+        held, timeout_s = self._api.held, self._api.server.body_timeout_s
+        if self._holds:
+            held.check(size)
+            held.take(size)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._received(size)
+                data = await self._receive(size)
         except TimeoutError:
             raise TooSlow(f"the message took longer than {timeout_s:g} s", component="grpc") from None
-
-    async def _received(self, size: int) -> bytes:
-        """Return so many bytes, or none after the last message; raises InvalidInput if a message broke off."""
-        try:
-            return await self._receive(size)
         except AssertionError:  # grpclib's word for a client that stopped in the middle
             raise InvalidInput("the message broke off", component="grpc") from None
+        finally:
+            if self._holds:
+                held.give(size)
+        if self._reads % 2 and data[:1] == COMPRESSED:
+            raise Unsupported("compressed messages are not read here: send them as they are", component="grpc")
+        return data
 
     async def send_data(self, data: bytes, end_stream: bool = False) -> None:
         """Send; raises TooSlow if it is not read in time."""
@@ -249,13 +195,6 @@ class CallBounds:
                 self._api.logs.followers_dropped += 1
                 message += ": a log can be resumed after its last offset"
             raise TooSlow(message, component="grpc") from None
-
-
-def _uncompressed(prefix: bytes) -> bytes:
-    """Return what precedes a message; raises Unsupported for that of a compressed one."""
-    if prefix[:1] == COMPRESSED:
-        raise Unsupported("compressed messages are not read here: send them as they are", component="grpc")
-    return prefix
 
 
 class BoundedServer(Server):

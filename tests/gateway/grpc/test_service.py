@@ -158,7 +158,7 @@ async def test_health_follows_the_readiness_and_reflection_names_what_is_served(
             first = await watching.recv_message()
             assert first is not None and first.status == SERVING
             gateway.app.admission.draining = True
-            second = await watching.recv_message()  # within a second
+            second = await watching.recv_message()  # within two seconds
             assert second is not None and second.status == NOT_SERVING
             await watching.cancel()
         assert (await health.Check(HealthCheckRequest())).status == NOT_SERVING
