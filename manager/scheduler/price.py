@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -52,6 +53,8 @@ class DevicePrice:
     While others wait behind it, the last is an answer to a cold start alone: who has a warm free chunk does not leave
     it idle for a wider one, on the word of an estimate. A cold start costs its restore, and those that will follow for
     what it evicts, less those that its copy will save.
+    A copy is for those who come as well: its restore is shared with those that wait for the service, as far as it will
+    serve them, and its width pays for as many as one that comes usually finds waiting.
     What waits for the same service joins its batch, so a start is priced with the batch's duration: beside that of one
     alone a restore would seem dear, and under load all would queue for wide warm chunks, which waste devices.
     Shorter actions of a task take the turns of its longer ones, within an ageing bound.
@@ -60,7 +63,6 @@ class DevicePrice:
     c: float = 16.0
     a_s: float = 0.2
     age_max_s: float = 120.0
-    age_ratio: float = 5.0
     #: Actions considered in one decision; the others are asked about at the next event.
     window: int = 256
 
@@ -69,7 +71,7 @@ class DevicePrice:
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         if not waiting or not view.chunks.free:
             return Decision()
-        age_s = age_bound_s(view, waiting[: self.window], self.age_ratio, self.age_max_s)
+        age_s = age_bound_s(view, waiting[: self.window], self.age_max_s)
         order = shortest_first(waiting, view.now_s, age_s, view.turns)
         return _Pass(self, view, view.chunks, age_s).run(order[: self.window])
 
@@ -95,8 +97,12 @@ class _Pass:
         self._age_s = age_s
         self._scale = policy.c / view.total
         self._coming = policy.a_s * view.arrival_rate * view.utilisation**4
+        self._usual = self._scale * view.usual
         self._behind = view.backlog
-        self._mates = _Mates(view.eligible or [candidate.action for candidate in view.candidates], chunks)
+        waiting = view.eligible or [candidate.action for candidate in view.candidates]
+        self._mates = _Mates(waiting, chunks)
+        #: Actions behind the one that is looked at, by service.
+        self._alike = Counter(action.service for action in waiting)
         self._limits = {candidate.action.id: candidate.limit for candidate in view.candidates}
 
     def run(self, waiting: Sequence[Action]) -> Decision:
@@ -105,6 +111,7 @@ class _Pass:
         for action in waiting:
             batch = self._mates.take(action)
             self._behind -= len(batch)
+            self._alike[action.service] -= len(batch)
             option = self._cheapest(action, batch) if batch else None
             if option is None:
                 if batch and self._view.now_s - action.submitted_s >= self._age_s:
@@ -173,7 +180,7 @@ class _Pass:
             floor_s = duration_s * (1 + price * units)
             if best is not None and floor_s >= best.cost_s:
                 continue
-            now = self._now(action, units, duration_s, price, free, warm[units]) if units <= limit else None
+            now = self._now(action, len(batch), units, duration_s, price, free, warm[units]) if units <= limit else None
             later = self._later(action, units, duration_s, price) if may_wait else None
             for option in (now, later):
                 if option is not None and (best is None or option.cost_s < best.cost_s):
@@ -181,15 +188,25 @@ class _Pass:
         return best
 
     def _now(
-        self, action: Action, units: int, duration_s: float, price: float, free: Sequence[Chunk], warm: Chunk | None
+        self,
+        action: Action,
+        size: int,
+        units: int,
+        duration_s: float,
+        price: float,
+        free: Sequence[Chunk],
+        warm: Chunk | None,
     ) -> DeviceOption | None:
-        """Run for ``duration_s`` on the free chunk of ``units`` that is ``warm``, else where a restore costs least."""
+        """Run a batch of ``size`` on the free chunk of ``units`` that is ``warm``, else where a restore costs least."""
         scale = 1 + price * units
         if warm is not None:
             return DeviceOption(duration_s * scale, units, warm, None, duration_s)
         place, restore_s, cost_s = self._cold_place(free, action.service or "", units)
         if place is None:
             return None
+        if cost_s > 0:
+            cost_s /= 1 + self._alike[action.service] / size * units / self._view.total
+        scale = 1 + max(price, self._usual / size) * units
         return DeviceOption((duration_s + cost_s) * scale, units, place, None, duration_s + restore_s)
 
     def _later(self, action: Action, units: int, duration_s: float, price: float) -> DeviceOption | None:
@@ -363,16 +380,15 @@ class PricePolicy(PromptPolicy):
     device_factor: Annotated[float, Setting("how many times dearer a unit-second is on devices", gt=0, le=1e6)] = 4.0
     short_s: Annotated[float, Setting("a rigid action at most this long goes before the others", ge=0)] = 5.0
     age_max_s: Annotated[float, Setting("an action that has waited this long is overtaken no more", ge=0)] = 120.0
-    device_age: Annotated[float, Setting("on devices, the same in mean durations; the lesser holds", gt=0)] = 5.0
     #: Times the square root of those running.
     head_room: Annotated[float, Setting("free units kept from elastic actions for short ones", ge=0, le=1e3)] = 1.0
 
     def decide(self, view: PoolView) -> Decision:
         """Short rigid actions first, then the others in FCFS order, each at its cheapest count."""
         if view.chunks is not None:
-            return DevicePrice(
-                c=self.c * self.device_factor, a_s=self.device_a_s, age_max_s=self.age_max_s, age_ratio=self.device_age
-            ).decide(view)
+            return DevicePrice(c=self.c * self.device_factor, a_s=self.device_a_s, age_max_s=self.age_max_s).decide(
+                view
+            )
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         if not waiting:
             return Decision()

@@ -266,18 +266,14 @@ def _while_several(turns: Iterator[str], left: dict[str, int]) -> Iterator[str]:
                     return
 
 
-def age_bound_s(view: PoolView, waiting: Sequence[Action], ratio: float, age_max_s: float) -> float:
+def age_bound_s(view: PoolView, waiting: Sequence[Action], age_max_s: float) -> float:
     """Return the seconds after which nothing overtakes an action; ``age_max_s`` at most.
 
-    ``ratio`` mean durations of what runs and waits, with one unit: where actions take a second, two minutes are an
-    age. Where more waits than that, the time in which the pool works it off: FCFS would be no sooner either.
+    They are those in which the pool works off all that waits: first come first served would start it no later. A
+    bound of some mean durations let the longest ones wait several times as long as that wherever the queue is short.
     """
-    waiting_s = [_expected_s(action) for action in waiting]
-    known = [*waiting_s, *(_expected_s(one.action) for one in view.running)]
-    if not known:
-        return age_max_s
-    work_s = sum(waiting_s) / len(waiting_s) * max(view.backlog, len(waiting_s)) if waiting_s else 0.0
-    return min(age_max_s, max(ratio * sum(known) / len(known), work_s / view.total))
+    work_s = sum(map(_expected_s, waiting)) / max(1, len(waiting)) * max(view.backlog, len(waiting))
+    return min(age_max_s, work_s / view.total)
 
 
 def _seconds_by_now(waiting: Sequence[Action]) -> Callable[[Action], float]:
@@ -291,11 +287,11 @@ def _seconds_by_now(waiting: Sequence[Action]) -> Callable[[Action], float]:
                 newest[kin] = action
 
     def seconds(action: Action) -> float:
-        if action.line is None:
-            return _expected_s(action)
-        # One that borrowed when it was submitted may have kin of its own key by now.
-        kin = newest.get(_kin(action, action.profile_key)) or newest[_kin(action, "")]
-        return _expected_s(action) if kin.line is None else kin.line.at(action.size)
+        if action.line is None and action.t_ori_s is not None:
+            return action.t_ori_s
+        # One that borrowed when it was submitted, or of which nothing was known, may have kin of its own key by now.
+        kin = newest.get(_kin(action, action.profile_key)) or newest.get(_kin(action, ""))
+        return _expected_s(action) if kin is None or kin.line is None else kin.line.at(action.size)
 
     return seconds
 

@@ -208,6 +208,25 @@ def test_under_a_queue_a_dearer_device_is_taken_narrower() -> None:
     assert (width(0.01), width(4.0)) == (8, 1)
 
 
+def test_a_restore_is_shared_by_all_that_wait_for_the_service() -> None:
+    """Two devices are warm together; copies of one device each serve more, if there are enough to serve."""
+
+    def width(count: int) -> int:
+        waiting = [teacher(f"t{index}", "s", 4.0) for index in range(count)]
+        view = devices([(0, 2)], waiting, resident={"s": ((0, 2),)}, restore_s=4.0)
+        return PricePolicy().decide(view).starts[0].units
+
+    assert (width(1), width(60)) == (2, 1)
+
+
+def test_a_copy_is_made_as_wide_as_pays_for_those_that_usually_wait() -> None:
+    def width(usual: float) -> int:
+        view = replace(devices([(0, 8)], [teacher("t", "s", 10.0)], restore_s=1.0), usual=usual)
+        return PricePolicy().decide(view).starts[0].units
+
+    assert (width(0.0), width(100.0)) == (8, 1)
+
+
 def test_an_overdue_chunk_is_busy_and_worth_less_the_longer_it_runs() -> None:
     def decision(started_s: float) -> Decision:
         overdue = replace(running(teacher("r", "s"), 4, ends_in_s=0.0), chunk=Chunk(0, 4), started_s=started_s)

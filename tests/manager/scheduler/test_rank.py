@@ -7,16 +7,17 @@ from dataclasses import replace
 from itertools import islice
 from math import inf
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from manager.action import Action, SizeLine, UnitSet
 from manager.scheduler.adaptive import AdaptivePolicy
 from manager.scheduler.policy import CrowdView, Decision, WaitingView
-from manager.scheduler.rank import TURNS_AHEAD, ranked, shortest_first
+from manager.scheduler.rank import TURNS_AHEAD, age_bound_s, ranked, shortest_first
 from tests.manager.conftest import action
 from tests.manager.scheduler.test_policies import actions
-from tests.manager.scheduler.world import check_sums, crowd_of, pool, running, shell, suite, teacher
+from tests.manager.scheduler.world import check_sums, crowd_of, devices, pool, running, shell, suite, teacher
 
 DRAWN = st.lists(
     st.tuples(st.sampled_from(("red", "blue")), st.none() | st.floats(0.1, 9.0), st.floats(0.0, 200.0)), max_size=30
@@ -109,6 +110,18 @@ def test_kin_of_other_sizes_go_by_what_was_learned_last() -> None:
     waiting = learned([SizeLine(2.0, 2.0, 1.0, 8.0), SizeLine(1.0, 1.0, 1.0, 8.0)], [2.0, 4.0])
     assert waiting[0].t_ori_s == 6.0 and waiting[1].t_ori_s == 5.0
     assert [one.id for one in shortest_first(waiting, 99.0, 1e9)] == ["t0", "t1"]
+
+
+def test_one_that_came_before_anything_was_learned_is_compared_by_what_is_known_by_now() -> None:
+    waiting = learned([None, SizeLine(0.5), SizeLine(0.4)], [None] * 3)
+    assert shortest_first(waiting, 99.0, 1e9) == waiting
+
+
+@given(st.lists(st.floats(0.1, 9.0), min_size=1, max_size=20), st.integers(1, 16))
+def test_an_action_is_overtaken_until_all_that_waits_would_be_worked_off(seconds: list[float], units: int) -> None:
+    waiting = [teacher(f"t{index}", "s", t_ori_s) for index, t_ori_s in enumerate(seconds)]
+    view = replace(devices([(0, 1)], waiting), total=units)
+    assert age_bound_s(view, waiting, 120.0) == pytest.approx(min(120.0, sum(seconds) / units))
 
 
 def test_who_is_expected_to_take_less_than_other_kin_by_now_goes_first() -> None:
