@@ -262,9 +262,9 @@ def figures(quick: bool = False) -> dict[str, PaperFigure]:
         "act": PaperFigure(
             title="Figure 6: ACT while training proceeds, four tasks",
             reported="ACT is lower than the baseline's in each task throughout.",
-            why="Durations and arrivals are drawn. In DeepSearch the baseline is faster here: its provider counts what "
-            "arrives, and lets the rest fail. Our quota holds a unit until one period after its call has ended: "
-            "no window at the provider is ever above the limit, and at 0.8 s a call this halves the rate.",
+            why="Durations and arrivals are drawn. In DeepSearch the baseline sends at once what may be refused, "
+            "and the calls that it refuses four times fail for good. Ours wait for the quota and all succeed. Its "
+            "units return a period after their call has arrived.",
             x="seconds since the step began",
             lines=act,
             value="windows",

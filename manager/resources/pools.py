@@ -257,6 +257,10 @@ class QuotaSpec(ResourceSpec):
     limit: Annotated[int, Setting("units in any window of period", ge=1)]
     period_s: Annotated[float, Setting("length of the window", gt=0)]
     burst: Annotated[int | None, Setting("most units at one instant", ge=1)] = None
+    #: None: by its end, as where a program makes the call at some moment of its run.
+    arrives_within_s: Annotated[
+        float | None, Setting("seconds from a call's start within which the service has counted it", ge=0)
+    ] = None
 
     @property
     def most(self) -> int:
@@ -271,14 +275,15 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
 
     A unit is consumed when its action starts and returns ``period_s`` after its end, or after the end of the try for
     which it was, if the action makes its call again: that consumes another. So whenever a call arrives where it is
-    counted, no window there holds more than the limit. With a ``burst`` the units are also paced by a bucket of
-    that depth, refilled at limit / period.
+    counted, no window there holds more than the limit. Where a call is known to arrive ``arrives_within_s`` of its
+    start, it returns ``period_s`` after that, if this is sooner. With a ``burst`` the units are also paced by a bucket
+    of that depth, refilled at limit / period.
     """
 
     def __init__(self, name: str, spec: QuotaSpec) -> None:
         super().__init__(name, spec)
         self._now_s = -math.inf
-        #: (instant, units) of the actions that have ended within the window, oldest first.
+        #: (instant, units) of the calls that have arrived at the latest within the window, oldest first.
         self._window: deque[tuple[float, int]] = deque()
         #: Of the newest of them, those of actions that another core began, and that may yet be taken up.
         self._orphaned = 0
@@ -286,6 +291,8 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
         self._tokens = float(self.spec.most)
         #: Units that running actions want for another try, in order; those of the try before are in the window.
         self._wanted: dict[str, int] = {}
+        #: Holder -> instant by which its call has arrived, of calls that may still be under way, soonest first.
+        self._travelling: dict[str, float] = {}
 
     @property
     def _rate(self) -> float:
@@ -311,6 +318,11 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
         if self._now_s > -math.inf:
             self._tokens = min(float(self.spec.most), self._tokens + (now_s - self._now_s) * self._rate)
         self._now_s = now_s
+        while self._travelling:
+            holder, by_s = next(iter(self._travelling.items()))
+            if by_s > now_s:
+                break
+            self._arrive(holder, by_s)
         while self._window and self._window[0][0] + self.spec.period_s <= now_s:
             self._in_window -= self._window.popleft()[1]
         if self.free > free:
@@ -318,7 +330,8 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
 
     def next_return_s(self) -> float | None:
         """When the next unit can be had: both the window and the bucket must have room for it."""
-        window_s = self._window[0][0] + self.spec.period_s if self._window else None
+        arrived_s = self._window[0][0] if self._window else min(self._travelling.values(), default=math.inf)
+        window_s = arrived_s + self.spec.period_s if arrived_s < math.inf else None
         if self.spec.burst is None or self._tokens >= self.spec.most:
             return window_s
         wanted = math.floor(self._tokens + _EPSILON) + 1
@@ -330,6 +343,7 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
     def acquire(self, holder: str, ask: PoolRequest, now_s: float) -> Grant:
         assert ask.units <= self.free, f"{self.name}: {ask.units} units wanted, {self.free} free"
         self._enter(holder, ask.units)
+        self._depart(holder, now_s)
         self._in_window += ask.units
         self._tokens -= ask.units
         return Grant(pool=self.name, units=ask.units)
@@ -337,6 +351,7 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
     def resume(self, holder: str, ask: PoolRequest, started_s: float, now_s: float) -> Grant:
         """What it consumed at its start is not consumed again."""
         self._enter(holder, ask.units)
+        self._depart(holder, now_s)  # the core that began it may have counted it until now
         taken_up = min(ask.units, self._orphaned)
         if taken_up:
             self._orphaned -= taken_up
@@ -360,7 +375,8 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
 
     def want_again(self, holder: str, units: int) -> None:
         if holder not in self._wanted:
-            self._window.append((self._now_s, units))
+            if holder in self._travelling:
+                self._arrive(holder, self._now_s)
             self._wanted[holder] = units
 
     def grant_again(self) -> list[str]:
@@ -371,6 +387,7 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
             del self._wanted[holder]
             self._in_window += units
             self._tokens -= units
+            self._depart(holder, self._now_s)
             granted.append(holder)
         return granted
 
@@ -378,14 +395,26 @@ class QuotaPool(DeclaredPool[QuotaSpec], TimedPool):
         return holder in self._wanted if holder else bool(self._wanted)
 
     def release(self, holder: str, now_s: float) -> None:
-        units = self._leave(holder)
-        if self._wanted.pop(holder, None) is None:  # else what it had is in the window
-            self._window.append((now_s, units))
+        if holder in self._travelling:
+            self._arrive(holder, now_s)
+        self._wanted.pop(holder, None)
+        self._leave(holder)
         self._orphaned = 0
 
+    def _depart(self, holder: str, now_s: float) -> None:
+        """Note that a call is under way from now on."""
+        within_s = self.spec.arrives_within_s
+        self._travelling[holder] = math.inf if within_s is None else now_s + within_s
+
+    def _arrive(self, holder: str, at_s: float) -> None:
+        """Count a call in the window; what was restored there may be newer."""
+        del self._travelling[holder]
+        self._window.append((at_s, self._held[holder]))
+        if len(self._window) > 1 and self._window[-2][0] > at_s:
+            self._window = deque(sorted(self._window))
+
     def _counted(self) -> int:
-        waiting = sum(self._wanted.values())
-        return sum(units for _, units in self._window) + sum(self._held.values()) - waiting
+        return sum(units for _, units in self._window) + sum(self._held[holder] for holder in self._travelling)
 
     def check(self) -> None:
         assert self._counted() == self._in_window, f"{self.name}: {self._window}, {self._held}, {self._wanted}"

@@ -271,6 +271,8 @@ GIB = 2**30
 RESTORE_BYTES_PER_S = 50e9
 #: Tokens of one forward pass, as a gateway has it by default: queue mates share a batch up to it.
 BATCH_TOKENS = 16384
+#: Seconds from the start of a search within which its provider has counted it.
+ARRIVES_WITHIN_S = 0.05
 #: Speed-up lost by tensor parallelism.
 TENSOR_PARALLEL = EfficiencyTable(((1, 1.0), (2, 0.92), (4, 0.82), (8, 0.65)))
 DEVICE_UNITS = UnitSet.of((1, 2, 4, 8))
@@ -458,7 +460,7 @@ def deepsearch(batch: int, seed: int, parameters: Search | None = None) -> Workl
         name="deepsearch",
         trajectories=tuple(trajectories),
         services={"judge": service("judge", p.judge_bytes)},
-        quotas={"search": QuotaSpec(limit=p.quota, period_s=1.0)},
+        quotas={"search": QuotaSpec(limit=p.quota, period_s=1.0, arrives_within_s=ARRIVES_WITHIN_S)},
     )
 
 

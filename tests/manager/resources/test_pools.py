@@ -128,14 +128,30 @@ def test_a_quota_unit_returns_a_period_after_its_action_has_ended() -> None:
     assert pool.free == 1
 
 
+def test_a_quota_unit_returns_a_period_after_its_call_has_arrived_if_that_is_known() -> None:
+    pool = QuotaPool("q", QuotaSpec(limit=1, period_s=2.0, arrives_within_s=0.5))
+    pool.advance(1.0)
+    pool.acquire("long", PoolRequest(units=1), 1.0)
+    assert (pool.free, pool.next_return_s()) == (0, 3.5)
+    pool.advance(3.5)
+    pool.acquire("short", PoolRequest(units=1), 3.5)
+    pool.check()
+    pool.release("short", 3.75)
+    assert (pool.free, pool.next_return_s()) == (0, 5.75), "it has ended before that"
+    pool.release("long", 9.0)
+    pool.advance(9.0)
+    assert pool.free == 1, "how long a call takes is no matter of the rate"
+
+
 @given(
     limit=st.integers(1, 4),
+    within_s=st.none() | st.floats(0, 0.5),
     calls=st.lists(st.tuples(st.floats(0, 1.5), st.floats(0, 1)), min_size=1, max_size=30),
 )
 def test_no_window_of_arrivals_exceeds_the_limit_wherever_in_its_call_each_is(
-    limit: int, calls: list[tuple[float, float]]
+    limit: int, within_s: float | None, calls: list[tuple[float, float]]
 ) -> None:
-    pool = QuotaPool("q", QuotaSpec(limit=limit, period_s=1.0))
+    pool = QuotaPool("q", QuotaSpec(limit=limit, period_s=1.0, arrives_within_s=within_s))
     now_s = 0.0
     arrivals: list[float] = []
     ends: list[tuple[float, str]] = []
@@ -154,7 +170,8 @@ def test_no_window_of_arrivals_exceeds_the_limit_wherever_in_its_call_each_is(
             pool.advance(now_s)
         pool.acquire(str(index), PoolRequest(units=1), now_s)
         ends.append((now_s + takes_s, str(index)))
-        arrivals.append(now_s + share * takes_s)
+        pool.check()
+        arrivals.append(now_s + share * (takes_s if within_s is None else min(within_s, takes_s)))
     for start_s in arrivals:
         assert sum(start_s <= other < start_s + 1.0 - 1e-9 for other in arrivals) <= limit
 
