@@ -6,15 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
 from bench.cluster import channel, fleet, strains
-from bench.facades import client_environments
-from bench.facades.client_environments import ClientFailed, client_environment
 from bench.report import BenchReport
 from tests.house.source import ROOT
 
@@ -128,24 +125,3 @@ def test_strains_are_measured_beside_the_same_without_them() -> None:
     deaf, files = report.figures["deaf_node"], report.figures["files"]
     assert isinstance(deaf, dict) and "unread" in str(deaf["why"])
     assert isinstance(files, dict) and int(str(files["loud_n"])) > 0 < found["file_slowdown_p99"]
-
-
-def test_the_peer_says_what_it_lacks() -> None:
-    program = ROOT / "bench/cluster/actor_peer.py"
-    done = subprocess.run([sys.executable, "-I", str(program), "1", "1"], capture_output=True, text=True, check=False)
-    if done.returncode == 0:  # this interpreter has Ray
-        assert json.loads(done.stdout)["cpu_us"] > 0
-    else:
-        assert "No module named 'ray'" in done.stderr
-
-
-def test_a_comment_is_not_installed_and_a_failure_says_what_pip_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_environments, "REQUIREMENTS", tmp_path)
-    monkeypatch.setattr(client_environments, "CACHE", tmp_path / "cache")
-    (tmp_path / "nobody.txt").write_text("# a comment\n--no-index\ntangram-no-such-distribution==1\n")
-    with pytest.raises(ClientFailed, match="No matching distribution found for tangram-no-such-distribution") as failed:
-        client_environment("nobody")
-    assert "WARNING" not in str(failed.value)
-    assert "Invalid requirement" not in str(failed.value)

@@ -206,15 +206,6 @@ def test_a_function_of_which_nothing_was_completed_has_no_act(stats: Stats) -> N
     assert found.functions["f"].failed == 1
 
 
-def test_the_rate_is_told_second_by_second(stats: Stats, clocks: Clocks) -> None:
-    stats.ended(record())
-    stats.ended(record())
-    clocks.now_s += 2
-    stats.ended(record())
-    clocks.now_s += 1
-    assert stats.per_second(4) == [0, 2, 0, 1]
-
-
 @given(seconds=st.lists(st.one_of(st.sampled_from(BUCKETS_S), st.floats(0, 10_000)), max_size=30))
 def test_seconds_fall_into_the_buckets_of_a_prometheus_histogram(seconds: list[float]) -> None:
     registry, spread = CollectorRegistry(), Spread()

@@ -124,17 +124,6 @@ async def test_a_machine_that_holds_its_reservation_joins_by_a_ticket_of_its_own
         assert len(scene.driver.started) == 2
 
 
-async def test_who_does_not_join_gets_another_ticket_later_each_time() -> None:
-    async with Scene() as scene:
-        scene.alive("m")
-        scene.ready("m")
-        for waited_s, number in ((TTL_S - 1, 1), (2, 2), (TTL_S, 2), (TTL_S, 3), (4 * TTL_S, 4)):
-            scene.pass_s(waited_s)
-            assert len(scene.office.issued) == number
-        tickets = [command[command.index("--ticket") + 1] for _, command, _ in scene.driver.started]
-        assert tickets == ["t1", "t2", "t3", "t4"]
-
-
 async def test_what_keeps_a_machine_from_joining_is_told() -> None:
     async with Scene(name="{id}") as scene:
         for id in ("waits", "dies", "mute", "refused"):
@@ -245,23 +234,3 @@ async def test_the_end_of_the_gateway_keeps_or_releases_as_configured() -> None:
 
         scene.driver.on_release = answer
     assert scene.driver.given_back == ["m", "n", "lost"]
-
-
-async def test_the_end_of_the_gateway_waits_for_no_actor_that_has_died_and_starts_nothing() -> None:
-    async with Scene(at_end="release", name="{id}") as scene:
-        for id in ("m", "late"):
-            scene.alive(id)
-        scene.ready("m")
-
-        def answer(node: str) -> None:
-            if node == "m":
-                scene.ready("late")
-                scene.nodes.take(RayMessage(kind="actor_failed", node="m", why="ActorDiedError"))
-            else:
-                scene.nodes.take(RayMessage(kind="released", node=node, gone=True))
-
-        scene.driver.on_release = answer
-        async with asyncio.timeout(10.0):
-            await scene.nodes.close()
-    assert [id for id, _, _ in scene.driver.started] == ["m"]
-    assert scene.driver.given_back == ["m", "late"]

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from playwright.async_api import Browser, expect
 
-from gateway.config.load import GatewayConfig
-from gateway.config.schema import DevicesConfig
-from manager.action import UnitSet
-from tests.gateway.conftest import RunningGateway, function, serving
-from tests.gateway.dashboard.load import LoadedBench, LoadedRollout, bench, loaded
+from tests.gateway.conftest import RunningGateway, serving
+from tests.gateway.dashboard.load import LoadedRollout, bench, loaded
 from tests.gateway.dashboard.shown import IN_BROWSER, ShownPage
 
 pytestmark = IN_BROWSER
@@ -61,46 +56,6 @@ WHERE = """(([px, y, wide, tall]) => {
 
 def address(gateway: RunningGateway, path: str) -> str:
     return str(gateway.http.base_url).rstrip("/") + path
-
-
-async def test_a_quota_is_an_area_of_what_is_used_and_what_failed_is_a_cross(tmp_path: Path, shown: ShownPage) -> None:
-    async with serving(bench(tmp_path)) as gateway:
-        await shown.page.goto(address(gateway, "/ui/timeline?span=60"))
-        await shown.holds("window.tangramTimeline?.frames > 1")
-        # Ten units from 30 s ago on, twenty more from 25 s ago on, each for a second and the period of ten.
-        bars = [[each, "web_search", "mine", -1, 30_000, 1_000, 0] for each in range(10)]
-        bars += [[10 + each, "web_search", "mine", -1, 25_000, 1_000, 0] for each in range(20)]
-        await shown.page.evaluate(TELL, [*bars, [30, "web_search", "mine", -1, 8_000, 100, "upstream"]])
-        await shown.holds("window.tangramTimeline.hits.length === 3")
-        shares = [await shown.page.evaluate(COLUMN, ["search", 0, ago]) for ago in (33_000, 27_000, 22_000, 17_000)]
-        none, ten, thirty, twenty = shares
-        assert none < ten < twenty < thirty < 1, "ten came back a period after their end"
-        assert thirty - none == pytest.approx(3 * (ten - none), abs=0.12)
-        assert await shown.page.evaluate(COLUMN, ["search", 0, 8_000, "fail"]) > 0
-        assert await shown.page.evaluate(COLUMN, ["search", 0, 25_000, "fail"]) == 0
-        lane = "(({title, about}) => [title, about])(window.tangramTimeline.lanes.find((each) => each.timed))"
-        assert await shown.page.evaluate(lane) == ["search", "40 in 10 s"]
-
-
-async def test_what_is_narrower_than_a_pixel_is_as_high_as_the_share_of_time_that_it_took(
-    tmp_path: Path, shown: ShownPage
-) -> None:
-    async with serving(bench(tmp_path)) as gateway:
-        await shown.page.goto(address(gateway, "/ui/timeline?span=1800"))
-        await shown.holds("window.tangramTimeline?.frames > 1")
-        # A minute in which unit 3 was busy for half of the time, unit 4 for a tenth, in 50 ms each.
-        half = [[each, "math_reward", "mine", 3, 400_000 - 100 * each, 50, 0] for each in range(600)]
-        tenth = [[1000 + each, "math_reward", "mine", 4, 400_000 - 500 * each, 50, 0] for each in range(120)]
-        tenth[60][6] = "timeout"
-        await shown.page.evaluate(TELL, half + tenth)
-        await shown.holds("window.tangramTimeline.hits.length > 20")
-        high, low = [await shown.page.evaluate(COLUMN, ["cpu:node-a", row, 370_000 - 5_000]) for row in (3, 4)]
-        assert 0.3 < high < 0.75 and 0 < low < high / 2, "idle time stays to be seen"
-        assert await shown.page.evaluate("window.tangramTimeline.hits.length") < 200, (
-            "one place to point at a pixel or so"
-        )
-        reason = "window.tangramTimeline.hits.some(([, , , , bar]) => bar.reason === 'timeout')"
-        assert await shown.page.evaluate(reason), "what failed is never merged away"
 
 
 async def test_a_bar_is_pinned_beside_with_its_record_and_log_and_enter_opens_its_page(
@@ -190,40 +145,6 @@ async def test_who_looks_further_back_is_told_what_was_before(tmp_path: Path, sh
         await shown.holds(f"{names} === 'judge,math_reward'")
         starts = "(s => s.every((at, n) => !n || at >= s[n - 1]))(window.tangramTimeline.hits.map(([px]) => px))"
         assert await shown.page.evaluate(starts), "in their order"
-
-
-class DeviceBench(LoadedBench):
-    """Sixteen cores and four devices of the processor."""
-
-    def config(self) -> GatewayConfig:
-        config = LoadedBench.config(self)
-        return replace(config, node=replace(config.node, devices=DevicesConfig(kind="cpu", count=4)))
-
-
-async def test_devices_have_their_rows_and_say_that_they_are_the_processors(tmp_path: Path, shown: ShownPage) -> None:
-    usual = bench(tmp_path)
-    teacher = function("teacher", cost={"gpu": UnitSet.fixed(2)})
-    with_devices = DeviceBench(
-        tmp_path, functions={"teacher": teacher}, server=usual.server, tasks=usual.tasks, resources=usual.resources
-    )
-    async with serving(with_devices) as gateway:
-        one = (await gateway.invoke(HELD, mode="async", function="teacher")).json()["id"]
-        await gateway.executing(one)
-        await shown.page.goto(address(gateway, "/ui/timeline?span=30"))
-        await shown.holds(DRAWN)
-        row = "window.tangramTimeline.lanes.find((each) => each.name === 'gpu:node-a').rowHeight"
-        tall = f"window.tangramTimeline.hits[0][3] === 2 * {row} - 1"
-        assert await shown.page.evaluate(tall), "a chunk of two devices is two rows high"
-        await shown.page.goto(address(gateway, "/ui/now"))
-        await shown.says(".row:has-text('CPU devices')", "2 of 4 CPU devices")
-        await shown.says(".kpi small", "16 cores, 4 CPU devices")
-        gateway.runtime.finish(one)
-    async with serving(bench(tmp_path)) as gateway:
-        await shown.page.goto(address(gateway, "/ui/now"))
-        await shown.says(".kpi small", "16 cores")
-        assert await shown.page.locator(".row", has_text="device").count() == 0, (
-            "no function wants the processor as one"
-        )
 
 
 async def test_what_is_seen_is_saved_as_one_file_that_needs_no_gateway(

@@ -12,8 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.config.load import GatewayConfig
-from gateway.config.schema import NodeConfig
 from manager.function import Background, Capabilities, SandboxSpec, TrajectoryChoices
 from runtimes.sandbox.provider import ProviderSettings
 from runtimes.sandbox.snapshots import SnapshotSettings
@@ -212,30 +210,6 @@ async def test_beyond_the_bound_the_least_recently_used_go_and_none_in_use(runni
     assert "sandbox.snapshots.count_max" in full.json()["detail"]
     assert await ids(running) == [first, third, fourth]
     assert second not in left(Path(running.app.config.server.state_dir).parent)
-
-
-class SmallNode(GatewayBench):
-    """A machine that holds two sandboxes, and not three."""
-
-    def config(self) -> GatewayConfig:
-        return replace(super().config(), node=NodeConfig(memory_bytes=5 * SANDBOX.memory_bytes // 2))
-
-
-async def test_a_fork_that_waits_for_memory_keeps_the_snapshot_that_it_begins_with(tmp_path: Path) -> None:
-    sandboxes = ProviderSettings(kind="process", snapshots=SnapshotSettings(count_max=2))
-    async with serving(SmallNode(tmp_path, functions=BENCH, sandboxes=sandboxes)) as running:
-        await said(running, "one", "echo kept > file")
-        (await opened(running, "other")).raise_for_status()
-        asked = {"function": "shell", "to": ["two"]}
-        fork = asyncio.create_task(running.http.post("/v1/trajectories/one/fork", json=asked))
-        await until(lambda: running.app.engine.trajectory("two") is not None)
-        for _ in range(2):
-            await taken(running, "one")
-        assert not fork.done()
-        (await running.http.delete("/v1/trajectories/other")).raise_for_status()
-        assert (await fork).status_code == 201, (await fork).text
-        assert await said(running, "two", "cat file") == "kept\n"
-        await clear(running)
 
 
 async def ids(gateway: RunningGateway) -> list[str]:

@@ -131,12 +131,6 @@ def test_the_nested_inequalities_say_what_buddy_placement_does(free: list[Chunk]
     assert inside == packs(free, tuple(sizes))
 
 
-def test_choices_need_not_use_every_free_unit() -> None:
-    """{1, 2, 4, 8} with seven free is feasible (docs/SCHEDULING.md R6)."""
-    one = item(UnitSet.of((1, 2, 4, 8)), 8.0, 0.0)
-    assert arrange([one], BasicOperator(7)).units(1) == (4,)
-
-
 def test_devices_that_are_free_apart_are_given_to_nobody_who_needs_two_together() -> None:
     """Of a request for one or two, {1, 2}, durations are convex and there is one axis, as on cores."""
     wide = item(UnitSet.of((1, 2)), 8.0, 0.0)
@@ -149,12 +143,6 @@ def test_whatever_is_arranged_on_chunks_has_a_place(chosen: list[ArrangeItem], f
     arrangement = arrange(chosen, ChunkOperator.of(free))
     for kept, total in enumerate(arrangement.totals):
         assert math.isinf(total) or packs(free, arrangement.units(kept))
-
-
-def test_taking_a_chunk_leaves_its_buddies() -> None:
-    free = [Chunk(0, 8), Chunk(8, 2)]
-    take(free, Chunk(2, 1))
-    assert sorted(free) == [(0, 2), (3, 1), (4, 4), (8, 2)]
 
 
 def assert_makes(chosen: list[ArrangeItem], units: tuple[int, ...], total: float) -> None:

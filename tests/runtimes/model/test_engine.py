@@ -76,12 +76,6 @@ def test_a_machine_that_became_slower_is_followed() -> None:
     assert restores.estimate("a", {1: 100}) == {1: 3.0}
 
 
-def test_another_checkpoint_under_the_same_name_is_measured_anew() -> None:
-    restores = Restores(1.0)
-    restores.add("a", 1, 100, 1.0)
-    assert restores.estimate("a", {1: 400}) == {1: 4.0}
-
-
 @pytest.mark.parametrize(("declared", "made"), [(0, 1), (1, 1), (3, 2), (8, 8)])
 def test_the_number_of_devices_is_a_power_of_two(declared: int, made: int) -> None:
     found = discover(ModelSettings(device="cpu", devices=declared))

@@ -26,9 +26,7 @@ from tangram.cli.output import (
     WORD_S,
     TableColumn,
     cells_of,
-    cut,
     in_json,
-    padded,
     print_json,
     print_log,
     record,
@@ -162,23 +160,9 @@ COLUMNS = (TableColumn("ID", 4), TableColumn("NAME", 4), TableColumn("AGE", 3, 1
 ROW = ("12ab", "a-rather-long-name", "3.2s", "because of something")
 
 
-@pytest.mark.parametrize(
-    ("width", "titles"),
-    [(200, "ID NAME AGE WHY"), (21, "ID NAME AGE WHY"), (16, "ID NAME AGE"), (11, "ID NAME"), (3, "ID NAME")],
-)
-def test_columns_go_by_their_rank_and_the_first_never_do(width: int, titles: str) -> None:
-    assert table(COLUMNS, [ROW], width=width)[0].split() == titles.split()
-
-
 @given(st.integers(16, 120), st.lists(st.text(min_size=4, max_size=4), max_size=3))
 def test_no_row_is_wider_than_asked(width: int, rows: list[str]) -> None:
     assert all(cells_of(line) <= width for line in table(COLUMNS, [tuple(row) for row in rows], width=width))
-
-
-@given(st.text(max_size=30), st.integers(1, 40))
-def test_padding_fills_and_cuts_to_the_sign(text: str, width: int) -> None:
-    assert cells_of(cut(text, width)) <= max(width, 0)
-    assert cells_of(padded("名前" + text, width)) == width
 
 
 PULLS = """

@@ -697,18 +697,6 @@ async def behind_a_wire(
 class TestCuts:
     """Connections and engines go; sandboxes stay."""
 
-    async def test_a_cut_between_two_commands_is_not_noticed(
-        self, private_engine: PrivateDocker, spec: SandboxSpec, tmp_path: Path
-    ) -> None:
-        async with behind_a_wire(private_engine, spec, tmp_path) as (wire, sandbox):
-            await run_sh(sandbox, "echo kept > file; sleep 1000 >/dev/null 2>&1 &")
-            for posture in (Background.RUN, Background.FREEZE):
-                await sandbox.quiesce(posture)
-                wire.cut()
-                assert (await run_sh(sandbox, "cat file; pgrep -c sleep")).stdout == b"kept\n1\n"
-                wire.cut()
-                assert await sandbox.read_file("file", limit_bytes=10) == b"kept\n"
-
     @pytest.mark.promise("A command that is attached to goes on through cuts and its engine's death.")
     async def test_a_command_goes_on_through_cuts_and_its_engines_death(
         self, private_engine: PrivateDocker, spec: SandboxSpec, tmp_path: Path
@@ -742,13 +730,3 @@ class TestCuts:
             assert sandbox.alive
             wire.up = True
             assert (await run_sh(sandbox, "cat file")).stdout == b"kept\n"
-
-    async def test_the_end_of_an_idle_container_is_known_at_once(
-        self, private_engine: PrivateDocker, spec: SandboxSpec, tmp_path: Path
-    ) -> None:
-        async with behind_a_wire(private_engine, spec, tmp_path) as (_, sandbox):
-            private_engine.docker("rm", "-f", f"tangram-{sandbox.id}")
-            await sandbox.lost.wait()
-            with pytest.raises(ActionFailed) as caught:
-                await run_sh(sandbox, "true")
-            assert caught.value.reason is Reason.ENVIRONMENT_LOST
