@@ -741,8 +741,13 @@ class Cluster:
         hello = await link.receive(NodeHello, self._config.handshake_s)
         try:
             key = self._proven_key(hello)
-            spec = self._described(hello)
-            fence = self._admitted(hello)
+            try:
+                spec = self._described(hello)
+                fence = self._admitted(hello)
+            except CodedError:
+                if key != hello.key and self._admission is not None:
+                    self._admission.tickets.give_back(hello.ticket)
+                raise
         except CodedError as error:
             retry_s = error.retry_after_s or _REFUSED_S
             link.send(NodeRefused(code=error.code, message=error.message, retry_after_s=retry_s))

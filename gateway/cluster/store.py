@@ -239,6 +239,10 @@ class JoinTickets:
         self._forget_expired(now_s)
         self._used[nonce] = expires_ms / 1000
 
+    def give_back(self, ticket: str) -> None:
+        """Let a ticket that was taken admit after all: its node was refused for another reason."""
+        self._used.pop(_read(ticket)[2], None)
+
     def _forget_expired(self, now_s: float) -> None:
         if len(self._used) >= self._used_max:
             self._used = {nonce: expires_s for nonce, expires_s in self._used.items() if expires_s > now_s}

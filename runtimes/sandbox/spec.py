@@ -160,9 +160,14 @@ class Declarations:
             self._before.pop(eldest, None)
 
     def since(self, made_s: float, spec: SandboxSpec) -> Iterator[SandboxSpec]:
-        """Yield how functions that are declared so now have been since then, if otherwise."""
-        for function in [name for name, now in self._now.items() if now == spec]:
-            yield from (before for until_s, before in self._before.get(function, ()) if made_s < until_s)
+        """Yield how functions that are declared so have been since then, if otherwise.
+
+        One that was declared so before counts too: a later declaration may be of a configuration that failed.
+        """
+        for function, now in self._now.items():
+            changes = self._before.get(function, ())
+            if now == spec or any(before == spec for _, before in changes):
+                yield from (before for until_s, before in changes if made_s < until_s)
 
 
 def difference(asked: SandboxSpec, living: SandboxSpec) -> str:

@@ -228,6 +228,16 @@ def test_a_ticket_admits_its_name_once() -> None:
         made.take(ticket, "n1")
 
 
+def test_a_ticket_whose_node_was_refused_for_another_reason_admits_it_later() -> None:
+    made = office(Hours())
+    ticket = made.issue("n1")
+    made.take(ticket, "n1")
+    made.give_back(ticket)
+    made.take(ticket, "n1")
+    with pytest.raises(Unauthorized, match="used already"):
+        made.take(ticket, "n1")
+
+
 def test_a_stolen_ticket_admits_no_other_name() -> None:
     made = office(Hours())
     ticket = made.issue("n1")

@@ -341,6 +341,8 @@ async def test_a_trajectory_goes_on_where_it_began_after_a_change_of_the_configu
             assert await environments.ensure("t", changed) is made
             assert await environments.ensure("t", changed) is made
         assert [each["trajectory"] for each in logs if "earlier configuration" in each["event"]] == ["t"]
+        environments.declare("shell", replace(changed, workdir="/failed"))  # by a configuration that was then refused
+        assert await environments.ensure("t", changed) is made
         for bound in (replace(changed, network=Network.EGRESS), replace(changed, user="app", users=("app",))):
             environments.declare("shell", bound)
             with pytest.raises(OtherSandbox, match=r"network|user"):
