@@ -505,6 +505,10 @@ ETC = (
 )  # fmt: skip
 
 
+#: Inside, after all else of PATH: ``python``, as agents type it, where a Debian has python3 alone.
+PROGRAMS = f"{INSIDE}/bin"
+
+
 def bubblewrap_options(
     host: HostSupport, directory: Path, spec: SandboxSpec, mounts: Mapping[str, str], path: str
 ) -> list[str]:
@@ -542,6 +546,7 @@ def bubblewrap_options(
     for source, target in mounts.items():
         options += ["--ro-bind", source, target]
     options += ["--ro-bind", str(RUNNER), f"{INSIDE}/runner.py", "--bind", str(directory / "run"), f"{INSIDE}/run"]
+    options += ["--perms", "0755", "--dir", PROGRAMS, "--ro-bind", str(directory / "python"), f"{PROGRAMS}/python"]
     return [*options, "--remount-ro", "/", "--chdir", "/", "--"]
 
 
@@ -996,7 +1001,8 @@ class ProcessProvider:
     ) -> int:
         """Start the process that leads to the runner: bubblewrap, or the runner itself."""
         python = [os.path.realpath(sys.executable), *ISOLATED]
-        environment = {"PATH": self._path, "LANG": "C.UTF-8"}
+        path = self._path if self._host.bubblewrap is None else f"{self._path}:{PROGRAMS}"
+        environment = {"PATH": path, "LANG": "C.UTF-8"}
         with ExitStack() as closers:
             log = closers.enter_context((directory / "log").open("wb"))
             passed = {1: log.fileno(), 2: log.fileno()}
@@ -1086,6 +1092,8 @@ def _lay_out(
     servers, hosts = ((), {}) if egress is None else (egress.name_servers, egress.hosts)
     lines = [f"nameserver {server}\n" for server in servers] or ["# no names\n"]
     (directory / "resolv.conf").write_text("".join(lines), encoding="ascii")
+    (directory / "python").write_text('#!/bin/sh\nexec python3 "$@"\n', encoding="ascii")
+    (directory / "python").chmod(0o755)
     lines = ["127.0.0.1 localhost sandbox\n", "::1 localhost\n"]
     lines += [f"{address} {name}\n" for name, address in hosts.items()]
     (directory / "hosts").write_text("".join(lines), encoding="utf-8")

@@ -407,6 +407,17 @@ def test_a_path_shows_no_home_and_no_state(tmp_path: Path, monkeypatch: pytest.M
             require_shown(path, state_dir)
 
 
+async def test_python_is_there_by_the_name_that_agents_type_and_nobody_replaces_it(state_dir: Path) -> None:
+    provider = make_provider(ProviderSettings(kind="process", state_dir=state_dir / "state"))
+    made = await provider.create(SandboxSpec(), name=unique("python"), labels={}, mounts={})
+    try:
+        seen = await sh(made, "python -c 'import sys; print(sys.version_info.major)'; echo exit >/.tangram/bin/python")
+        assert (seen.stdout, seen.exit_code != 0) == (b"3\n", True), seen
+    finally:
+        await made.close()
+        await provider.close()
+
+
 async def test_of_a_directory_of_programs_its_neighbours_are_not_seen(state_dir: Path) -> None:
     (state_dir / "tools" / "bin").mkdir(parents=True)
     (state_dir / "tools" / "secret").write_text("of the host")
