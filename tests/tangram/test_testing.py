@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
 import pytest
 
 from tangram import (
@@ -13,13 +12,10 @@ from tangram import (
     Client,
     ConflictError,
     InvocationResult,
-    KeyReusedError,
     NotFoundError,
-    QuotaExceededError,
-    Retries,
     TrajectoryEndedError,
 )
-from tangram.testing import ScriptedCall, ScriptedFailure, ScriptedGateway, refusal
+from tangram.testing import ScriptedCall, ScriptedFailure, ScriptedGateway
 
 
 def behave(call: ScriptedCall) -> object:
@@ -65,19 +61,6 @@ def test_submitted_work_runs_when_somebody_waits_for_it(gateway: ScriptedGateway
         assert [each.id for each in client.list(limit=1)] == [third.id]
 
 
-def test_a_listing_goes_over_all_pages(gateway: ScriptedGateway) -> None:
-    with Client(transport=gateway) as client:
-        client.map("constant", [{}] * 250)
-        assert len(list(client.list())) == 250
-
-
-def test_one_key_is_one_execution(gateway: ScriptedGateway) -> None:
-    with Client(transport=gateway) as client:
-        assert client.invoke("f", {"n": 1}, key="k").id == client.submit("f", {"n": 1}, key="k").id
-        with pytest.raises(KeyReusedError):
-            client.invoke("f", {"n": 2}, key="k")
-
-
 def test_a_batch_has_a_verdict_for_each_call(gateway: ScriptedGateway) -> None:
     calls = [BatchCall(function="f", input={"n": 1}), BatchCall(function="nobody")]
     with Client(transport=gateway) as client:
@@ -120,15 +103,6 @@ async def test_a_script_may_wait_with_an_asynchronous_client_only() -> None:
         assert blocking.invoke("answer", {}).result == 1
         with pytest.raises(TypeError, match="needs an AsyncClient"):
             blocking.invoke("wait", {})
-
-
-def test_trouble_comes_once_and_in_order(gateway: ScriptedGateway) -> None:
-    gateway.trouble(refusal(429, "quota_exceeded"), lambda request: httpx.Response(200, json={"tasks": []}))
-    with Client(transport=gateway, retries=Retries(max_attempts=1)) as client:
-        with pytest.raises(QuotaExceededError, match="as scripted"):
-            client.functions()
-        assert client.tasks() == ()
-        assert [each.name for each in client.functions()] == ["constant", "f"]
 
 
 def test_what_a_script_has_no_part_in_is_not_there(gateway: ScriptedGateway) -> None:

@@ -19,7 +19,6 @@ from gateway.store import store as listing
 from gateway.store import store as store_module
 from gateway.store.store import (
     COLUMNS,
-    Checkpoints,
     Durability,
     Filter,
     LogRow,
@@ -250,22 +249,6 @@ async def test_no_commit_waits_for_the_file(tmp_path: Path) -> None:
     assert in_the_file(tmp_path) == 0
     await store.close()
     assert in_the_file(tmp_path) == 4
-
-
-async def test_a_large_log_is_copied_to_its_end_between_two_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "FRAMES_MAX", 3)
-    store = await opened(tmp_path, NEVER_S)
-    asked: list[Callable[[sqlite3.Connection], object]] = []
-    checkpoints = Checkpoints(tmp_path / "db.sqlite", 0.001, asked.append)
-    accepted(store)
-    await store.commit()
-    checkpoints.committed()
-    await until(lambda: bool(asked))
-    assert asked == [checkpoint.copy]
-    await checkpoints.close()
-    await store.close()
 
 
 async def test_the_log_begins_anew_when_all_of_it_is_in_the_file(tmp_path: Path) -> None:

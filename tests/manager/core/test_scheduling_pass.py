@@ -28,10 +28,7 @@ from manager.events import (
     TrajectoryEnded,
     TrajectoryOpened,
 )
-from manager.resources.cores import CpuPool
-from manager.resources.devices import GpuPool
-from manager.resources.nodes import Resources
-from manager.resources.pools import ConcurrencyPool, ConcurrencySpec, Headroom, PoolRequest
+from manager.resources.pools import Headroom
 from manager.scheduler.fixed import FixedPolicy
 from manager.scheduler.policy import Decision, Policy, PolicySpec, PoolView, PromptPolicy, ResizeChoice, Start
 from manager.scheduler.registry import make_policy
@@ -86,32 +83,12 @@ def test_one_that_waits_alone_starts_without_a_turn_of_its_pool() -> None:
     driver.core.check()
 
 
-def test_one_of_no_trajectory_that_several_nodes_could_serve_has_turns() -> None:
-    policy = CountsTurns()
-    driver = CoreDriver(build_core(spec(node("n0", cores=2), node("n1", cores=4)), policies={"cpu": policy}))
-    driver.step(0, submit("a"))
-    assert driver.running() == {"a"} and policy.asked == 2
-
-
 def test_memory_that_is_missing_holds_for_one_that_waits_alone() -> None:
     _, driver = counted()
     memory_bytes = driver.core.state.nodes["n0"].free_bytes
     driver.step(0, submit("a", memory_bytes=memory_bytes))
     driver.step(1, submit("b", memory_bytes=1))
     assert driver.running() == {"a"}
-
-
-def test_two_that_wait_for_one_pool_have_a_turn() -> None:
-    policy, driver = counted()
-    driver.step(0, submit("a", trajectory="t"), submit("b", trajectory="u"))
-    assert driver.running() == {"a", "b"} and policy.asked == 1
-
-
-def test_one_that_is_resizable_beside_it_has_a_turn() -> None:
-    policy, driver = counted()
-    driver.step(0, submit("wide", {"cpu": UnitSet.span(1, 3)}, key="cpu", malleable=True, trajectory="t"))
-    driver.step(1, submit("a", trajectory="u"))
-    assert driver.running() == {"wide", "a"} and policy.asked == 2
 
 
 def test_a_cap_holds_for_one_that_waits_alone() -> None:
@@ -222,30 +199,6 @@ def test_a_group_without_rivals_gets_what_a_walk_among_others_would_give_it(
 
 def finish(id: str) -> Finished:
     return Finished(action_id=id, outcome=DONE)
-
-
-def test_a_pool_announces_that_units_returned_and_nothing_when_they_are_taken() -> None:
-    resources = Resources([CpuPool(node()), ConcurrencyPool("parser", ConcurrencySpec(limit=2))])
-    assert resources.take_changed() == {"cpu:n0", "parser"}, "they have come"
-    resources["cpu:n0"].acquire("a", PoolRequest(units=2), 0.0)
-    resources["parser"].acquire("a", PoolRequest(units=1), 0.0)
-    resources["cpu:n0"].resize("a", 3)
-    assert resources.take_changed() == set()
-    resources["cpu:n0"].resize("a", 1)
-    assert resources.take_changed() == {"cpu:n0"}
-    resources["parser"].release("a", 1.0)
-    assert resources.take_changed() == {"parser"}
-    assert resources.take_changed() == set(), "each change is told once"
-
-
-def test_devices_announce_what_a_node_reports_of_them_and_nothing_of_others() -> None:
-    pool = GpuPool([node(devices=2)], {"s": ServiceSpec(name="s", bytes_by_dop={1: 10}, restore_s_by_dop={1: 1.0})})
-    resources = Resources([pool])
-    resources.take_changed()
-    pool.report("elsewhere", {"s": [Chunk(0, 1)]})
-    assert resources.take_changed() == set()
-    pool.report("n0", {"s": [Chunk(0, 1)]})
-    assert resources.take_changed() == {"gpu"}
 
 
 def test_an_action_that_needs_memory_alone_starts_when_memory_returns(drive: Drive) -> None:

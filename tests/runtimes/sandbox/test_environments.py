@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from manager.function import Background, FunctionSpec, Isolation, SandboxSpec, W
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import DEMAND_S, Environments, EnvironmentSettings, WarmPool
 from runtimes.sandbox.exec import ExecRuntime
-from runtimes.sandbox.process import ProcessControl
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.runner.client import lost
 from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
@@ -128,19 +127,6 @@ class TestTrajectories:
         await environments.close()
         assert not one.alive
 
-    async def test_the_reaper_spares_everything_that_is_owned(
-        self, environments: Environments, local: Provider
-    ) -> None:
-        await environments.start()
-        owned = await environments.ensure("t")
-        elsewhere = await local.create(SandboxSpec(), name="elsewhere", labels={}, mounts={})
-        environments.exclude(lambda: {"elsewhere"})
-        async with environments.ephemeral() as ephemeral:
-            await environments._reap()
-            assert (owned.alive, ephemeral.alive, elsewhere.alive) == (True, True, True)
-            assert await say(elsewhere, "echo on") == b"on\n"
-        await elsewhere.close()
-
     async def test_the_reaper_spares_what_is_made_or_claimed_and_has_no_owner_yet(
         self, environments: Environments, local: Provider, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -168,33 +154,6 @@ class TestTrajectories:
         assert await say(await environments.ensure("u", pool.spec), "echo on") == b"on\n"
         await pool.filled()
         assert passes == 4, "two that were made for the pool, one of which was claimed, and the first"
-
-    async def test_what_could_not_be_removed_is_looked_for_soon(
-        self, local: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        environments = Environments(local, EnvironmentSettings(reap_every_s=3600, reap_soon_s=0.01))
-        await environments.start()
-        await environments.ensure("t")
-        removes, reaped = ProcessControl.remove, asyncio.Event()
-
-        async def fails(control: ProcessControl) -> None:
-            monkeypatch.setattr(ProcessControl, "remove", removes)
-            raise CapacityExceeded("the engine does not answer")
-
-        async def reap(living: Collection[str]) -> int:
-            removed = await reaps(living)
-            reaped.set()
-            return removed
-
-        reaps = local.reap
-        monkeypatch.setattr(ProcessControl, "remove", fails)
-        monkeypatch.setattr(local, "reap", reap)
-        await environments.end("t")
-        assert list((tmp_path / "state" / "sandboxes").iterdir())
-        async with asyncio.timeout(DEADLINE_S):
-            await reaped.wait()
-        assert not list((tmp_path / "state" / "sandboxes").iterdir())
-        await environments.close()
 
     async def test_the_next_gateway_adopts_what_was_kept(self, local: Provider) -> None:
         first = Environments(local, EnvironmentSettings(keep_on_close=True))
@@ -338,25 +297,6 @@ class TestStarting:
         async with gate.slot("x"):
             pass
         assert (gate.wait_s, gate.shortage) == (0.0, "")
-
-    async def test_what_was_under_way_when_the_gate_closed_counts_once(self) -> None:
-        clock = VirtualClock()
-        gate = CreationGate(8, threshold=1, backoff_s=1.0, clock=clock)
-        inside, breaks = asyncio.Semaphore(0), asyncio.Event()
-
-        async def fail(name: str) -> None:
-            async with gate.slot(name):
-                inside.release()
-                await breaks.wait()
-                raise CodedError("broken")
-
-        going = [asyncio.create_task(fail(str(index))) for index in range(8)]
-        for _ in going:
-            await inside.acquire()
-        clock.advance_to(5.0)
-        breaks.set()
-        await asyncio.gather(*going, return_exceptions=True)
-        assert gate.wait_s == 1.0
 
     async def test_a_search_sees_what_was_begun_and_made_while_it_looked(self) -> None:
         gate = CreationGate(2)

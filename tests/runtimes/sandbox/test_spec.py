@@ -371,33 +371,6 @@ async def test_a_function_that_is_changed_alone_goes_on_in_what_others_still_agr
         await environments.close()
 
 
-async def test_the_next_gateway_goes_on_with_a_changed_function(local: Provider) -> None:
-    first = Environments(local, EnvironmentSettings(keep_on_close=True))
-    first.declare("shell", OWN)
-    living = await first.ensure("t", OWN)
-    await first.close()
-    second = Environments(local)
-    changed = replace(OWN, env={"NEW": "1"})
-    try:
-        second.declare("shell", changed)
-        second.declare("tests", OWN)
-        assert await second.start(["t"]) == ["t"]
-        assert (await second.ensure("t", changed)).id == living.id
-        with pytest.raises(OtherSandbox, match="network"):
-            await second.ensure("t", replace(changed, network=Network.EGRESS))
-    finally:
-        await second.close()
-
-
-async def test_the_next_gateway_makes_it_as_it_was_chosen(local: Provider) -> None:
-    environments = Environments(local)
-    try:
-        environments.choose("t", chosen(OWN, SandboxChoice(workdir="/box")))
-        assert await say(await environments.ensure("t", OWN), "pwd") == "/box\n"
-    finally:
-        await environments.close()
-
-
 async def test_what_trajectories_choose_is_kept_ready_while_it_is_asked_for_and_within_the_bound() -> None:
     clock = VirtualClock()
 

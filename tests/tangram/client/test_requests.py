@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tangram import AsyncClient, Client, InvalidConfigError
-from tangram.client.requests import TOLD_MAX, FailureStreak, Retries, Teller, json_body, server_of
+from tangram.client.requests import FailureStreak, Retries, json_body, server_of
 from tangram.errors import ConnectionFailed, FunctionUnavailableError, InvalidInputError
 from tangram.testing import ScriptedGateway
 from tangram.types import BatchItem
@@ -146,19 +146,3 @@ def test_an_outage_that_fails_many_calls_is_told_once(caplog: pytest.LogCaptureF
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
         "cannot reach http://many.example: refused; trying again for 60 s"
     ]
-
-
-def test_what_was_told_long_ago_is_told_again_and_what_is_kept_is_bounded(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr("tangram.client.requests.time.monotonic", lambda: now[0])
-    teller = Teller()
-    for now[0] in (0.0, 9.0, 11.0, 19.0, 22.0):
-        teller.warn("gone", "trying again")
-    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 3  # at 0, 11 and 22
-    for number in range(TOLD_MAX):
-        teller.warn(f"other {number}", "trying again")
-    caplog.clear()
-    teller.warn("gone", "trying again")  # it had to make room
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import math
 import os
 import pwd
-import py_compile
 import resource
 import shutil
 import socket
@@ -31,10 +29,8 @@ from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.client import (
     ISOLATED,
     MARKER,
-    RUNNER,
     SocketStream,
     StreamClient,
-    compiled,
     encode_json,
     packed_beside,
     packed_runner,
@@ -601,13 +597,6 @@ def test_where_python_has_no_such_functions_its_module_is_taken(monkeypatch: pyt
     assert read('{"a":1.5}') == {"a": 1.5}
 
 
-def test_a_runner_begins_without_the_modules_that_cost_half_of_its_start() -> None:
-    source = f"import sys; exec(compile(open({str(RUNNER)!r}).read(), 'runner', 'exec'), {{'__name__': 'runner'}});"
-    source += "print({'enum', 're', 'json', 'socket', 'signal', 'typing', 'collections'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, *ISOLATED, "-c", source], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
 @asynccontextmanager
 async def started(python: str, packed: Path, directory: Path) -> AsyncIterator[StreamClient]:
     (directory / "run").mkdir()
@@ -660,23 +649,6 @@ def test_the_packed_runner_of_another_version_is_replaced_and_a_mounted_one_stay
     kept = place.stat().st_ino
     packed_beside(tmp_path)
     assert (place.stat().st_ino, [path.name for path in tmp_path.iterdir()]) == (kept, ["runner.py"])
-
-
-def test_compiled_modules_are_taken_whatever_their_sources_time_is(tmp_path: Path) -> None:
-    bytecode = compiled("VALUE = 'compiled'\n", "module_of_packing")
-    assert bytecode.startswith(importlib.util.MAGIC_NUMBER)
-    source = tmp_path / "module_of_packing.py"
-    source.write_text("VALUE = 'source'\n")
-    place = Path(importlib.util.cache_from_source(str(source)))
-    place.parent.mkdir()
-    place.write_bytes(bytecode)
-    spec = importlib.util.spec_from_file_location("module_of_packing", source)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.VALUE == "compiled"
-    with pytest.raises(py_compile.PyCompileError):
-        compiled("what is no Python", "broken")
 
 
 SECONDS = float(os.environ.get("RUNNER_FUZZ_S", "4"))
