@@ -134,14 +134,3 @@ def learned_families(functions: Iterable[str], history: History) -> Iterator[Met
         for function, each in learned.items():
             family.add_metric((function,), getattr(each, field))
         yield family
-
-
-def reference(registry: CollectorRegistry) -> str:
-    """The table of docs/reference/metrics.md: every metric of a gateway that has counted one of each."""
-    rows = []
-    for family in registry.collect():
-        labels = {name: None for sample in family.samples for name in sample.labels if name != "le"}
-        names = list(labels) or list(getattr(family, "_labelnames", ()))
-        shown = f"{family.name}_total" if family.type == "counter" else family.name
-        rows.append(f"| `{shown}` | {family.type} | {', '.join(names)} | {family.documentation} |\n")
-    return "| metric | kind | labels | meaning |\n|---|---|---|---|\n" + "".join(sorted(rows))

@@ -333,17 +333,15 @@ def _warnings(config: GatewayConfig) -> list[str]:
 
 
 @click.command("config-schema")
-@click.option("--markdown", is_flag=True, help="Print the tables of docs/reference/yaml.md instead.")
-def config_schema(markdown: bool) -> None:
+def config_schema() -> None:
     """Print the JSON Schema of the YAML, for editors.
 
     \b
     tangram config-schema > tangram.schema.json
     """
-    from gateway.config import reference
     from gateway.config.schema import schema
 
-    click.echo(reference.markdown() if markdown else json.dumps(schema(), indent=2, sort_keys=True))
+    click.echo(json.dumps(schema(), indent=2, sort_keys=True))
 
 
 @click.command("show")

@@ -16,15 +16,14 @@ import pytest
 
 from gateway.cli import main as server
 from gateway.config.load import load
-from gateway.config.reference import CHAPTERS, REACHED, errors_markdown, markdown, runtimes_markdown
 from gateway.config.schema import MAPS, SECTIONS, form_name, schema
 from gateway.errors import ERROR_STATUSES, REASON_STATUSES
 from gateway.grpc.generated import tangram_pb2
 from gateway.http.app import operations
 from gateway.invocations.callbacks import sign
-from gateway.metrics import reference
 from runtimes.kinds import KINDS
 from runtimes.sandbox.handler.worker import Context
+from scripts.reference import CHAPTERS, REACHED, errors_markdown, markdown, metrics_markdown, runtimes_markdown
 from tangram import AsyncClient, AsyncTrajectory, InvocationResult, MapProgress
 from tangram.cli import exit_status
 from tangram.cli import main as client
@@ -47,7 +46,7 @@ def code(text: str) -> set[str]:
 
 
 def test_the_yaml_page_holds_the_tables_of_the_models() -> None:
-    assert page("yaml").endswith(markdown()), "run: tangram config-schema --markdown"
+    assert page("yaml").endswith(markdown()), "run: python -m scripts.reference"
 
 
 def test_what_is_told_of_a_bound_stands_beside_its_key() -> None:
@@ -58,7 +57,7 @@ def test_what_is_told_of_a_bound_stands_beside_its_key() -> None:
 
 
 def test_the_runtimes_page_holds_the_tables_of_the_kinds_and_the_handlers_context() -> None:
-    assert page("runtimes").endswith(runtimes_markdown()), "write the output of gateway.config.reference there"
+    assert page("runtimes").endswith(runtimes_markdown()), "run: python -m scripts.reference"
     attributes = set(re.findall(r"self\.(\w+)[:\w\s|]* = ", inspect.getsource(Context))) | {"remaining_s"}
     assert {each for each in attributes if not each.startswith("_")} <= code(page("runtimes"))
     assert "`log(message" in page("runtimes")
@@ -113,7 +112,7 @@ def test_the_cli_page_names_every_exit_status() -> None:
 
 
 def test_the_errors_page_holds_the_table_of_the_classes() -> None:
-    assert page("errors").endswith(errors_markdown()), "write the output of gateway.config.reference there"
+    assert page("errors").endswith(errors_markdown()), "run: python -m scripts.reference"
 
 
 async def test_every_route_and_header_is_on_the_http_page(tmp_path: Path) -> None:
@@ -220,7 +219,7 @@ async def test_the_page_of_metrics_holds_every_metric_of_a_gateway(tmp_path: Pat
     async with serving(GatewayBench(tmp_path, server={"traces": traces})) as gateway:
         await gateway.invoke({})
         await gateway.invoke({}, function="nope")
-        table = reference(gateway.app.metrics.registry)
+        table = metrics_markdown(gateway.app.metrics.registry)
     page = (REFERENCE / "metrics.md").read_text(encoding="utf-8")
     assert page.endswith(table), f"it is to end with:\n{table}"
     assert table.count("\n") > 30

@@ -69,7 +69,7 @@ async def serve(directory: Path) -> Mapping[str, object]:
     """Return what a gateway with the kind answers: of the function, of calls, and of a change."""
     from gateway.app import gateway
     from gateway.config.load import load
-    from gateway.config.reference import CHAPTERS
+    from scripts.reference import CHAPTERS
 
     async with gateway(load([directory], {})) as app:
         serving = asyncio.create_task(app.serve())

@@ -1,10 +1,18 @@
-"""Tables of the reference, made from the declared configuration."""
+"""Tables of docs/reference, made from what the code declares.
+
+``python -m scripts.reference`` writes gateway/config/schema.json and the tables at the ends of the pages that need no
+running gateway; tests/docs requires those of metrics.md too.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry
 
 from gateway.config.schema import ClusterConfig, NodeConfig, SandboxConfig, ServerConfig, form_name, key_of, schema
 from gateway.errors import ERROR_STATUSES, REASON_STATUSES
@@ -14,6 +22,9 @@ from runtimes.kind import Kind, Schema
 from runtimes.kinds import KINDS
 from tangram import errors
 
+ROOT = Path(__file__).resolve().parents[1]
+#: What is above it in a page is written by hand.
+MARK = "<!-- generated: python -m scripts.reference -->\n\n"
 _FUNCTION = "functions.NAME"
 
 
@@ -168,6 +179,17 @@ def errors_markdown() -> str:
     return "\n".join([*lines, ""])
 
 
+def metrics_markdown(registry: CollectorRegistry) -> str:
+    """The table of every metric of a gateway that has counted one of each."""
+    rows = []
+    for family in registry.collect():
+        labels = {name: None for sample in family.samples for name in sample.labels if name != "le"}
+        names = list(labels) or list(getattr(family, "_labelnames", ()))
+        shown = f"{family.name}_total" if family.type == "counter" else family.name
+        rows.append(f"| `{shown}` | {family.type} | {', '.join(names)} | {family.documentation} |\n")
+    return "| metric | kind | labels | meaning |\n|---|---|---|---|\n" + "".join(sorted(rows))
+
+
 def _chapter(place: str, definition: Schema, only: tuple[str, ...] | None) -> str:
     where, comma, rest = place.partition(",")
     keys = set(_mapping(definition["properties"]) if only is None else only)
@@ -248,3 +270,11 @@ def _list(schema: Schema, key: str) -> list[str]:
 def _mapping(value: object) -> Mapping[str, Any]:
     assert isinstance(value, Mapping)
     return value
+
+
+if __name__ == "__main__":
+    text = json.dumps(schema(), indent=2, sort_keys=True) + "\n"
+    (ROOT / "gateway/config/schema.json").write_text(text, encoding="utf-8")
+    for name, tables in {"yaml": markdown, "runtimes": runtimes_markdown, "errors": errors_markdown}.items():
+        page = ROOT / f"docs/reference/{name}.md"
+        page.write_text(page.read_text(encoding="utf-8").partition(MARK)[0] + MARK + tables(), encoding="utf-8")
