@@ -249,7 +249,9 @@ class ImageStore:
         entry = dict(self._states)
         for each in await self._engine.call(self._engine.api.images):
             by_digest = [name for name in each.get("RepoDigests") or () if name in self._pulled]
-            for name in (*(each.get("RepoTags") or ()), *by_digest):
+            # Snapshots are listed by their trajectories, and nothing begins with a layer that has no name.
+            tags = [tag for tag in each.get("RepoTags") or () if not tag.startswith((f"{REPOSITORY}:", "<none>"))]
+            for name in (*tags, *by_digest):
                 if entry.get(name) is None or entry[name].state != "pulling":
                     entry[name] = ImageState(image=name, state="present", size_bytes=int(each.get("Size", 0)))
         for name, state in entry.items():

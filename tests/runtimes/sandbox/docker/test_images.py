@@ -185,6 +185,17 @@ async def test_no_more_than_the_bound_are_pulled_at_once(
     assert [state.state for state in await store.states() if state.image in images] == ["present"] * 3
 
 
+async def test_snapshots_are_not_listed_among_images(engine: DockerEngine, tmp_path: Path) -> None:
+    store, snapshot = ImageStore(engine, record=tmp_path / "images.json"), "tangram-snapshot:0123456789ab"
+    docker("tag", "tangram-base:bookworm", snapshot)
+    try:
+        listed = {state.image for state in await store.states()}
+    finally:
+        docker("rmi", snapshot)
+        await store.close()
+    assert "tangram-base:bookworm" in listed and snapshot not in listed
+
+
 async def test_a_container_is_not_had_by_the_name_of_an_image(engine: DockerEngine, tmp_path: Path) -> None:
     made = await engine.call(engine.api.create_container, "tangram-base:bookworm", "true")
     store = ImageStore(engine, record=tmp_path / "images.json")
