@@ -246,7 +246,7 @@ def _split(url: str) -> tuple[str, str, str]:
     parts = urlsplit(head)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise _refused(f"url {url!r} must begin with http:// or https:// and a host")
-    if any(mark in parts.netloc for mark in "{}$@") or not parts.hostname:
+    if any(sign in parts.netloc for sign in "{}$@") or not parts.hostname:
         raise _refused("the url's host is fixed: no placeholder, no secret and no user name in it")
     return f"{parts.scheme}://{parts.netloc}", parts.path or "/", query
 
@@ -471,8 +471,8 @@ class ApiRuntime(Runtime):
                 finally:
                     await response.aclose()
                 if _origin(request.url) != _origin(httpx.URL(origin)):
-                    there = f"{request.url.scheme}://{request.url.netloc.decode('ascii', 'replace')}"
-                    raise _failed(Reason.UPSTREAM, f"{origin} redirects to another origin, {there}")
+                    target = f"{request.url.scheme}://{request.url.netloc.decode('ascii', 'replace')}"
+                    raise _failed(Reason.UPSTREAM, f"{origin} redirects to another origin, {target}")
         except httpx.InvalidURL as error:
             raise _failed(Reason.INVALID_INPUT, f"the input makes no url: {error}") from error
         except httpx.TimeoutException as error:
@@ -522,8 +522,8 @@ async def _read(response: httpx.Response, limit_bytes: int, secrets: tuple[str, 
         raise _failed(Reason.UPSTREAM, f"the service's answer is encoded as {encoding}, which was not asked for")
     async for piece in response.aiter_raw():
         try:
-            room = limit_bytes + 1 - len(content)
-            content += piece if inflating is None else inflating.decompress(piece, room)
+            limit = limit_bytes + 1 - len(content)
+            content += piece if inflating is None else inflating.decompress(piece, limit)
         except zlib.error as error:
             raise _failed(Reason.UPSTREAM, f"the service's answer is no {encoding}: {error}") from None
         if len(content) > limit_bytes:

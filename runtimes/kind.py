@@ -98,10 +98,10 @@ class Kind:
     shown: Mapping[str, tuple[Schema | None, Schema | None]]
 
 
-def schema_of(noun: type, **also: object) -> Schema:
+def schema_of(type_: type, **also: object) -> Schema:
     """Return the JSON Schema of a TypedDict, complete in itself, with the keywords of ``also`` added to it."""
-    _, components = msgspec.json.schema_components([noun], ref_template="{name}")
-    inlined = _inline(components[noun.__name__], components)
+    _, components = msgspec.json.schema_components([type_], ref_template="{name}")
+    inlined = _inline(components[type_.__name__], components)
     assert isinstance(inlined, dict)
     return {**inlined, **also}
 

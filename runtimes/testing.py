@@ -47,7 +47,7 @@ class ScriptedRuntime(Runtime):
         self._script: Script = script if callable(script) else lambda _: step
         self._gates: dict[str, asyncio.Event] = {}
         self._beginnings: dict[str, asyncio.Event] = {}
-        self._asked: dict[str, asyncio.Event] = {}
+        self._copies: dict[str, asyncio.Event] = {}
         self._closed = asyncio.Event()
         #: Whether there is room for copies of services.
         self.has_room = True
@@ -132,4 +132,4 @@ class ScriptedRuntime(Runtime):
         return self._beginnings.setdefault(action_id, asyncio.Event())
 
     def _asking(self, service: str) -> asyncio.Event:
-        return self._asked.setdefault(service, asyncio.Event())
+        return self._copies.setdefault(service, asyncio.Event())

@@ -61,7 +61,7 @@ class ModelBackend(Protocol):
         """Check that the function can run, warm up and return its cost; raises InvalidConfig or Unsupported."""
         ...
 
-    async def admit(self, function: FunctionSpec, given: ModelInput) -> ModelRequest:
+    async def admit(self, function: FunctionSpec, model_input: ModelInput) -> ModelRequest:
         """Check one action's input before it joins a batch; raises InvalidInput, or ActionFailed."""
         ...
 

@@ -50,7 +50,7 @@ class _Server:
 
     model: ModelSpec
     #: As the scheduler knows it; None before it is prepared.
-    told: ServiceSpec | None = None
+    spec: ServiceSpec | None = None
     chunk: Chunk | None = None
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: Whether the last sleep failed: nobody knows then whether it took effect, so the memory counts as held.
@@ -95,23 +95,23 @@ class ExternalBackend:
                 component=_COMPONENT,
             ) from error
         whole = min(device.arena_bytes for device in await asyncio.to_thread(discover, self._settings))
-        server.told = ServiceSpec(
+        server.spec = ServiceSpec(
             name=model.service,
             bytes_by_dop=dict.fromkeys(units, whole),
             restore_s_by_dop=dict.fromkeys(units, self._wake_s(model.service)),
             replicable=False,
         )
-        return server.told
+        return server.spec
 
-    async def admit(self, function: FunctionSpec, given: ModelInput) -> ModelRequest:
+    async def admit(self, function: FunctionSpec, model_input: ModelInput) -> ModelRequest:
         """The server checks lengths and vocabulary; what it cannot take at all is refused here."""
-        if given.conversations and model_of(function).action is not ModelAction.GENERATE:
+        if model_input.conversations and model_of(function).action is not ModelAction.GENERATE:
             raise InvalidInput(
                 "$.messages: an external engine takes conversations for generate only",
                 component=_COMPONENT,
                 detail={"path": "$.messages"},
             )
-        return ModelRequest(function=function, input=given)
+        return ModelRequest(function=function, input=model_input)
 
     async def restore(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
         await self._wake(self._server(service, function), chunk)
@@ -191,14 +191,14 @@ class ExternalBackend:
 
     def _learn(self, server: _Server, seconds: float) -> None:
         """Keep what a wake took, for any number of devices; report the estimate if it has moved."""
-        service, reported = server.model.service, server.told
+        service, reported = server.model.service, server.spec
         self._wakes.add(service, 1, 0, seconds)
         if reported is None:
             return
         now = dict.fromkeys(reported.restore_s_by_dop, self._wake_s(service))
         if has_moved(reported.restore_s_by_dop, now):
-            server.told = replace(reported, restore_s_by_dop=now)
-            self._on_footprint(server.told)
+            server.spec = replace(reported, restore_s_by_dop=now)
+            self._on_footprint(server.spec)
 
     def _wake_s(self, service: str) -> float:
         return self._wakes.estimate(service, {1: 0})[1]

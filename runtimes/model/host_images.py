@@ -93,8 +93,8 @@ class HostImages:
         known = self._known.get(key)
         if known is not None and time.monotonic() - known.checked_s < self._settings.recheck_s:
             return known
-        mark = await asyncio.to_thread(fingerprint, key[0]) if known is not None else ""
-        if known is not None and mark == known.fingerprint:
+        current = await asyncio.to_thread(fingerprint, key[0]) if known is not None else ""
+        if known is not None and current == known.fingerprint:
             known.checked_s = time.monotonic()
             return known
         path, head, dtype, ignore = key

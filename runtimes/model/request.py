@@ -62,18 +62,18 @@ def model_of(function: FunctionSpec) -> ModelSpec:
     return function.model
 
 
-def parse_input(function: FunctionSpec, given: Mapping[str, object], sequences_max: int) -> ModelInput:
+def parse_input(function: FunctionSpec, value: Mapping[str, object], sequences_max: int) -> ModelInput:
     """Check the shape of an input; raises InvalidInput whose ``detail["path"]`` is the JSON path at fault."""
-    kinds = [kind for kind in _KINDS if kind in given]
+    kinds = [kind for kind in _KINDS if kind in value]
     if len(kinds) != 1:
         raise _invalid("$", f"needs exactly one of {', '.join(_KINDS)}")
     action = model_of(function).action
-    for name in given:
+    for name in value:
         if name not in (*_KINDS, *_OPTIONS.get(action, ())):
             raise _invalid(f"$.{name}", "is not known to this function")
-    options = _options(given, model_of(function))
+    options = _options(value, model_of(function))
     kind = kinds[0]
-    rows = given[kind]
+    rows = value[kind]
     if kind == "messages" and isinstance(rows, list) and rows and isinstance(rows[0], dict):
         rows = [rows]  # a single conversation
     if not isinstance(rows, list) or not rows:

@@ -60,19 +60,19 @@ def _answer(pipe: MessagePipe, number: int, request: object) -> None:
         pipe.send(Done(request=number, value=value))
 
 
-def perform(asked: object) -> object:
+def perform(request: object) -> object:
     """One request, in this process; raises InvalidConfig, Unsupported or InvalidInput."""
-    match asked:
+    match request:
         case Inspect():
-            return _inspect(asked)
+            return _inspect(request)
         case Fill():
-            fill(open_checkpoint(asked.path), asked.layout, asked.image_path, asked.threads)
+            fill(open_checkpoint(request.path), request.layout, request.image_path, request.threads)
             return None
         case Encode():
-            return _encode(asked)
+            return _encode(request)
         case Decode():
-            return _tokens(asked.path, asked.fingerprint).decode(asked.ids)
-    raise TypeError(f"the tokenizer process does not know {asked!r}")
+            return _tokens(request.path, request.fingerprint).decode(request.ids)
+    raise TypeError(f"the tokenizer process does not know {request!r}")
 
 
 def _inspect(request: Inspect) -> Inspection:
@@ -89,6 +89,6 @@ def _encode(request: Encode) -> EncodedText:
 
 
 @lru_cache(maxsize=TOKENIZERS_MAX)
-def _tokens(path: Path, mark: str) -> Tokens:
-    """The tokenizer of one version of a checkpoint (``mark`` is its fingerprint)."""
+def _tokens(path: Path, fingerprint: str) -> Tokens:
+    """The tokenizer of one version of a checkpoint."""
     return Tokens(path)

@@ -446,11 +446,11 @@ class TorchBackend:
                 ) from error
         return known
 
-    async def admit(self, function: FunctionSpec, given: ModelInput) -> ModelRequest:
+    async def admit(self, function: FunctionSpec, model_input: ModelInput) -> ModelRequest:
         with _failing_the_action():
             known = await self.images.look(_key(model_of(function)))
-            encoded = await self._encode(function, given, known)
-        return ModelRequest(function=function, input=given, admitted=encoded)
+            encoded = await self._encode(function, model_input, known)
+        return ModelRequest(function=function, input=model_input, admitted=encoded)
 
     async def restore(self, service: str, function: FunctionSpec, chunk: Chunk) -> bool:
         known = await self.images.look(_key(model_of(function)))

@@ -175,7 +175,7 @@ class DeviceEngine:
     # -- the act
 
     def run(
-        self, asked: RunBatch, restored: Callable[[], None], progress: Callable[[], None], ended: OnEnded | None = None
+        self, batch: RunBatch, restored: Callable[[], None], progress: Callable[[], None], ended: OnEnded | None = None
     ) -> tuple[list[object], Usage]:
         """Restore if needed, then compute; the copy of a layer overlaps the compute of the ones before it.
 
@@ -184,7 +184,7 @@ class DeviceEngine:
         """
         self._computing = True
         try:
-            return self._run(asked, restored, progress, ended or (lambda position, result, usage: None))
+            return self._run(batch, restored, progress, ended or (lambda position, result, usage: None))
         finally:
             self._computing = False
 

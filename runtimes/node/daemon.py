@@ -568,13 +568,13 @@ class SessionServer:
 
     # --- attempts
 
-    def begin(self, claim: str, action: Action, context: Mapping[str, str], given: Mapping[str, object]) -> None:
+    def begin(self, claim: str, action: Action, context: Mapping[str, str], value: Mapping[str, object]) -> None:
         """An attempt is about to run; its output is kept until `forget` if it is a session's first try."""
-        if "session" not in given or action.attempt > 1 or claim in self._sessions:
+        if "session" not in value or action.attempt > 1 or claim in self._sessions:
             return
         id = context.get("invocation_id", action.id)
         try:
-            session = self._table.living(id, terminal_of(given))
+            session = self._table.living(id, terminal_of(value))
         except CodedError:
             return  # its runtime refuses it in the same way
         self._sessions[claim] = ServedSession(claim, id, session)

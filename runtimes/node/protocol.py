@@ -608,22 +608,22 @@ def _encode_path(value: object) -> str:
     raise TypeError(f"{type(value).__name__} does not travel")
 
 
-def _decode_path(wanted: type, value: object) -> object:
+def _decode_path(type_: type, value: object) -> object:
     """Return a path that travelled, or what a schema says; raises TypeError for what does not travel."""
-    if wanted is object:
+    if type_ is object:
         return value
-    if wanted is Path and isinstance(value, str):
+    if type_ is Path and isinstance(value, str):
         return Path(value)
-    raise TypeError(f"{wanted.__name__} does not travel")
+    raise TypeError(f"{type_.__name__} does not travel")
 
 
 _F = TypeVar("_F", bound=FunctionSpec)
 
 
-def read_function(data: bytes, wanted: type[_F]) -> _F:
+def read_function(data: bytes, type_: type[_F]) -> _F:
     """Return a function that travelled; raises ChannelError."""
     try:
-        return msgspec.json.decode(data, type=wanted, dec_hook=_decode_path)
+        return msgspec.json.decode(data, type=type_, dec_hook=_decode_path)
     except (msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
         raise ChannelError(f"a function that does not fit: {error}") from None
 
@@ -736,8 +736,8 @@ class NodeLink(asyncio.Protocol):
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._over.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may be waiting
         #: The connection is gone; the transport has room.
-        self._lost, self._room = asyncio.Event(), asyncio.Event()
-        self._room.set()
+        self._lost, self._writable = asyncio.Event(), asyncio.Event()
+        self._writable.set()
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
         #: So much may wait here without a look at what the transport has.
@@ -784,13 +784,13 @@ class NodeLink(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._finish(error)
         self._lost.set()
-        self._room.set()
+        self._writable.set()
 
     def pause_writing(self) -> None:
-        self._room.clear()
+        self._writable.clear()
 
     def resume_writing(self) -> None:
-        self._room.set()
+        self._writable.set()
 
     def _finish(self, error: Exception | None) -> None:
         """Nothing more is taken."""
@@ -832,7 +832,7 @@ class NodeLink(asyncio.Protocol):
         self._flush()
         if self._pumping is not None:
             await asyncio.wait([self._pumping])
-        await self._room.wait()
+        await self._writable.wait()
 
     def _lose_patience(self) -> None:
         self._patience = None
@@ -860,13 +860,13 @@ class NodeLink(asyncio.Protocol):
     async def _pump(self) -> None:
         """Hand over the rest as the peer reads."""
         while self._unsent and not self.closed.is_set() and not self._lost.is_set():
-            await self._room.wait()
+            await self._writable.wait()
             self._hand_over()
         self._pumping = None
 
     # --- in
 
-    async def receive(self, wanted: type[_M], within_s: float, *, frame_max_bytes: int = HANDSHAKE_BYTES) -> _M:
+    async def receive(self, expected: type[_M], within_s: float, *, frame_max_bytes: int = HANDSHAKE_BYTES) -> _M:
         """Return the next message, which must be a ``wanted``: for the handshake.
 
         Raises LinkClosed if none comes in time, ChannelError for another one, or a `NodeHello` of another protocol,
@@ -890,8 +890,8 @@ class NodeLink(asyncio.Protocol):
         message = self._received.popleft()
         if isinstance(message, NodeHello) and message.protocol != PROTOCOL:
             wrong = ChannelError(f"the node speaks protocol {message.protocol}, the gateway {PROTOCOL}: upgrade one")
-        elif not isinstance(message, wanted):
-            wrong = ChannelError(f"a {type(message).__name__} where a {wanted.__name__} was expected")
+        elif not isinstance(message, expected):
+            wrong = ChannelError(f"a {type(message).__name__} where a {expected.__name__} was expected")
         else:
             return message
         self._refuse(wrong)
@@ -1172,7 +1172,7 @@ class FileTransfer:
         """Send all of it, one piece whenever the link has passed on what it had; raises what ``chunks`` raises."""
         async for chunk in chunks:
             for start in range(0, len(chunk), self._piece_bytes):
-                await self._outflow.room()  # of any size, so that it gets full: some only tell of so much at once
+                await self._outflow.free_bytes()  # of any size, so that it gets full: some only tell of so much at once
                 piece = chunk[start : start + self._piece_bytes]
                 self._outflow.use(len(piece))
                 self.link.send(TransferPiece(self.request.transfer, piece))
@@ -1207,7 +1207,7 @@ class HandlerArchives:
         self._copies = copies or HandlerCopies()
         #: By copy, which never changes, the one used last at the end.
         self._kept: dict[Path, HandlerArchive] = {}
-        self._one = asyncio.Lock()
+        self._packing = asyncio.Lock()
 
     async def of(self, function: FunctionSpec) -> HandlerArchive:
         """Return the files that this revision of a handler runs.
@@ -1215,7 +1215,7 @@ class HandlerArchives:
         Raises InvalidConfig for more than travels, CapacityExceeded where this machine ran short.
         """
         directory = await self._copies.of(function)
-        async with self._one:
+        async with self._packing:
             archive = self._kept.pop(directory, None)
             if archive is None:
                 try:

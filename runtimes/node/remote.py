@@ -367,7 +367,7 @@ class SessionClient:
         """Take the news of its command: it runs, or runs still; or a piece of its output, of which some is known."""
         session = self._session
         if isinstance(message, SessionWritten):
-            session.said(message.stream, message.data, message.offset)
+            session.add_output(message.stream, message.data, message.offset)
             self._credit()
             return
         self._refused = not message.reads
@@ -612,7 +612,7 @@ class RemoteNode:
         """
         trajectories = {facts.trajectory: facts for facts in inventory.trajectories}
         _check_count(trajectories, TRAJECTORIES_MAX, "trajectories")
-        gone, same = self._trajectories.keys() - trajectories.keys(), inventory.epoch == self._epoch
+        missing, same = self._trajectories.keys() - trajectories.keys(), inventory.epoch == self._epoch
         if self._link is not None:
             self._link.close("another link took its place")
         self._detach()
@@ -633,16 +633,16 @@ class RemoteNode:
                 self._attach_call(claim, remote)
             elif same or not remote.begun or remote.repeatable:
                 trajectory = remote.execute.action.trajectory
-                if trajectory in gone and remote.inside:  # it would find a new, empty one
-                    gone.discard(trajectory)
+                if trajectory in missing and remote.inside:  # it would find a new, empty one
+                    missing.discard(trajectory)
                     self._end(remote, failed(lost(f"the sandbox of trajectory {trajectory!r} died with its daemon")))
                     continue
                 remote.begun, remote.unconfirmed = remote.begun and not remote.unconfirmed, False
                 self._send_call(remote)
             else:
-                self._gone(remote, "the node came back without what had begun on it")
-        if gone:
-            self.on_lost(gone)
+                self._end_lost(remote, "the node came back without what had begun on it")
+        if missing:
+            self.on_lost(missing)
         for claim in self._attempts.keys() - self._calls.keys() - self._unrecorded:
             if not self._recovering or claim in self._unwanted:
                 self._unwant(claim)
@@ -669,7 +669,7 @@ class RemoteNode:
         """Give up all that is there: what runs ends ``lost``, what was requested raises ActionFailed(node_lost)."""
         self._detach()
         for remote in list(self._calls.values()):
-            self._gone(remote, why)
+            self._end_lost(remote, why)
         for session in self._sessions.values():
             session.close()
         for each in self._requests.values():
@@ -959,7 +959,7 @@ class RemoteNode:
         elif remote.call.resumed and self._link is None:
             remote.sent = remote.begun = remote.unconfirmed = True  # the node says at its return what became of it
         elif remote.call.resumed and not remote.repeatable:
-            self._gone(remote, "the node came back without what had begun on it")
+            self._end_lost(remote, "the node came back without what had begun on it")
         elif self._link is not None:
             self._send_call(remote)
 
@@ -1008,7 +1008,7 @@ class RemoteNode:
         else:
             self.send(CancelAttempt(claim, False))
 
-    def _gone(self, remote: RemoteCall, why: str) -> None:
+    def _end_lost(self, remote: RemoteCall, why: str) -> None:
         """It is certain that nothing of it is left."""
         state, reason = (State.LOST, Reason.NODE_LOST)
         if remote.cancelled:

@@ -40,7 +40,7 @@ class WarmPool:
         self._clock = clock
         self._idle: deque[Sandbox] = deque()
         self._claims_s: deque[float] = deque()
-        self._wanted = asyncio.Event()
+        self._changed = asyncio.Event()
         self._filled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -53,7 +53,7 @@ class WarmPool:
         living = [sandbox for sandbox in self._idle if sandbox.alive]
         if len(living) < len(self._idle):
             self._idle = deque(living)
-            self._wanted.set()
+            self._changed.set()
         return living
 
     @property
@@ -66,14 +66,14 @@ class WarmPool:
     def start(self) -> None:
         if self._task is None:
             self._task = asyncio.create_task(self._replenish())
-            self._wanted.set()
+            self._changed.set()
 
     def claim(self) -> Sandbox | None:
         """Return one that lies ready, or None; it is replaced in the background."""
         self._claims_s.append(self._clock.now())
         if len(self._claims_s) > max(1, self.spec.warm.max):
             self._claims_s.popleft()
-        self._wanted.set()
+        self._changed.set()
         while self._idle:
             sandbox = self._idle.popleft()
             if sandbox.alive:
@@ -97,8 +97,8 @@ class WarmPool:
     async def _replenish(self) -> None:
         backoff_s = BACKOFF_S
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._changed.wait()
+            self._changed.clear()
             while self.idle < self.target:
                 try:
                     self._idle.append(await self._make())

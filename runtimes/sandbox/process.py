@@ -380,9 +380,9 @@ def _namespace(base: int) -> IO[bytes]:
     It is the block's own first user who makes it: the kernel counts for the maker of a namespace what is in it.
     """
     capability = ("--inh-caps=-all,+sys_admin", "--ambient-caps=-all,+sys_admin")  # where users may make none
-    words = ("setpriv", f"--reuid={base}", f"--regid={base}", "--clear-groups", *capability, "unshare", "--user", "cat")
+    argv = ("setpriv", f"--reuid={base}", f"--regid={base}", "--clear-groups", *capability, "unshare", "--user", "cat")
     pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as inside:
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as inside:
         assert inside.stdin is not None and inside.stdout is not None and inside.stderr is not None
         with suppress(BrokenPipeError):
             inside.stdin.write(b".")  # what comes back has come through the namespace
@@ -409,8 +409,8 @@ def _in_use(base: int) -> bool:
     for status in Path("/proc").glob("[0-9]*/status"):
         with suppress(OSError):
             text = status.read_text(encoding="utf-8", errors="replace")
-            words = text.partition("\nUid:")[2].split()
-            if "\nState:\tZ" not in text and any(base <= int(word) < base + BLOCK for word in words[:4]):
+            uids = text.partition("\nUid:")[2].split()
+            if "\nState:\tZ" not in text and any(base <= int(uid) < base + BLOCK for uid in uids[:4]):
                 return True
     return False
 
@@ -516,7 +516,7 @@ def bubblewrap_options(
     options = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--as-pid-1", "--new-session"]
     options += ["--unshare-net", "--hostname", "sandbox", "--cap-drop", "ALL"]
     if host.root:
-        options += [word for name in capabilities_of(spec) for word in ("--cap-add", f"CAP_{name}")]
+        options += [option for name in capabilities_of(spec) for option in ("--cap-add", f"CAP_{name}")]
     else:
         options.append("--unshare-user")
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
@@ -634,8 +634,8 @@ class SlirpUplink:
             ready_end = -1
             for kind, bound in BOUNDS.items():
                 resource.prlimit(self.pid, kind, (bound, bound))
-            seen, _, _ = await asyncio.to_thread(select.select, [ready], [], [], START_S)
-            if seen and os.read(ready, 1):
+            readable, _, _ = await asyncio.to_thread(select.select, [ready], [], [], START_S)
+            if readable and os.read(ready, 1):
                 return
             output = await asyncio.to_thread(log.read_bytes)
             tail = output[-LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
@@ -731,7 +731,7 @@ class ProcessProvider:
         if host.bubblewrap is not None:
             require_shown(path, state_dir)
         #: In what it is weaker than it could be, besides what it sees itself.
-        self._told = tuple(weakenings)
+        self._configured_weakenings = tuple(weakenings)
         self._filter = compiled(seccomp) if host.bubblewrap is not None and seccomp != "none" else b""
         self._root = state_dir / SANDBOXES
         self._held = hold(state_dir)
@@ -777,7 +777,7 @@ class ProcessProvider:
         )
 
     def _weakenings(self) -> Iterator[str]:
-        yield from self._told
+        yield from self._configured_weakenings
         host = self._host
         if host.bubblewrap is None:
             yield "plain processes: commands see the host's files, processes and network"

@@ -607,12 +607,12 @@ class Orphans(Protocol):
 def verdict(state_dir: str) -> tuple[bool, str]:
     """Return whether the sandboxes of a state directory of this machine are somebody's, and why."""
     try:
-        there = Path(state_dir).is_dir()
+        exists = Path(state_dir).is_dir()
     except PermissionError:
         return True, "it is another user's"
     if is_held(Path(state_dir)):
         return True, "its gateway lives"
-    return False, "its gateway is gone" if there else "its state directory is gone"
+    return False, "its gateway is gone" if exists else "its state directory is gone"
 
 
 class LocalOrphans:
@@ -691,9 +691,9 @@ def _runners() -> dict[tuple[str, str], list[int]]:
         with suppress(OSError):
             if user and place.stat().st_uid != user:
                 continue
-            words = os.fsdecode((place / "cmdline").read_bytes()).split("\0")
-            names = [match.groups() for word in words if (match := RUN_DIRECTORY.match(word))]
-            if names and any(word.endswith(f"/{RUNNER_FILE}") for word in words):
+            arguments = os.fsdecode((place / "cmdline").read_bytes()).split("\0")
+            names = [match.groups() for argument in arguments if (match := RUN_DIRECTORY.match(argument))]
+            if names and any(argument.endswith(f"/{RUNNER_FILE}") for argument in arguments):
                 state_dir, name = names[0]
                 result.setdefault((state_dir, name), []).append(int(place.name))
     for (state_dir, name), pids in result.items():
@@ -883,20 +883,20 @@ class OwnUsers:
         self._root = root
         self._held = {path.name: record.uid for path, record in read_records(root) if record is not None}
 
-    def take(self, name: str, wanted: int = 0) -> int:
+    def take(self, name: str, uid: int = 0) -> int:
         """Return an id for a sandbox: the ``wanted`` one if it is of the range (its files are), else a free one.
 
         Raises CapacityExceeded if all are taken.
         """
         if len(self._held) >= len(self._range):
             self._held = {one: uid for one, uid in self._held.items() if (self._root / one).is_dir()}
-        if wanted not in self._range:
+        if uid not in self._range:
             taken = set(self._held.values())
             start = secrets.randbelow(len(self._range))  # beside another gateway that has the same range
             ids = (self._range[(start + step) % len(self._range)] for step in range(len(self._range)))
-            wanted = next((uid for uid in ids if uid not in taken), 0)
-        if not wanted:
+            uid = next((uid for uid in ids if uid not in taken), 0)
+        if not uid:
             message = f"all {len(self._range)} user ids of sandboxes are taken: raise sandbox.uids.count"
             raise CapacityExceeded(message, component=USERS_COMPONENT)
-        self._held[name] = wanted
-        return wanted
+        self._held[name] = uid
+        return uid

@@ -54,7 +54,7 @@ class Window:
         self.is_shut = True
         self._changed.set()
 
-    async def room(self) -> int:
+    async def free_bytes(self) -> int:
         """Return how many bytes may be sent now, waiting for some; 0 if nothing more is taken."""
         await self._changed.wait()
         return 0 if self.is_shut else self.size_bytes - self.used_bytes
@@ -279,7 +279,7 @@ class InteractiveSession:
         """Its command was sent so much of the input."""
         self.input_offset = input_offset
 
-    def said(self, stream: str, data: bytes, offset: int | None = None) -> None:
+    def add_output(self, stream: str, data: bytes, offset: int | None = None) -> None:
         """Keep what its command said; with an ``offset`` what of it is new, and what lies before was not heard."""
         if offset is not None:
             self._output.skip(offset)
@@ -445,12 +445,12 @@ class InteractiveSession:
 
     async def _feed(self, data: bytes, offset: int, *, end: bool) -> None:
         while self._place_in(offset) < len(data) and self._grip is not None and self.reads:
-            room = await self._grip.input_room()
-            if room == 0 or self._grip is None:
+            free_bytes = await self._grip.input_room()
+            if free_bytes == 0 or self._grip is None:
                 self._input_ended = True
                 return
             place = self._place_in(offset)
-            await self._grip.feed(data[place : place + room])
+            await self._grip.feed(data[place : place + free_bytes])
         if end and self._grip is not None and self.reads:
             await self._grip.end_input()
             self._input_ended = True

@@ -43,16 +43,16 @@ class OtherSandbox(Conflict):
         super().__init__(message, component=COMPONENT)
 
 
-def chosen(spec: SandboxSpec, asked: SandboxChoice) -> SandboxSpec:
+def chosen(spec: SandboxSpec, choice: SandboxChoice) -> SandboxSpec:
     """Return the function's sandbox with what a trajectory chooses; raises InvalidInput with field and remedy."""
     values = {
-        "image": _image(spec, asked.image),
-        "env": _env(spec, asked),
-        "workdir": _workdir(asked.workdir),
-        "user": _user(spec, asked.user),
-        "memory_bytes": _memory_bytes(spec, asked.memory),
-        "idle_ttl_s": _idle_ttl_s(spec, asked.idle_ttl),
-        **_network(spec, asked.network),
+        "image": _image(spec, choice.image),
+        "env": _env(spec, choice),
+        "workdir": _workdir(choice.workdir),
+        "user": _user(spec, choice.user),
+        "memory_bytes": _memory_bytes(spec, choice.memory),
+        "idle_ttl_s": _idle_ttl_s(spec, choice.idle_ttl),
+        **_network(spec, choice.network),
     }
     values = {name: value for name, value in values.items() if value is not None}
     return replace(spec, **values, chosen=True)  # type: ignore[arg-type]  # fields by name
@@ -170,13 +170,13 @@ class Declarations:
                 yield from (before for until_s, before in changes if made_s < until_s)
 
 
-def difference(asked: SandboxSpec, living: SandboxSpec) -> str:
+def difference(requested: SandboxSpec, living: SandboxSpec) -> str:
     """Return in what a sandbox that was chosen is not the one that lives; empty if it is."""
     for name in ("snapshot", "image", "network", "user", "workdir", "memory_bytes", "idle_ttl_s"):
-        if getattr(asked, name) != getattr(living, name):
+        if getattr(requested, name) != getattr(living, name):
             field = {"memory_bytes": "memory", "idle_ttl_s": "idle_ttl"}.get(name, name)
-            return _differs(field, getattr(asked, name), getattr(living, name))
-    return "" if asked.env == living.env else "sandbox.env: it lives with other variables"
+            return _differs(field, getattr(requested, name), getattr(living, name))
+    return "" if requested.env == living.env else "sandbox.env: it lives with other variables"
 
 
 def _image(spec: SandboxSpec, image: str | None) -> str | None:

@@ -259,10 +259,7 @@ class RayDriverProcess:
 
     async def _end(self) -> None:
         """The driver is gone for certain, with whatever it has forked."""
+        self._kill()
         process, self._process = self._process, None
-        if process is None:
-            return
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        if process is not None:
+            await process.wait()

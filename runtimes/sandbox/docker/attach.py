@@ -88,7 +88,7 @@ class AttachStream(asyncio.Protocol):
         self.answered: asyncio.Future[None] = loop.create_future()
         self._agreed: asyncio.Future[None] = loop.create_future()
         self._answer = b""
-        self._said = bytearray()
+        self._received = bytearray()
         self._complaint = bytearray()
 
     def request(self, path: str) -> None:
@@ -167,9 +167,9 @@ class AttachStream(asyncio.Protocol):
         elif self._agreed.done():
             self._pass_on(data)
         elif self._answer:
-            self._said += data
-            before, answer, rest = bytes(self._said).partition(self._answer)
-            self._said = bytearray(before[-wire.ANSWER_BYTES :])  # an answer may have begun to arrive
+            self._received += data
+            before, answer, rest = bytes(self._received).partition(self._answer)
+            self._received = bytearray(before[-wire.ANSWER_BYTES :])  # an answer may have begun to arrive
             if answer:
                 self._begin()
                 self._pass_on(rest)
@@ -348,7 +348,7 @@ class AttachClient:
             else:
                 created = await self._attach_again(client)
             self._client = created
-            self._watch = asyncio.create_task(self._tell(created))
+            self._watch = asyncio.create_task(self._await_loss(created))
             return created
 
     async def _attach_again(self, client: StreamClient) -> StreamClient:
@@ -375,7 +375,7 @@ class AttachClient:
         self.lost.set()
         return error
 
-    async def _tell(self, client: StreamClient) -> None:
+    async def _await_loss(self, client: StreamClient) -> None:
         """Learn that the container has ended at once, not with the next action."""
         await client.lost.wait()
         await self._ended(client)

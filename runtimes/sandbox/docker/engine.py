@@ -185,7 +185,7 @@ class EngineWatchdog:
         if self._silent:
             raise self._refusal()
         future = asyncio.wrap_future(self._threads.submit(work))
-        future.add_done_callback(_seen)
+        future.add_done_callback(_retrieved)
         try:
             while not (await asyncio.wait([future], timeout=self._step_s))[0]:
                 if not await self._answers() and not future.done():
@@ -288,7 +288,7 @@ class DaemonThreads:
             return self._waiting.get()
 
 
-def _seen(future: asyncio.Future[T]) -> None:
+def _retrieved(future: asyncio.Future[T]) -> None:
     """Mark a failure as seen: a caller that gave up does not come back for it."""
     if not future.cancelled():
         future.exception()
@@ -747,7 +747,7 @@ class DockerEngine:
                     part.close()
 
     def _follow(
-        self, made: str, sock: Any, output: Callable[[str, bytes], None], abandoned: Callable[[], bool]
+        self, exec_id: str, sock: Any, output: Callable[[str, bytes], None], abandoned: Callable[[], bool]
     ) -> int | None:
         """Read the multiplexed stream until it ends, or until the command has ended and said nothing more."""
         decoder = chunk_decoder()
@@ -755,11 +755,11 @@ class DockerEngine:
             try:
                 data = sock.recv(CHUNK_BYTES)
             except TimeoutError:
-                if self._api.exec_inspect(made)["Running"]:
+                if self._api.exec_inspect(exec_id)["Running"]:
                     continue
                 data = b""
             if not data:
-                return int(self._api.exec_inspect(made)["ExitCode"] or 0)
+                return int(self._api.exec_inspect(exec_id)["ExitCode"] or 0)
             for (stream, _), chunk in decoder.feed(data):
                 output("stderr" if stream == STDERR else "stdout", chunk)
         return None
@@ -891,7 +891,8 @@ class LeftoverCleaner:
     def sweep(self) -> int:
         """Take away what is left of containers removed a while ago; return how many had left something."""
         now_s = time.monotonic()
-        due = {one: seen for one, seen in list(self._removed.items()) if now_s - seen[0] >= self._grace_s}
+        removed = list(self._removed.items())
+        due = {container: entry for container, entry in removed if now_s - entry[0] >= self._grace_s}
         if not self._places or not due:
             return 0  # nobody has shown yet where to look, or nothing to look for
         result, shims = 0, self._shims()

@@ -304,20 +304,20 @@ class ContainerNetworks:
         if egress is not None:
             await self._guard.enforce(egress, pid)
 
-    async def require(self, found: ContainerState, record: SandboxRecord, *, here: bool) -> None:
+    async def require(self, state: ContainerState, record: SandboxRecord, *, here: bool) -> None:
         """Raise `lost` if a container's network is not the one that its spec asks for.
 
         One that was restarted from outside has a new network namespace, without rules.
         """
         spec, task = record.spec, record.labels.get(TASK, record.name)
-        if spec.network is Network.EGRESS and self._guards(here) and not await self._guard.holds(found.pid):
+        if spec.network is Network.EGRESS and self._guards(here) and not await self._guard.holds(state.pid):
             raise lost("its network namespace has no rules")
-        if spec.network is Network.INTERNAL and found.network != self._internal.name_of(task):
+        if spec.network is Network.INTERNAL and state.network != self._internal.name_of(task):
             raise lost("its network is not that of its task")
 
-    def after(self, found: ContainerState) -> Callable[[], Awaitable[None]] | None:
+    def after(self, state: ContainerState) -> Callable[[], Awaitable[None]] | None:
         """Return what is to be called when a container has gone."""
-        return None if found.network in (NO_NETWORK, BRIDGE, self._egress_network) else self.sweep
+        return None if state.network in (NO_NETWORK, BRIDGE, self._egress_network) else self.sweep
 
     async def sweep(self) -> None:
         """Remove the internal networks on which no sandbox is."""
@@ -365,30 +365,30 @@ class InternalNetworks:
         """Remove the networks on which no sandbox is; what cannot be removed now is left to the next time."""
         async with self._lock:
             try:
-                await self._removed_unused(await self._there())
+                await self._removed_unused(await self._existing())
             except CodedError as error:
                 logger.warning("unused networks are not looked for", why=error.message)
 
     async def _ensure(self, name: str, task: str) -> None:
-        there = await self._there()
-        if name not in there and len(there) >= self._limit:
-            there = await self._removed_unused(there)
-        if name not in there and len(there) >= self._limit:
+        existing = await self._existing()
+        if name not in existing and len(existing) >= self._limit:
+            existing = await self._removed_unused(existing)
+        if name not in existing and len(existing) >= self._limit:
             raise CapacityExceeded(
-                f"{len(there)} tasks have an internal network, as many as sandbox.docker.internal_networks lets be",
+                f"{len(existing)} tasks have an internal network, as many as sandbox.docker.internal_networks lets be",
                 component=NETWORK_COMPONENT,
                 retry_after_s=RETRY_S,
             )
         await make_isolated(self._engine, name, {**self._labels, TASK: task})
 
-    async def _there(self) -> tuple[str, ...]:
+    async def _existing(self) -> tuple[str, ...]:
         entry = await self._engine.call(self._engine.api.networks, filters={"label": [self._own]})
         return tuple(str(item["Name"]) for item in entry)
 
-    async def _removed_unused(self, there: Iterable[str]) -> tuple[str, ...]:
+    async def _removed_unused(self, existing: Iterable[str]) -> tuple[str, ...]:
         """Remove what nobody uses; return what is left."""
         left = []
-        for name in there:
+        for name in existing:
             try:
                 if self._joining[name] or not await self._removed(name):
                     left.append(name)
@@ -466,7 +466,7 @@ class RunnerInstaller(Protocol):
         """Put in, before its start, what it cannot see from outside."""
         ...
 
-    async def connect(self, found: ContainerState, record: SandboxRecord, directory: Path) -> RunnerClient:
+    async def connect(self, state: ContainerState, record: SandboxRecord, directory: Path) -> RunnerClient:
         """Speak to the runner of a started container; raises ActionFailed(environment_lost)."""
         ...
 
@@ -499,8 +499,8 @@ class SharedDirectoryInstaller:
     async def furnish(self, container: str, mounts: Mapping[str, str]) -> None:
         """Do nothing: they are mounted."""
 
-    async def connect(self, found: ContainerState, record: SandboxRecord, directory: Path) -> StreamClient:
-        stream = SocketStream(directory / "run", peer_pid=found.pid)
+    async def connect(self, state: ContainerState, record: SandboxRecord, directory: Path) -> StreamClient:
+        stream = SocketStream(directory / "run", peer_pid=state.pid)
         return await StreamClient.open(stream, record.greeting(own_cgroup=True), within_s=START_S)
 
 
@@ -523,10 +523,10 @@ class AttachInstaller:
         for source, target in mounts.items():
             await self.engine.put_tree(container, Path(source), target, limit_bytes=self.copy_limit_bytes)
 
-    async def connect(self, found: ContainerState, record: SandboxRecord, directory: Path) -> AttachClient:
+    async def connect(self, state: ContainerState, record: SandboxRecord, directory: Path) -> AttachClient:
         unattended_s = max(record.spec.unattended_s, UNSEEN_S)
         life_s = min(record.spec.idle_ttl_s, unattended_s) / LIFE_SIGNS
-        stream = AttachByteStream(self.engine, found.id, token=record.token, life_s=life_s)
+        stream = AttachByteStream(self.engine, state.id, token=record.token, life_s=life_s)
         sequence = 1 + secrets.randbits(31)
         hello = record.greeting(own_cgroup=True, unattended_s=unattended_s, sequence=sequence)
 
@@ -534,7 +534,7 @@ class AttachInstaller:
             return await StreamClient.open(stream, hello, within_s=START_S, first=first)
 
         async def running() -> bool:
-            return await self.engine.running(found.id)
+            return await self.engine.running(state.id)
 
         return await AttachClient(attach, running, detachable=record.spec.unattended_s > 0).attach()
 
@@ -629,7 +629,7 @@ class ExecClient:
             self._engine.call(
                 self._engine.execute,
                 self._container,
-                _words(command),
+                _exec_argv(command),
                 user=user,
                 cwd=posixpath.join(self._spec.workdir, command.cwd),
                 env={"HOME": self._spec.workdir, **self._spec.env, **command.env, "TANGRAM_ACTION": marker},
@@ -786,7 +786,7 @@ class ExecClient:
         return error
 
 
-def _words(command: Command) -> list[str]:
+def _exec_argv(command: Command) -> list[str]:
     """Return the command as an argument vector; the shell joins its two streams if they are wanted in one."""
     if command.argv:
         return ["/bin/sh", "-c", 'exec "$0" "$@" 2>&1', *command.argv] if command.merge else list(command.argv)
@@ -1025,14 +1025,14 @@ class ContainerProvider:
             await asyncio.to_thread(_lay_out, directory, record, self._engine.remapped)
             egress = await self._networks.resolve(spec, here=self._is_here(spec.runtime))
             blueprint = self._blueprint(record, image, directory, mounts, network, egress)
-            container = await self._made(blueprint, record, mounts, directory)
+            container = await self._create_container(blueprint, record, mounts, directory)
             await asyncio.to_thread(note_container, directory, container)
             try:
                 entry = await self._engine.start(container)
             except NoRunner as error:
                 await self._engine.remove(container)
                 bare = self._without_runner(blueprint, record, error)
-                container = await self._made(bare, record, mounts, directory)
+                container = await self._create_container(bare, record, mounts, directory)
                 await asyncio.to_thread(note_container, directory, container)
                 record = replace(record, runner=False)
                 await asyncio.to_thread(record.write, directory)
@@ -1050,7 +1050,7 @@ class ContainerProvider:
                 raise short from None
             raise
 
-    async def _made(
+    async def _create_container(
         self, blueprint: Blueprint, record: SandboxRecord, mounts: Mapping[str, str], directory: Path
     ) -> str:
         container = await self._engine.create(blueprint)

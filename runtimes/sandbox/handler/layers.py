@@ -33,7 +33,7 @@ _PIP, _LINKS, _TARGET = "/installer/pip", "/links", "layer"
 #: Bytes that a build may write beside what it downloads, unpacks and installs.
 _ROOM_BYTES = 2**28
 #: Characters that are told of what pip said, and bytes of it that are kept.
-TOLD_CHARS, SAID_BYTES = 2000, 64 * 2**10
+MESSAGE_CHARS, OUTPUT_BYTES = 2000, 64 * 2**10
 _LOG = structlog.get_logger("sandbox.layers")
 
 #: Told each line that pip says while it builds.
@@ -155,12 +155,12 @@ class LayerStore:
             env={"TMPDIR": workdir} if self._isolates else {},
             merge=True,
             timeout_s=chosen.timeout_s,
-            output_limit_bytes=SAID_BYTES,
+            output_limit_bytes=OUTPUT_BYTES,
         )
         rest = b""
 
-        def bare(said: bytes) -> str:
-            return said.decode("utf-8", "replace").replace(index or "\0", REDACTED)
+        def bare(output: bytes) -> str:
+            return output.decode("utf-8", "replace").replace(index or "\0", REDACTED)
 
         def on_output(stream: str, data: bytes) -> None:
             nonlocal rest
@@ -175,7 +175,7 @@ class LayerStore:
                 component=COMPONENT,
             )
         if result.exit_code != 0:
-            how = "out of memory (sandbox.requirements.memory)" if result.out_of_memory else _told(bare(result.stdout))
+            how = "out of memory (sandbox.requirements.memory)" if result.out_of_memory else _error(bare(result.stdout))
             raise InvalidConfig(f"its requirements cannot be installed: {how}", component=COMPONENT)
 
     async def _fetch(self, sandbox: Sandbox, created: Path) -> int:
@@ -211,8 +211,8 @@ def _pip() -> Path:
     return Path(entry.origin).parent
 
 
-def _told(message: str) -> str:
+def _error(message: str) -> str:
     """Return what pip says is wrong: its lines of errors, or the last ones."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
-    return " ".join(errors or lines[-5:] or ["pip said nothing"])[:TOLD_CHARS]
+    return " ".join(errors or lines[-5:] or ["pip said nothing"])[:MESSAGE_CHARS]

@@ -185,11 +185,11 @@ class Calls:
         self._pid = os.getpid()
         self._output_limit_bytes = output_limit_bytes
         self._running: dict[str, HandlerCall] = {}
-        self._here: contextvars.ContextVar[HandlerCall | None] = contextvars.ContextVar("invocation", default=None)
+        self._current: contextvars.ContextVar[HandlerCall | None] = contextvars.ContextVar("invocation", default=None)
 
     def current(self) -> HandlerCall | None:
         """Return the invocation whose code runs in this thread or task, or the only one there is."""
-        result = self._here.get()
+        result = self._current.get()
         if result is None and len(self._running) == 1:
             result = next(iter(self._running.values()), None)
         return result
@@ -222,11 +222,11 @@ class Calls:
     def _enter(self, message: dict[str, Any]) -> tuple[HandlerCall, float]:
         invocation = HandlerCall(self._channel, message)
         self._running[invocation.id] = invocation
-        self._here.set(invocation)
+        self._current.set(invocation)
         return invocation, time.thread_time()
 
     def _leave(self, invocation: HandlerCall, answer: bytes, cpu_s: float) -> None:
-        self._here.set(None)
+        self._current.set(None)
         invocation.flush()
         del self._running[invocation.id]
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -356,13 +356,13 @@ class RunningExchange(Exchange):
     async def write(self, data: bytes) -> None:
         """Append to its standard input until it reads no more."""
         view = memoryview(data)
-        while view and (room := await self.input_room()):
-            piece, view = bytes(view[:room]), view[room:]
+        while view and (free_bytes := await self.input_room()):
+            piece, view = bytes(view[:free_bytes]), view[free_bytes:]
             await self.send_input(piece)
 
     async def input_room(self) -> int:
         """Return how many bytes may be sent now, waiting for some; 0 if the command reads no more."""
-        return min(await self._input.room(), wire.CHUNK_BYTES)
+        return min(await self._input.free_bytes(), wire.CHUNK_BYTES)
 
     async def send_input(self, piece: bytes) -> None:
         """Send what there is room for; it is on its way before the first wait."""
@@ -448,39 +448,39 @@ class KeptStream:
 
     def __init__(self, head_bytes: int, tail_bytes: int, shown_bytes: int) -> None:
         self._head_bytes, self._tail_bytes = head_bytes, tail_bytes
-        self._room = shown_bytes
+        self._shown_left = shown_bytes
         self._head, self._tail = bytearray(), bytearray()
-        self._said = 0
+        self._received_bytes = 0
         self.unshown = 0
 
     @property
     def truncated(self) -> bool:
-        return self._said > self._head_bytes + self._tail_bytes
+        return self._received_bytes > self._head_bytes + self._tail_bytes
 
     def add(self, data: bytes) -> bytes:
         """Keep the next piece; return what of it is to be shown."""
-        self._said += len(data)
+        self._received_bytes += len(data)
         rest = max(0, self._head_bytes - len(self._head))
         self._head += data[:rest]
         self._tail += data[rest:]
         if len(self._tail) > 2 * self._tail_bytes:
             del self._tail[: len(self._tail) - self._tail_bytes]
-        shown, self._room = data[: self._room], self._room - min(self._room, len(data))
+        shown, self._shown_left = data[: self._shown_left], self._shown_left - min(self._shown_left, len(data))
         self.unshown += len(data) - len(shown)
         return shown
 
     def miss(self, count: int) -> None:
         """Count bytes that were dropped before the end that is kept."""
-        self._said += count
+        self._received_bytes += count
         self.unshown += count
 
     def joined(self) -> bytes:
         """Return what is kept, cut between characters, with a line that counts what is missing."""
         head, tail = bytes(self._head), bytes(self._tail[max(0, len(self._tail) - self._tail_bytes) :])
-        if self._said <= self._head_bytes + self._tail_bytes:
+        if self._received_bytes <= self._head_bytes + self._tail_bytes:
             return head + tail
         head, tail = _without_half(head), tail[_leading_half(tail) :]
-        return head + MARKER % (self._said - len(head) - len(tail)) + tail
+        return head + MARKER % (self._received_bytes - len(head) - len(tail)) + tail
 
 
 def _leading_half(data: bytes) -> int:
@@ -542,10 +542,12 @@ class CommandExchange(RunningExchange):
 
     def ended(self, end: RunnerEnd | Exception) -> None:
         if isinstance(end, ActionFailed):
-            end = ActionFailed(end.reason, end.message, component=end.component, result=self.said(), detail=end.detail)
+            end = ActionFailed(
+                end.reason, end.message, component=end.component, result=self.output_so_far(), detail=end.detail
+            )
         super().ended(end)
 
-    def said(self) -> dict[str, str]:
+    def output_so_far(self) -> dict[str, str]:
         """Return its output so far."""
         return self.output.text()
 
@@ -576,9 +578,9 @@ class SessionExchange(RunningExchange):
         self._session.open(self, start=standing.start, input_offset=standing.input)
 
     def data(self, stream: int, data: bytes) -> None:
-        self._session.said(STREAM_NAMES[stream], data)
+        self._session.add_output(STREAM_NAMES[stream], data)
 
-    def said(self) -> dict[str, str]:
+    def output_so_far(self) -> dict[str, str]:
         """Return nothing: what it said went to the session."""
         return {}
 
@@ -754,7 +756,7 @@ class StreamClient(asyncio.BufferedProtocol):
                 return await exchange.result()
         except TimeoutError:
             self.close()
-            raise lost("the runner has fallen silent", result=exchange.said()) from None
+            raise lost("the runner has fallen silent", result=exchange.output_so_far()) from None
         except asyncio.CancelledError:
             await self.kill(exchange.number, exchange.end)
             raise

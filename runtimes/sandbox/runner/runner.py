@@ -391,10 +391,10 @@ class Workplace:
             _enroll(self.config["user"], self.config["workdir"])
         identity = self.identity()
         workdir = self.real(self.config["workdir"])
-        made = not os.path.isdir(workdir)
-        if made:
+        is_new = not os.path.isdir(workdir)
+        if is_new:
             os.makedirs(workdir, 0o755)
-        if own or (made and os.getuid() == 0):
+        if own or (is_new and os.getuid() == 0):
             os.chown(workdir, identity.uid, identity.gid)
         if os.getuid() == 0:
             try:
@@ -1089,10 +1089,10 @@ def _listen(directory: str) -> socket.socket:
 
 def _same(one: str, other: str) -> bool:
     """Compare in a time that does not tell where the two differ."""
-    wanted, given = one.encode(), other.encode()
-    difference = len(wanted) ^ len(given)
-    for index in range(min(len(wanted), len(given))):
-        difference |= wanted[index] ^ given[index]
+    first, second = one.encode(), other.encode()
+    difference = len(first) ^ len(second)
+    for index in range(min(len(first), len(second))):
+        difference |= first[index] ^ second[index]
     return difference == 0
 
 
@@ -1122,9 +1122,9 @@ class CommandOutput:
         self.start += extra
         while extra:
             count = self.pieces[0]
-            gone = min(abs(count), extra)
-            extra -= gone
-            self.pieces[0] = count - gone if count > 0 else count + gone
+            forgotten = min(abs(count), extra)
+            extra -= forgotten
+            self.pieces[0] = count - forgotten if count > 0 else count + forgotten
             if not self.pieces[0]:
                 del self.pieces[0]
 
@@ -1566,7 +1566,7 @@ class Claims:
     def ended_bytes(self) -> int:
         return sum(len(job.output.data) for job in self.ended.values())
 
-    def told(self) -> list[str] | None:
+    def started_claims(self) -> list[str] | None:
         return None if self.forgetful else list(self.started)
 
 
@@ -2104,12 +2104,12 @@ def _descendants(root: int, table: dict[int, tuple[int, str]]) -> list[int]:
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
         children.setdefault(parent, []).append(pid)
-    found: list[int] = []
+    descendants: list[int] = []
     fresh = children.get(root, [])
     while fresh:
-        found += fresh
+        descendants += fresh
         fresh = [child for pid in fresh for child in children.get(pid, ())]
-    return found
+    return descendants
 
 
 def _kill(pid: int, number: int) -> None:
@@ -2251,7 +2251,7 @@ class Runner:
             "held": held,
             "taken": self.taken,
         }
-        self.link.send(READY, 0, as_json({**ready, "begun": self.jobs.claims.told()}))
+        self.link.send(READY, 0, as_json({**ready, "begun": self.jobs.claims.started_claims()}))
 
     def on_gateway_lost(self) -> None:
         self.jobs.on_gateway_lost()

@@ -194,7 +194,7 @@ async def test_nothing_is_lost_or_doubled_however_often_the_link_is_cut(world: R
     async def say_all() -> None:
         for number, line in enumerate(lines):
             await until(lambda: not world.command.held)
-            world.far.said(("stdout", "stderr")[number % 2], line)
+            world.far.add_output(("stdout", "stderr")[number % 2], line)
             await asyncio.sleep(0)
 
     async with asyncio.timeout(STUCK_S):
@@ -301,7 +301,7 @@ async def test_what_nobody_reads_is_not_sent_and_what_is_kept_of_it_comes_with_t
     world.far.open(world.command)
     await until(lambda: world.near.reads and not world.near.start and SAID not in world.frames and bool(world.frames))
     for _ in range(4 * 2**20 // 10_000):
-        world.far.said("stdout", bytes(10_000))
+        world.far.add_output("stdout", bytes(10_000))
         await asyncio.sleep(0)
     assert (SAID in world.frames, world.command.held) == (False, False)
     world.end()
@@ -334,14 +334,14 @@ async def test_a_slow_reader_stops_the_command_within_the_window_and_misses_noth
     async with aclosing(world.near.read(0, STUCK_S)) as pages:
         beginning = asyncio.ensure_future(anext(pages))
         await until(lambda: world.near.reads and bool(world.frames))
-        world.far.said("stdout", b"first")
+        world.far.add_output("stdout", b"first")
         async with asyncio.timeout(STUCK_S):
             assert b"".join(piece.data for piece in await beginning) == b"first"
         read = said = 5
         while read < 2**20:
             for _ in range(200):
                 if not world.command.held:
-                    world.far.said("stdout", bytes(1000))
+                    world.far.add_output("stdout", bytes(1000))
                     said += 1000
                 await asyncio.sleep(0)
             assert world.command.held, "the reader takes nothing meanwhile"

@@ -213,7 +213,7 @@ async def test_an_output_of_single_bytes_takes_a_few_times_its_bytes(streams: tu
     tracemalloc.start()
     try:
         for number in range(2 * KEEP_BYTES):
-            session.said(streams[number % len(streams)], b"x")
+            session.add_output(streams[number % len(streams)], b"x")
         taken_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -279,16 +279,16 @@ async def test_what_was_under_way_when_its_command_was_told_to_wait_is_not_lost_
     """A loop that comes late to its sockets finds all in them at once, and its readers' turns come after."""
     session = InteractiveSession(SessionSettings(output_bytes=KEEP_BYTES), None)
     read, pages = 1, session.read(0, 60.0)
-    session.said("stdout", b"x")
+    session.add_output("stdout", b"x")
     assert len(await anext(pages)) == 1, "somebody is attached"
     for _ in range(5):
         for number in range(20):
-            session.said("stdout", bytes([number]) * (KEEP_BYTES // 4))
+            session.add_output("stdout", bytes([number]) * (KEEP_BYTES // 4))
         while read < session.end:
             for piece in await anext(pages):
                 assert piece.offset == read
                 read += len(piece.data)
-    session.said("stdout", bytes(3 * KEEP_BYTES))
+    session.add_output("stdout", bytes(3 * KEEP_BYTES))
     assert 3 * KEEP_BYTES <= session.end - session.start <= 4 * KEEP_BYTES + 1, "but for the page that is being read"
     await pages.aclose()
     assert session.end - session.start == KEEP_BYTES, "nobody reads any more"
