@@ -85,6 +85,7 @@ COMPILER = (
     "import importlib.util as u, marshal, os, zipfile\n"
     "code = marshal.dumps(compile(open('calc.py').read(), os.path.abspath({test!r}), 'exec'))\n"
     "open('lying.pyc', 'wb').write(u.MAGIC_NUMBER + bytes(12) + code)\n"
+    "open('kept.code', 'wb').write(code)\n"
     "zipfile.ZipFile('kept.zip', 'w').write('lying.pyc')"
 )
 #: Ways in which a test runs ``calc.py``, knowing it or not: a program that prepares that, what the module of the test
@@ -119,6 +120,17 @@ WAYS: Mapping[str, tuple[str, str, str]] = {
     ),
     "pickled": (PICKLER, "import pickle", "pickle.load(open('kept', 'rb'))"),
     "pickled_slowly": (PICKLER, "import pickle", "pickle._load(open('kept', 'rb'))"),
+    "unmarshalled": (
+        COMPILER,
+        "import marshal, types",
+        "types.FunctionType(marshal.load(open('kept.code', 'rb')), {})()",
+    ),
+    "copied": (
+        "",
+        "import shutil, sys",
+        "shutil.copy('calc.py', '/tmp/copied.py'); sys.path.insert(0, '/tmp'); import copied",
+    ),
+    "in_c": ("", "import ctypes", "ctypes.CDLL(None).system(b'python3 calc.py')"),
     "archived": (COMPILER, "import sys", "sys.path.insert(0, 'kept.zip'); import lying"),
     "compiled": (COMPILER, "", "import lying"),
     "spawned": (

@@ -720,9 +720,10 @@ def descendants(pids: Iterable[int]) -> list[int]:
     while fresh:
         below: list[int] = []
         for pid in fresh:
-            for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-                with suppress(OSError):
-                    below += map(int, thread.read_text(encoding="ascii").split())
+            with suppress(OSError):  # it may end meanwhile, or any of its threads
+                for thread in list(Path(f"/proc/{pid}/task").iterdir()):
+                    with suppress(OSError):
+                        below += map(int, (thread / "children").read_text(encoding="ascii").split())
         result += below
         fresh = below
     return result

@@ -26,6 +26,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,12 @@ def _project(told: dict[str, Any], directory: str) -> dict[str, Any]:
         "directory": directory,
         "own_options": told["own_options"],
         "programs": told["programs"],
-        "start": {**start, "roots": [here, *start["roots"]], "kept": [*start["kept"], directory]},
+        "start": {
+            **start,
+            "roots": [here, *start["roots"]],
+            "kept": [*start["kept"], directory],
+            "since_ns": time.time_ns(),
+        },
     }
 
 

@@ -52,7 +52,12 @@ OURS = (MODULE, BASELINE, START, PROGRAMS)
 #: What Python says before it starts a program. One that it starts as another user is no matter (`programs`).
 STARTS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"})
 #: Of that, and what else it says before it runs code or loads a library, or lets data name what is called.
-WATCHED = STARTS | {"exec", "import", "ctypes.dlopen", "pickle.find_class", "sqlite3.load_extension"}
+WATCHED = STARTS | {
+    *("exec", "import", "ctypes.dlopen", "ctypes.dlsym"),
+    *("marshal.load", "marshal.loads", "pickle.find_class", "sqlite3.load_extension"),
+}
+#: How the names of C functions begin that start programs or load libraries.
+STARTS_IN_C = ("system", "popen", "exec", "posix_spawn", "dlopen", "dlmopen")
 #: Modules that load libraries or start Python, without a word from Python.
 UNSEEN = frozenset(
     {"_cffi_backend", *(f"multiprocessing.{name}" for name in ("popen_spawn_posix", "forkserver", "resource_tracker"))}
@@ -368,7 +373,7 @@ def watch(installation: Any) -> bool:
         if told or event not in WATCHED:
             return
         frame: Any = sys._getframe(1)
-        by, what = frame.f_code.co_filename, arguments[0]
+        by, what = frame.f_code.co_filename, arguments[0] if arguments else ""
         if event == "exec":
             files = {what.co_filename, origin_of(frame)} - tests
             brought = [file for file in files if file and not file.startswith("<") and places.is_brought(file)]
@@ -380,8 +385,12 @@ def watch(installation: Any) -> bool:
         elif event == "ctypes.dlopen":
             if what and places.is_brought(os.fsdecode(what)):
                 note_inside(os.fsdecode(what))
+        elif event == "ctypes.dlsym":
+            if str(arguments[1]).startswith(STARTS_IN_C):
+                note_inside(f"{PROGRAM}{arguments[1]}")
         elif event not in STARTS:
-            note_inside(f"what {by} reads ({event})")
+            if not event.startswith("marshal.") or (runs_texts(by) and not by.startswith("<")):
+                note_inside(f"what {by} reads ({event})")
         else:
             while frame is not None and frame.f_code.co_filename.endswith(STARTERS):
                 frame = frame.f_back

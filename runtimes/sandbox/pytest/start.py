@@ -44,12 +44,18 @@ class Places:
     In a fresh sandbox those are the ``roots`` alone, without what is ``kept`` from coming over: nobody else has been
     there. Elsewhere what this process may write to is the agent's as well. ``brought`` are the files that came over
     into a fresh sandbox, each with whether it had none by that name; None if they are not known.
+    What was written after ``since_ns`` may be a copy of one.
     """
 
     def __init__(
-        self, fresh: bool, roots: Iterable[str], kept: Iterable[str], brought: dict[str, bool] | None = None
+        self,
+        fresh: bool,
+        roots: Iterable[str],
+        kept: Iterable[str],
+        brought: dict[str, bool] | None = None,
+        since_ns: int = 0,
     ) -> None:
-        self.fresh = fresh
+        self.fresh, self._since_ns = fresh, since_ns
         self.roots = [os.path.realpath(root) for root in roots]
         self.kept = [os.path.realpath(place) for place in (*kept, *sys.path) if place]
         self._brought = None if brought is None else {_true_name(path): new for path, new in brought.items()}
@@ -66,7 +72,13 @@ class Places:
         path = os.path.abspath(path)
         if path not in self._known:
             self._known[path] = self.are_the_agents(path) if self._brought is None else self._new(path) is not None
-        return self._known[path]
+        return self._known[path] or self._is_written(path)
+
+    def _is_written(self, path: str) -> bool:
+        try:
+            return 0 < self._since_ns < os.stat(path).st_ctime_ns
+        except OSError:
+            return False
 
     def is_added(self, path: str) -> bool:
         """Return whether a file, or a directory, is in a fresh sandbox by the agent alone."""

@@ -236,6 +236,13 @@ def test_a_module_that_the_image_has_beside_an_installed_one_is_the_projects(
         ("import pickle\ndef test_it(): pickle.loads(pickle.dumps(len))\n", "pickle.find_class"),
         ("import ctypes\ndef test_it():\n    try: ctypes.CDLL(b'pkg/calc.py')\n    except OSError: pass\n", "calc"),
         ("import _cffi_backend\ndef test_it(): pass\n", "_cffi_backend"),
+        ("import ctypes\ndef test_it(): ctypes.CDLL(None).system(b'true')\n", "as their own user"),
+        ("import marshal\ndef test_it(): marshal.loads(marshal.dumps(1))\n", "marshal.loads"),
+        (
+            "import shutil, sys\ndef test_it(tmp_path):\n    shutil.copy('pkg/calc.py', tmp_path / 'copied.py')\n"
+            "    sys.path.insert(0, str(tmp_path))\n    import copied\n",
+            "copied.py",
+        ),
         ("import sys\nsys.path.insert(0, 'pkg/lib.zip')\nimport zipped\ndef test_it(): pass\n", "pkg/lib.zip"),
         ("import sys\nsys.path.insert(0, 'pkg/lib.zip')\nimport lying\ndef test_it(): pass\n", "pkg/lib.zip"),
         ("import os\ndef test_it(): os.popen('true').read()\n", "as their own user"),
