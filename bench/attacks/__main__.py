@@ -21,20 +21,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from bench.attacks.play import EVERY, FRESH, SAME, SaidLog, done, graded, is_earned, play, playable, small
+from bench.attacks.cost import SPEC, solved
+from bench.attacks.play import EVERY, FRESH, SAME, SaidLog, done, is_earned, playable, small
 from bench.attacks.recorded import CASES, RECORDED, failures_of
-from bench.attacks.rewards import LISTED, NOTHING, PROJECT, TEST, RewardAttack
+from bench.attacks.rewards import RewardAttack
 from bench.attacks.trees import play as lay_out
 from bench.attacks.variants import untrue, variants
 from bench.inputs import OWN_PATH, real_input
 from bench.report import BenchReport, median, parser
 from manager.errors import CodedError
-from manager.function import FunctionSpec, SandboxSpec
+from manager.function import FunctionSpec
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 
-SPEC = SandboxSpec(image="tangram-base:bookworm", memory_bytes=256 * 2**20, pids=512)
 PROVIDERS = ("process", "container")
 #: What no attack may reach; each is counted, over both kinds of sandboxes.
 COUNTS = (
@@ -46,6 +46,8 @@ VARIANTS, VARIANTS_QUICK = 200, 20
 LANES, TOLD_EACH = 4, 25
 #: Seconds after which no further attack begins.
 LIMIT_S = 540.0
+#: Rewards that a whole run tries to forge, at the least.
+REWARDS_MIN = 400
 #: What the host alone knows, and one tenant alone.
 HOSTS, TENANTS = "known to the host alone", "known to one tenant alone"
 #: Prints what it can read of other places than its own: of other processes' roots, and of a path that is the host's.
@@ -168,10 +170,13 @@ async def attacked(
         random.Random(seed).shuffle(jobs)  # where it is cut, some of each kind are known
         left = await in_lanes(jobs, report, tally)
         if left:
-            report.check("jobs_left_out", left, limit=0, better="lower")
+            report.note(f"{left} of {len(jobs)} were left out, as the time was up")
+        if len(kinds) == len(PROVIDERS) and not quick:
+            report.check("attempts_on_rewards", tally.attempts["rewards"], limit=REWARDS_MIN, better="higher")
         for each in arenas:
-            ratio = await fresh_over_warm(each.environments, 5 if quick or left else 20)
-            report.figure(f"fresh_grade_over_warm_p50_{each.kind}", round(ratio, 3))
+            timed = await solved(each.environments)
+            ratios = [await timed(FRESH) / await timed(SAME) for _ in range(5 if quick or left else 20)]
+            report.figure(f"fresh_grade_over_warm_p50_{each.kind}", round(median(ratios), 3))
 
 
 @asynccontextmanager
@@ -273,21 +278,6 @@ def trees(tally: Tally, seed: int, count: int) -> None:
     for name, done_there in harm.items():
         for each in done_there:
             tally.reach("host_reads" if "leaves a link out" in each else "host_writes", f"{name} {each}")
-
-
-async def fresh_over_warm(environments: Environments, rounds: int) -> float:
-    """Return the median ratio of a fresh grade's time to that of one where the agent worked, taken in turn."""
-    solved = await play(NOTHING[1], environments, small(SPEC), SAME, trajectory="timed", solved=True)
-    assert solved["reward"] == 1.0
-    given = {"fail_to_pass": [LISTED], "tests": {TEST: PROJECT[TEST]}}
-
-    async def timed(function: FunctionSpec) -> float:
-        began_s = time.perf_counter()
-        value = await graded(environments, function, "timed", given)
-        assert value["reward"] == 1.0, value
-        return time.perf_counter() - began_s
-
-    return median([await timed(FRESH) / await timed(SAME) for _ in range(rounds)])
 
 
 if __name__ == "__main__":

@@ -373,7 +373,8 @@ def watch(installation: Any) -> bool:
         if told or event not in WATCHED:
             return
         frame: Any = sys._getframe(1)
-        by, what = frame.f_code.co_filename, arguments[0] if arguments else ""
+        by: str = frame.f_code.co_filename
+        what: Any = next(iter(arguments), None)
         if event == "exec":
             files = {what.co_filename, origin_of(frame)} - tests
             brought = [file for file in files if file and not file.startswith("<") and places.is_brought(file)]
