@@ -33,7 +33,6 @@ from manager.simulation.simulator import LeaseAudit, SimulatedAction, Simulation
 from manager.simulation.workloads import TracedTrajectory, TraceStep, Workload
 
 Bench = Callable[[Path], pairs.Values]
-ROW = [7, 3, 99]
 
 
 @pytest.fixture

@@ -276,10 +276,3 @@ def test_silence_of_all_nodes_at_once_is_the_gateways_own_and_no_verdict_falls(
         relays[name].mend()
         gateway.until_state(name, "ready")
         ran_once(gateway, on[name], name)
-
-
-#: Less where the machine allows a process fewer descriptors.
-STRANGERS, STRANGERS_MIN = 10_000, 500
-#: Places of strangers, and descriptors of the gateway that come and go besides (HTTP, cut connections that linger).
-HANDSHAKES_MAX, OTHERS = 64, 160
-STOP_S = 60.0

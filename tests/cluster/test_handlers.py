@@ -7,22 +7,12 @@ from typing import Any
 import pytest
 
 from tangram import Client, handler
-from tangram.errors import TangramError
 from tangram.types import ConfigDiff
 from tests.cluster.conftest import MakeNode, StartGateway
 from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess, begun, until
 from tests.faults.world import HTTP
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
-
-
-#: A handler that reads what lies beside it.
-READER = """
-from pathlib import Path
-
-def size(event, context):
-    return Path(__file__).with_name("data.bin").stat().st_size
-"""
 
 
 @handler(cost={"cpu": 1}, timeout="5m", queue_timeout="5m")
@@ -112,19 +102,6 @@ def test_a_handler_that_ran_on_a_killed_daemon_is_lost_once_and_an_idempotent_on
         node.start()
         found = gateway.ended(twice)
         assert (found["state"], found["node"]) == ("succeeded", "n1"), found
-
-
-def test_requirements_that_a_node_cannot_have_are_told_and_it_is_not_able(
-    gateway: ClusterGateway, node: DaemonProcess
-) -> None:
-    with gateway.client() as client, pytest.raises(TangramError, match=r"sandbox\.requirements"):
-        registered(client, requirements=["nothing-of-this-name==1.0"])
-
-    def told() -> bool:
-        found = gateway.node("n1")
-        return found is not None and "sandbox.requirements" in found.unable.get("judge", "")
-
-    until(told, "the node says what it is missing")
 
 
 @pytest.mark.promise("A handler on a node outlives a killed gateway, and its log is whole.")

@@ -26,7 +26,6 @@ from tests.gateway.conftest import (
     FUNCTIONS,
     GatewayBench,
     RunningGateway,
-    function,
     scripted_runtimes,
     serving,
     step_of,
@@ -124,9 +123,6 @@ async def test_a_record_that_another_process_keeps_locked_is_told(
             other.execute("ROLLBACK")
         await asyncio.to_thread(state_dir.see_lock)
         assert (await gateway.http.get("/readyz")).status_code == 200
-
-
-FULL = {"full": function("full", max_queued=0)}
 
 
 async def post(

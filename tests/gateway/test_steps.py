@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -247,27 +246,3 @@ async def test_a_step_that_was_abandoned_has_no_expected_end_and_leaves_the_scre
         now_s += 1810.0
     async with serving(GatewayBench(tmp_path), wall=lambda: now_s) as gateway:
         assert [each.step for each in gateway.app.steps.recent()] == [1], "a gateway counts from its start"
-
-
-async def test_what_ended_while_no_gateway_was_up_tells_nothing_of_how_long_rollouts_live(tmp_path: Path) -> None:
-    now_s = 1000.0
-    headers = {"X-Task": "math", "X-Step": "4"}
-    async with serving(GatewayBench(tmp_path), wall=lambda: now_s) as gateway:
-        await told(gateway, 4, 4)
-        await gateway.invoke({}, headers={**headers, "X-Trajectory-Id": "t1"})
-        ran = (await gateway.invoke({"held": True}, headers=headers, mode="async")).json()["id"]
-        await gateway.executing(ran)
-        # As of a gateway that is killed: what runs stays on record as running.
-        await gateway.app.store.commit()
-        copied = tmp_path / "killed"
-        shutil.copytree(tmp_path / "state", copied / "state")
-        gateway.runtime.finish(ran)
-    now_s += 86400.0
-    async with serving(GatewayBench(copied), wall=lambda: now_s) as gateway:
-        assert (await gateway.http.get(f"/v1/invocations/{ran}")).json()["state"] == "lost"
-        assert await counts(gateway, 4) == (4, 0, 2), "t1 and the call"
-        assert (await told(gateway, 4, 4))["ends_in_s"] is None, "none is known to have lived for a day"
-        await opened(gateway, "t2", 4)
-        now_s += 60.0
-        await gateway.http.delete("/v1/trajectories/t2")
-        assert (await told(gateway, 4, 4))["ends_in_s"] == pytest.approx(60.0, abs=0.1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from manager.action import Action, Chunk, Lease, Settlement, State, UnitSet
+from manager.action import Action, Lease, Settlement, State, UnitSet
 from manager.assembly import build_core
 from manager.clock import WallClock
 from manager.config import ServiceSpec
@@ -338,36 +338,6 @@ async def test_a_service_in_use_is_copied_to_the_idle_device_and_its_next_action
     assert [leases[name].grants["gpu"].restore for name in ("a", "b")] == [True, False]
     assert engine.replicas()["hits"] == 1
     await engine.close()
-
-
-async def test_a_copy_that_hangs_holds_nobody_up() -> None:
-    class Hangs(LocalExecutor):
-        """Whose copies never end."""
-
-        asked = asyncio.Event()
-
-        async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
-            self.asked.set()
-            await asyncio.Event().wait()
-            return True
-
-    runtime = ScriptedRuntime(lambda execution: ScriptStep(held=execution.action.id != "c"))
-    executor = Hangs({"exec": runtime})
-    engine = on_two_devices(executor)
-    await engine.start()
-    call = Call(function=FUNCTION, input={}, log=Silent())
-    first, *later = (Submission(action=action(name, {"gpu": 1}, service="judge"), call=call) for name in "abc")
-    async with asyncio.timeout(60):
-        futures = engine.submit([first])
-        await executor.asked.wait()
-        futures += engine.submit(later)
-        await runtime.begun("b")
-        runtime.finish("b")
-        runtime.finish("a")
-        settled = await asyncio.gather(*futures)
-        await engine.close()
-    assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
-    assert engine.replicas() == {"started": 1, "under_way": 0, "hits": 0, "wasted": 0, "failed": 1}
 
 
 async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_scheduled_after_it(

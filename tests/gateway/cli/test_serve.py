@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,7 @@ import gateway
 import runtimes
 from gateway.cli import serve
 from gateway.config.load import load
-from manager.function import BASE_IMAGE
 from runtimes.kinds import KINDS
-from runtimes.sandbox.docker import images
 from tests.gateway.conftest import DEADLINE_S
 from tests.tangram.cli.conftest import Tangram
 
@@ -165,25 +162,6 @@ def catches(pid: int, number: signal.Signals) -> bool:
     """Return whether a process has a handler of a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     return bool(int(status.partition("SigCgt:")[2].split()[0], 16) & 1 << number - 1)
-
-
-def test_images_build_says_whether_the_image_was_made_or_was_there(
-    tangram: Tangram, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, str, str, bool]] = []
-
-    def build(name: str, *, source: str, host: str, again: bool, say: Callable[[str], None]) -> bool:
-        asked.append((name, source, host, again))
-        say("step")
-        return again
-
-    monkeypatch.setattr(images, "build", build)
-    assert tangram("images", "build") == (0, f"{BASE_IMAGE} is there already (--again builds it anew)\n", "step\n")
-    assert tangram("images", "build", "--tag", "a:b", "--from", "c", "--again") == (0, "a:b is ready\n", "step\n")
-    status, out, _ = tangram("images", "build", "--host", "unix:///d", "--json")
-    assert (status, json.loads(out)) == (0, {"image": BASE_IMAGE, "built": False})
-    name = BASE_IMAGE
-    assert asked == [(name, "", "", False), ("a:b", "c", "", True), (name, "", "unix:///d", False)]
 
 
 def test_hints_name_no_file_of_a_checkout() -> None:

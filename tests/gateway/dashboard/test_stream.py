@@ -29,7 +29,6 @@ from gateway.dashboard.stream import (
     Watch,
     WatchView,
     packed,
-    sections,
     verdict,
 )
 from gateway.stats import Stats
@@ -146,31 +145,6 @@ def test_what_stops_the_gateway_comes_before_everything_else() -> None:
     assert verdict(seen(), lost._replace(stopped="the disk is full"), functions, 0)[0] == "stopped"
     assert verdict(seen(), lost, functions, 0) == ("lost", "n1 was lost, and 1 more; 4 running, 0 waiting")
     assert verdict(seen(), Troubles(), functions, 0) == ("unavailable", "f: image missing")
-
-
-@pytest.mark.parametrize(
-    ("kind", "wanted", "shown"), [("cpu", set(), False), ("cpu", {"gpu"}, True), ("cuda", set(), True)]
-)
-def test_devices_of_a_processor_are_shown_where_a_function_wants_some(kind: str, wanted: set[str], shown: bool) -> None:
-    device = {"memory_bytes": 2, "used_bytes": 1, "resident": [{"service": "teacher", "dop": 1, "bytes": 1}]}
-    pool = {
-        "kind": "gpu",
-        "node": "",
-        "total": 1,
-        "free": 1,
-        "cells": [],
-        "devices": [device],
-        "hits": 3,
-        "restores": 1,
-    }
-    summary = seen(causes_left_out=0, nodes={}, tasks={}, longest=[], trajectories={})
-    summary["pools"] = {"gpu": {**pool, "regions": {"n0": [0, 1, kind]}}}
-    stats = Stats(lambda: 1.0, lambda: 1e9)
-    pools: Any = sections(summary, stats, 1e9, Troubles(), {}, wanted)["pools"]
-    assert ("gpu" in pools) is shown
-    if shown:
-        assert pools["gpu"]["warm"] == 75 and pools["gpu"]["devices"] == [[2, 1, [["teacher", 1]]]]
-        assert pools["gpu"]["regions"] == {"n0": [0, 1, kind]}
 
 
 def test_names_beyond_the_bound_share_a_number() -> None:

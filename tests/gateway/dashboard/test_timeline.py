@@ -28,25 +28,6 @@ TELL = """(bars) => {
       [1e6 + number, `told-${number}`, of(fn), of(task), 0, now - ago, 0, [place(unit)]]),
     e: bars.map(([number, , , , , long, reason]) => [1e6 + number, 0, long, reason])}});
 }"""
-#: The share of a column of pixels of a row that is drawn upon, so long before it was told; or of one colour only.
-COLUMN = """([lane, row, ago, only]) => {
-  const t = window.tangramTimeline, scale = devicePixelRatio;
-  t.draw();
-  const found = t.lanes.find((each) => each.name === lane);
-  const tall = Math.round((found.timed ? found.height : found.rowHeight) * scale);
-  const x = Math.round((92 + (window.toldAt - ago - t.x0) * t.per_ms) * scale);
-  const top = Math.round((found.top + row * found.rowHeight) * scale);
-  const style = getComputedStyle(document.documentElement);
-  const tone = (name) => style.getPropertyValue(`--${name}`).trim().toLowerCase(), sunk = tone("sunk");
-  const wanted = only && tone(only);
-  const data = t.canvas.getContext("2d").getImageData(x, top, 1, tall).data;
-  let drawn = 0;
-  for (let at = 0; at < data.length; at += 4) {
-    const hex = "#" + [...data.slice(at, at + 3)].map((part) => part.toString(16).padStart(2, "0")).join("");
-    drawn += only ? hex === wanted : data[at + 3] > 0 && hex !== sunk;
-  }
-  return drawn / tall;
-}"""
 #: Where in the window the newest bar is.
 WHERE = """(([px, y, wide, tall]) => {
   const box = window.tangramTimeline.canvas.getBoundingClientRect();

@@ -33,10 +33,8 @@ REFERRING = {
     "$defs": {"point": {"type": "integer"}},
 }
 
-#: How much is asked: each operation by itself, and sequences of operations of so many steps.
+#: How much is asked of each operation.
 EXAMPLES = int(os.environ.get("DOCUMENT_EXAMPLES", "20"))
-
-SEQUENCES, STEPS = 4 * EXAMPLES, 8
 
 
 @contextmanager

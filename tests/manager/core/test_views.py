@@ -232,16 +232,3 @@ def test_a_glance_counts_trajectories_by_what_they_do(drive: Drive) -> None:
     driver.step(0.0, *submits(action("a", trajectory="t1"), action("b", trajectory="t2")))
     driver.step(1.0, Finished(action_id="a", outcome=DONE))
     assert summary(driver.core)["trajectories"] == {"living": 2, "running": 1, "queued": 0, "memory": 0, "idle": 1}
-
-
-def test_a_quota_that_nobody_waits_for_is_seen_as_it_is_now(drive: Drive) -> None:
-    driver = drive(spec())
-    driver.step(0.0, Reconfigured(resources={"search": QuotaSpec(limit=2, period_s=10)}))
-    driver.step(100.0, *submits(action("a", {"search": 1})))
-    driver.step(100.0, Finished(action_id="a", outcome=DONE))
-    for now_s, free, due_s in ((104.0, 1, 6.0), (109.5, 1, 0.5), (110.0, 2, None)):
-        driver.core.look(now_s)
-        pools = resources_view(driver.core)["pools"]
-        assert isinstance(pools, dict)
-        seen = pools["search"]
-        assert (seen["free"], seen["next_return_s"]) == (free, due_s)

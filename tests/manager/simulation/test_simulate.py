@@ -215,17 +215,6 @@ def second(run_: SimulationRun) -> tuple[float, float]:
     return next((one.overhead_s, one.execution_s) for one in run_.records if one.trajectory == "second")
 
 
-@pytest.mark.parametrize("sized", [True, False])
-def test_who_learns_without_sizes_is_told_of_none(sized: bool) -> None:
-    step = TraceStep(think_s=0.0, function="f", cost={"cpu": UnitSet.fixed(1)}, t_ori_s=1.0, size=7.0)
-    learning = Learning(sized=sized)
-    work = Workload(name="one", trajectories=(TracedTrajectory(id="t", steps=(step,)),))
-    simulate(work, "adaptive", Size(nodes=1, cores=1), knowledge=learning)
-    found = learning.of(step)
-    assert found.size == (7.0 if sized else None)
-    assert ("sizes" in json.dumps(learning.history.to_json()["profiles"])) == sized
-
-
 def test_a_copy_in_free_memory_spares_the_next_request_its_restore() -> None:
     workload = followed("judge", restore_s=1.0, after_s=2.0)
     without, copied = (simulate(workload, "price", replace(TWO, replicate=each)) for each in (False, True))

@@ -157,7 +157,6 @@ def test_no_sign_turns_round_or_hides_what_stands_beside_it(capsys: pytest.Captu
 
 
 COLUMNS = (TableColumn("ID", 4), TableColumn("NAME", 4), TableColumn("AGE", 3, 1), TableColumn("WHY", 4, 2))
-ROW = ("12ab", "a-rather-long-name", "3.2s", "because of something")
 
 
 @given(st.integers(16, 120), st.lists(st.text(min_size=4, max_size=4), max_size=3))

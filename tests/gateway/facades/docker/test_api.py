@@ -8,17 +8,15 @@ import random
 import socket
 import struct
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import docker
 import pytest
 
-from gateway.config.schema import ServerConfig
 from gateway.facades.docker import containers
 from gateway.facades.docker.api import STATUS_FILE
-from gateway.facades.docker.http import TAKEN_TURNS, DockerConnection, DockerExchange, bound
+from gateway.facades.docker.http import bound
 from manager.errors import Conflict, InvalidConfig
 from tests.gateway.conftest import until
 from tests.gateway.facades.docker.world import IMAGE, EngineWorld, ask, engine_world, upgraded
@@ -268,44 +266,6 @@ async def test_the_gateway_does_not_take_itself_for_its_engine(tmp_path: Path, m
     monkeypatch.setenv("DOCKER_HOST", f"unix://{path}")
     with pytest.raises(InvalidConfig, match="its own socket"):
         bound(path)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerPair:
-    """The door's end of a connection, and its client's."""
-
-    peer: DockerConnection
-    client: socket.socket
-
-    async def asked(self, request: bytes) -> DockerExchange:
-        """Return the exchange of a request that the client sends."""
-        self.client.sendall(request)
-        event = await self.peer.event()
-        assert not isinstance(event, type)
-        return DockerExchange(self.peer, event)  # type: ignore[arg-type]  # a whole request was sent
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[PeerPair]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    theirs.settimeout(30)
-    reader, writer = await asyncio.open_connection(sock=ours)
-    yield PeerPair(DockerConnection(reader, writer, ServerConfig()), theirs)
-    writer.close()
-    theirs.close()
-
-
-async def test_a_stream_follows_when_its_head_was_read(pair: PeerPair) -> None:
-    head = b"POST /exec/x/start HTTP/1.1\r\nHost: engine\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
-    exchange = await pair.asked(head)
-    upgrade = asyncio.create_task(exchange.upgraded("application/vnd.docker.raw-stream"))
-    for _ in range(TAKEN_TURNS * 2):
-        await asyncio.sleep(0)
-    assert not upgrade.done()
-    heard = await asyncio.to_thread(pair.client.recv, 65536)
-    assert heard.startswith(b"HTTP/1.1 101 UPGRADED\r\n")
-    async with asyncio.timeout(30):
-        await upgrade
 
 
 @pytest.mark.slow

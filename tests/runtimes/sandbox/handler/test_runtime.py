@@ -260,21 +260,6 @@ async def test_an_async_handler_keeps_its_loop_between_invocations(runtime: Hand
     assert [await call(runtime, looping) for _ in range(3)] == [1, 1, 1]
 
 
-async def test_more_actions_than_slots_wait_their_turn_in_order(runtime: HandlerRuntime, function: Function) -> None:
-    ordered = function(
-        """
-        order = []
-        def score(event, context):
-            order.append(event["n"])
-            return order
-        """,
-        instances_max=1,
-    )
-    results = await asyncio.gather(*(call(runtime, ordered, id=f"a{n}", n=n) for n in range(6)))
-    assert results[-1] == [0, 1, 2, 3, 4, 5]
-    assert runtime.instances() == {"reward": 1}
-
-
 async def test_instances_are_added_up_to_the_bound_and_idle_ones_end(provider: Provider, function: Function) -> None:
     idle = asyncio.Event()
 
