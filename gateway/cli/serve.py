@@ -37,7 +37,7 @@ from runtimes.sandbox.sandbox import Provider
 from tangram.cli import exit_status
 from tangram.cli.options import json_option, paths_argument
 from tangram.cli.output import TableColumn, print_json, say, show, table
-from tangram.types import files_of, show_size
+from tangram.types import files_of, find_token, show_size
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 #: Served where a directory has no configuration, and not written by `init`.
@@ -403,9 +403,12 @@ def look(paths: Sequence[Path]) -> Iterator[Finding]:
         yield Finding("configuration", "missing", error.message)
         return
     yield Finding("configuration", "ok", f"{len(config.files)} files, {len(config.functions)} functions")
+    is_ours = find_token(config.server.host, config.server.port) is not None
     ports = {f"facades.{name}.port": port for name, port in config.server.facades.ports.items()}
     for name, port in {"port": config.server.port, "grpc_port": config.server.grpc_port, **ports}.items():
-        yield _port(config, name, port)
+        yield (
+            Finding(f"server.{name}", "note", "your own gateway serves here") if is_ours else _port(config, name, port)
+        )
     if config.server.facades.docker is not None:
         yield _socket(Path(config.server.facades.docker.socket))
     yield _room(config)

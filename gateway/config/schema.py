@@ -892,7 +892,10 @@ def _message(detail: ErrorDetails, value: object, inner: KeyPath, path: KeyPath)
     context: Mapping[str, object] = detail.get("ctx", {})
     match detail["type"]:
         case "extra_forbidden":
-            return f"unknown key {inner[-1]!r}" + suggestion(inner[-1], known_keys(path, value, inner[:-1]))
+            return f"unknown key {inner[-1]!r}" + (
+                _deeper(inner[-1], path, value, inner[:-1])
+                or suggestion(inner[-1], known_keys(path, value, inner[:-1]))
+            )
         case "missing":
             return "is required"
         case "union_tag_not_found":
@@ -916,6 +919,15 @@ def _near(word: object, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the nearest known word, else nothing."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _deeper(word: object, path: KeyPath, value: object, inner: KeyPath) -> str:
+    """``; did you mean 'sandbox.image'?`` for a key of a section that may stand there, else nothing."""
+    if path[:1] == ("functions",) and not inner and word in MACHINE_KINDS:
+        return f"; did you mean 'cost.{word}'?"
+    sections = sorted(known_keys(path, value, inner))
+    found = [each for each in sections if word in known_keys(path, value, (*inner, each))]
+    return f"; did you mean '{found[0]}.{word}'?" if found else ""
 
 
 def _at(value: object, path: KeyPath) -> object:

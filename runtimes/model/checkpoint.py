@@ -265,7 +265,8 @@ def open_checkpoint(path: Path, head: Head | None = None) -> Checkpoint:
     With a ``head`` also what the checkpoint says it is must fit that.
     """
     if not path.exists():
-        raise _invalid(path, "is no checkpoint: there is no such directory", "put config.json and *.safetensors there")
+        remedy = "put config.json and *.safetensors there (hf download NAME --local-dir DIRECTORY)"
+        raise _invalid(path, "is no checkpoint: there is no such directory", remedy)
     if not path.is_dir():
         raise _invalid(path, "is not a directory", "name the one that holds config.json and *.safetensors")
     mark = fingerprint(path)

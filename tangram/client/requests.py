@@ -869,7 +869,10 @@ def drawn_name() -> str:
     return f"t-{secrets.token_hex(6)}"
 
 
-def duration_text(seconds: float | None) -> str | None:
+def duration_text(seconds: float | str | None) -> str | None:
+    """Return a header's duration; raises InvalidInputError for a text, which callers without type checks pass."""
+    if isinstance(seconds, str):
+        raise InvalidInputError(f"seconds are a number, not {seconds!r}")
     return None if seconds is None else f"{seconds:.3f}s"
 
 

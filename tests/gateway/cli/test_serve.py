@@ -92,6 +92,14 @@ def test_doctor_finds_what_is_there(tangram: Tangram, tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists(), "it only looks"
 
 
+def test_doctor_beside_ones_own_gateway_finds_nothing_missing(
+    tangram: Tangram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.cli.serve.find_token", lambda host, port: "token")
+    status, out, _ = tangram("doctor", "--json", written(tmp_path))
+    assert status == 0 and findings(out)["server.port"]["detail"] == "your own gateway serves here"
+
+
 def test_doctor_tells_what_is_missing_and_what_mends_it(tangram: Tangram, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -146,6 +146,8 @@ def test_a_directory_is_its_server_file_and_its_functions(tmp_path: Path) -> Non
         ("serverr: {}", "1: serverr: unknown key 'serverr'; did you mean 'server'?"),
         ("server:\n  prot: 1", "2: server.prot: unknown key 'prot'; did you mean 'port'?"),
         ("server: {drain_grace_s: 1}", "did you mean 'drain_grace'?"),
+        ("functions: {f: {runtime: exec, image: x}}", "unknown key 'image'; did you mean 'sandbox.image'?"),
+        ("functions: {f: {runtime: exec, cpu: 2}}", "unknown key 'cpu'; did you mean 'cost.cpu'?"),
         (
             "server: {facades: {sandboxfusion: {languages: {pyhton: f}}}}\nfunctions: {f: {runtime: exec}}",
             "'pyhton' is none of 'python', 'pytest', 'bash', 'nodejs' or 'cpp'; did you mean 'python'?",

@@ -68,6 +68,12 @@ def test_a_call_gets_a_new_key_by_itself_where_it_asks_for_one() -> None:
     assert keys[0] and keys[1] and keys[0] != keys[1] and keys[2] is None
 
 
+def test_seconds_that_are_a_text_are_refused_with_the_text() -> None:
+    refused = pytest.raises(InvalidInputError, match="seconds are a number, not '30s'")
+    with Client(transport=ScriptedGateway({"f": lambda call: {}})) as client, refused:
+        client.invoke("f", {}, timeout_s="30s")  # type: ignore[arg-type]  # as callers without type checks do
+
+
 def test_a_submit_that_is_sent_again_carries_the_same_key() -> None:
     gateway = ScriptedGateway({"f": {}})
     gateway.trouble(broken(httpx.ReadError))
