@@ -27,6 +27,7 @@ from manager.action import Action, Outcome, State
 from manager.clock import Clock, MonotonicClock
 from manager.config import NodeSpec, ServiceSpec
 from manager.errors import (
+    NOT_BEGUN,
     ActionFailed,
     CapacityExceeded,
     CodedError,
@@ -1446,8 +1447,13 @@ class NodeDaemon:
         except (OSError, StorageUnavailable, InvalidConfig) as error:
             if isinstance(error, OSError):
                 self.fitness.refused(error)
-            message = f"the node cannot take it: {error}"
-            refused = Outcome(state=State.FAILED, reason=Reason.ENVIRONMENT_LOST, message=message, component=COMPONENT)
+            refused = Outcome(
+                state=State.FAILED,
+                reason=Reason.ENVIRONMENT_LOST,
+                message=f"the node cannot take it: {error}",
+                component=COMPONENT,
+                detail={} if isinstance(error, InvalidConfig) else {NOT_BEGUN: True},
+            )
             self._send(end_of(claim, refused, 0))
             return None
         attempt = NodeAttempt(execute=execute, function=function, log=log)
@@ -1516,7 +1522,13 @@ class NodeDaemon:
         except OSError as error:
             self.fitness.refused(error)
             message = f"the node cannot write down that it begins: {error}"
-            raise ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT, retry_after_s=5.0) from error
+            raise ActionFailed(
+                Reason.ENVIRONMENT_LOST,
+                message,
+                component=COMPONENT,
+                retry_after_s=5.0,
+                detail={NOT_BEGUN: True},
+            ) from error
         attempt.begun, attempt.lasting = True, go.lasting
         self._report_sandbox(attempt.execute.action.trajectory)
         return True
@@ -1615,9 +1627,17 @@ class NodeDaemon:
             self._forget(*self._settled.values())
 
     def _forget(self, *attempts: NodeAttempt) -> None:
+        """Keep nothing of them: here, in the journal, and then in their sandboxes.
+
+        What a disk that refuses still has in the journal is tried again: were it forgotten in its sandbox alone, the
+        next daemon would take it for one that never started.
+        """
         self._write_ends()
-        if attempts:
-            self._to_disk(partial(self._journal.forget, [attempt.claim for attempt in attempts]))
+        if attempts and not self._to_disk(partial(self._journal.forget, [attempt.claim for attempt in attempts])):
+            self._settled |= {attempt.claim: attempt for attempt in attempts}
+            if self._settling is None:
+                self._settling = self._loop.call_later(FITNESS_LOOK_S, self._forget_settled)
+            return
         for attempt in attempts:
             del self._attempts[attempt.claim]
             self._settled.pop(attempt.claim, None)
@@ -1633,13 +1653,15 @@ class NodeDaemon:
         if ends:
             self._to_disk(partial(self._journal.end, ends))
 
-    def _to_disk(self, write: Callable[[], None]) -> None:
-        """Write; a disk that refuses costs what a crash would cost, and nothing else."""
+    def _to_disk(self, write: Callable[[], None]) -> bool:
+        """Write; return False where the disk refuses, which costs what a crash would cost, and nothing else."""
         try:
             write()
         except OSError as error:
             logger.error("the node's disk refuses", why=str(error))
             self.fitness.refused(error)
+            return False
+        return True
 
     # --- sandboxes
 

@@ -930,6 +930,7 @@ class RemoteNode:
             ),
             call.function,
             call,
+            resized=lease if call.resumed else None,  # the one before, which it runs on, was another gateway's
             session=session,
         )
         assert claim not in self._calls, f"{claim} is executed twice at once"
@@ -1070,9 +1071,11 @@ class RemoteNode:
             self._unwant(claim)
 
     async def leave(self, claims: str) -> bool:
-        """Return whether a running attempt goes on for the next gateway, which it does wherever it has begun."""
+        """Return whether an attempt is left to the next gateway: it has begun there, or its end is on no record yet."""
         remote = self._calls.get(claims)
-        return remote is not None and remote.begun and (remote.go is None or remote.go.lasting)
+        if remote is None:
+            return claims in self._unrecorded
+        return remote.begun and (remote.go is None or remote.go.lasting)
 
     def detach(self, claims: str) -> None:
         """It outlives its caller from now on."""

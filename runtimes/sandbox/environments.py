@@ -323,6 +323,8 @@ class Environments:
         if sandbox is not None:
             sandbox.keep(claims, detached=False)
         ended = self._awaiting_ack.pop(claims, None)
+        if ended is None and trajectory is None:
+            ended = self._reclaim(claims)  # of one whose end was known without it
         if ended is not None:
             self._remove(ended)
 
