@@ -82,10 +82,14 @@ browser:
 	@scripts/setup --with chromium --with fonts-dejavu-core
 	$(RUN) --begin-within 180 -m browser $(APART:%=--ignore %)
 
-# Seeded worlds: make sim SEEDS=100000, or others by SIM_FIRST=5000
+# Seeded worlds: make sim SEEDS=100000, or others by SIM_FIRST=5000; make sim SEED=7 tells the shortest history of one
 sim: setup
-	SIM_SEEDS=$(SEEDS) SIM_FIRST=$${SIM_FIRST:-0} \
+ifeq ($(origin SEED),command line)
+	@$(PYTHON) -m tests.sim.whole --seed $(SEED)
+else
+	PYTHONHASHSEED=0 SIM_SEEDS=$(SEEDS) SIM_FIRST=$${SIM_FIRST:-0} \
 		$(RUN) --hypothesis-profile=full --begin-within 270 tests/sim
+endif
 
 # Every bench, one JSON object each on its last line (bench/report.py says its form).
 bench: setup

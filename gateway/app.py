@@ -107,18 +107,8 @@ class App:
     ) -> None:
         """Bind the sockets, open the record, make the runtimes and prepare the functions."""
         config, server = self.config, self.config.server
-        by_name = config.sandbox.provider.kind == "plain"  # its commands are another user's, and work below
-        state_dir = closers.enter_context(StateDirectory(server.state_dir, entered=by_name))
-        self._state_dir, self._limits = state_dir, MachineLimits.measured(server)
-        self.tokens = None if server.auth == "none" else open_tokens(server.state_dir, server.token)
-        silent_s = GIVE_UP_STALLS * server.stall_s
-        self._http_socket = closers.enter_context(listen(server.host, server.port, silent_s))
-        self._grpc_socket = closers.enter_context(listen(server.host, server.grpc_port, silent_s))
-        if self.tokens is not None:
-            closers.enter_context(announced(server.state_dir, server.host, self.http_port))
-        self._listener = HttpListener(self._http_socket, self._limits.connections_max, server)
-        closers.push_async_callback(self._listener.close)
-        self.facades = FacadeListeners(server, self._limits.connections_max, silent_s, closers)
+        self._bind_sockets(closers)
+        state_dir = self._state_dir
         spec = StoreSpec(path=state_dir.database, durability=Durability(server.durability))
         self.store = Store(spec, wall=self.wall, lost=lambda: state_dir.lost)
         await self.store.open()
@@ -147,6 +137,22 @@ class App:
         self.registry.check()
         await self.registry.take_up()
         closers.push_async_callback(self.registry.preparation.close)
+
+    def _bind_sockets(self, closers: AsyncExitStack) -> None:
+        """Hold the state directory, and bind the sockets."""
+        config, server = self.config, self.config.server
+        by_name = config.sandbox.provider.kind == "plain"  # its commands are another user's, and work below
+        self._state_dir = closers.enter_context(StateDirectory(server.state_dir, entered=by_name))
+        self._limits = MachineLimits.measured(server)
+        self.tokens = None if server.auth == "none" else open_tokens(server.state_dir, server.token)
+        silent_s = GIVE_UP_STALLS * server.stall_s
+        self._http_socket = closers.enter_context(listen(server.host, server.port, silent_s))
+        self._grpc_socket = closers.enter_context(listen(server.host, server.grpc_port, silent_s))
+        if self.tokens is not None:
+            closers.enter_context(announced(server.state_dir, server.host, self.http_port))
+        self._listener = HttpListener(self._http_socket, self._limits.connections_max, server)
+        closers.push_async_callback(self._listener.close)
+        self.facades = FacadeListeners(server, self._limits.connections_max, silent_s, closers)
 
     def assemble(self) -> None:
         """Make the parts that wait for nothing, and tell them of each other."""

@@ -1,0 +1,143 @@
+"""Histories from the command line: ``python -m tests.sim.whole --seed 7``; what a seed stands for, what came of it.
+
+``--seeds 20000`` follows so many, ``--known`` puts each known fault back and says in which seed it is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+from tests.sim.whole.history import Plan, SimHistory
+from tests.sim.whole.judge import verdict
+from tests.sim.whole.known_faults import FAULTS, put_back
+from tests.sim.whole.loop import SimLoop
+
+#: Seeds within which each known fault must be found.
+WITHIN = 2000
+#: Histories between two collections: what killed processes leave is in circles.
+COLLECT_EVERY = 20
+#: Collections in which everything ends, for what ends leaves something itself.
+BURIALS = 5
+#: What hangs on a seed must not hang on the process.
+HASH_SEED = "0"
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Bury in silence, and at chosen moments, what killed processes leave: it ends when it is collected."""
+    collecting, hook = gc.isenabled(), sys.unraisablehook
+    sys.unraisablehook = lambda left: None
+    grave = SimLoop(random.Random(0))  # type: ignore[abstract]
+    asyncio._set_running_loop(grave)  # what ends then may look for one
+    gc.freeze()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+            for _ in range(BURIALS):
+                gc.collect()
+    finally:
+        asyncio._set_running_loop(None)
+        gc.unfreeze()
+        sys.unraisablehook = hook
+        if collecting:
+            gc.enable()
+
+
+def judged(seed: int, plan: Plan | None = None) -> str:
+    """Return the promise that a history breaks; empty if none."""
+    if seed % COLLECT_EVERY == 0:
+        gc.collect()
+    return verdict(seed, SimHistory(seed, plan))
+
+
+def shortest(seed: int, plan: Plan) -> Plan:
+    """Leave out operations without which the history still breaks a promise, one after the other."""
+    operations = list(plan.operations)
+    for operation in reversed(plan.operations):
+        fewer = [each for each in operations if each is not operation]
+        if judged(seed, Plan(plan.setting, tuple(fewer))):
+            operations = fewer
+    return Plan(plan.setting, tuple(operations))
+
+
+def story(seed: int) -> str:
+    """Return the shortest history of a failing seed, as text; of one that holds, all of it."""
+    history = SimHistory(seed)
+    if verdict(seed, history):
+        history = SimHistory(seed, shortest(seed, history.plan))
+        verdict(seed, history)
+    plan = history.plan
+    broken = verdict(seed, SimHistory(seed, plan)) or "no promise is broken"
+    runs = [f"{run}" for run in history.world.ledger.runs]
+    again = f"PYTHONHASHSEED={HASH_SEED} python -m tests.sim.whole --seed {seed}"
+    return "\n".join([f"{plan.setting}", *history.lines, *runs, f"seed {seed}: {broken}", f"again with: {again}"])
+
+
+def first_found(seeds: Iterable[int], says: tuple[str, ...] = ()) -> int | None:
+    """Return the first seed whose history breaks a promise, in one of these ways if any are named."""
+    for seed in seeds:
+        told = judged(seed)
+        if told and (not says or any(each in told for each in says)):
+            return seed
+    return None
+
+
+def known(within: int) -> int:
+    """Print which known faults are found; return how many are not."""
+    found = 0
+    for name, (_, says) in FAULTS.items():
+        with put_back(name):
+            seed = first_found(range(within), says)
+        clean = seed is not None and not judged(seed)
+        found += clean
+        print(
+            f"{name}: {'not found' if seed is None else f'seed {seed}'}{'' if clean else ', NOT ITS OWN'}", flush=True
+        )
+    print(f"known_faults_found {found} of {len(FAULTS)}")
+    return len(FAULTS) - found
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--seed", type=int, help="one history, told")
+    options.add_argument("--seeds", type=int, default=1000)
+    options.add_argument("--first", type=int, default=0)
+    options.add_argument("--known", action="store_true")
+    options.add_argument("--fault", default="", help="with this known fault put back")
+    given = options.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:
+        os.environ["PYTHONHASHSEED"] = HASH_SEED
+        os.execv(sys.executable, [sys.executable, "-m", "tests.sim.whole", *sys.argv[1:]])
+    with quietly(), put_back(given.fault) if given.fault else nullcontext():
+        if given.known:
+            return known(WITHIN)
+        if given.seed is not None:
+            print(story(given.seed))
+            return 0
+        failed, began_s = [], time.process_time()
+        for seed in range(given.first, given.first + given.seeds):
+            if told := judged(seed):
+                failed.append(seed)
+                print(f"seed {seed}: {told}"[:500], flush=True)
+    seconds = time.process_time() - began_s
+    print(
+        f"{given.seeds} histories, {given.seeds / seconds:.0f} a second of one core; {len(failed)} fail: {failed[:20]}"
+    )
+    return len(failed) > 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)

@@ -1,0 +1,95 @@
+"""The whole world keeps its promises in every seed, and finds the faults that are known when they are put back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from tests.sim.whole.__main__ import WITHIN, first_found, judged, quietly, story
+from tests.sim.whole.history import Plan, SimHistory, SimOperation
+from tests.sim.whole.known_faults import FAULTS, put_back
+from tests.sim.whole.system import SimSetting
+
+SEEDS = int(os.environ.get("SIM_SEEDS", "60"))
+FIRST = int(os.environ.get("SIM_FIRST", "0"))
+SLICES = 5
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with quietly():
+        yield
+
+
+@pytest.mark.parametrize("slice_", range(SLICES))
+def test_every_promise_holds_in_every_history(slice_: int) -> None:
+    seed = first_found(range(FIRST + slice_, FIRST + SEEDS, SLICES))
+    assert seed is None, story(seed)
+
+
+def test_the_same_seed_gives_the_same_history() -> None:
+    for seed in range(5):
+        assert SimHistory(seed).run().digest() == SimHistory(seed).run().digest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_known_fault_that_is_put_back_is_found(fault: str) -> None:
+    with put_back(fault):
+        seed = first_found(range(WITHIN), FAULTS[fault][1])
+    assert seed is not None, f"not within {WITHIN} seeds"
+    assert not judged(seed), "it is found in what holds without it"
+
+
+def call(
+    number: int, at_s: float, runs_s: float, trajectory: str | None = None, function: str = "there"
+) -> SimOperation:
+    about = {"function": function, "trajectory": trajectory, "key": f"k{number}", "mode": "async"}
+    return SimOperation(at_s, "call", {"number": number, "script": {"s": runs_s}, **about})
+
+
+kill = partial(SimOperation, name="kill", about={"fuse": 0, "down_s": 0.2})
+kill_node = partial(SimOperation, name="kill node", about={"node": "n1", "node_fuse": 0, "node_down_s": 0.2})
+#: Plans of what was found here, by what was wrong.
+FOUND = {
+    "a command that outlives its gateway keeps cores that are another's by now": (
+        call(0, 0.5, 1.0),
+        call(1, 0.6, 7.0),
+        kill(3.0),
+        *(call(number, 5.0, 3.0) for number in (2, 3, 4)),
+    ),
+    "a node's full disk fails a call that has not begun": (
+        SimOperation(1.0, "disk", {"where": "n1", "for_s": 2.0}),
+        call(0, 1.5, 1.0, "n0"),
+    ),
+    "what ends while its gateway leaves is told as lost": (
+        *(call(number, 0.5 + 0.03 * number, 1.0, f"n{number}") for number in range(4)),
+        SimOperation(1.7, "stop", {"node": "n1", "down_s": 0.1}),
+    ),
+    "what a node's full disk does not forget begins once more under the next daemon": (
+        call(0, 0.5, 3.0, "n0"),
+        SimOperation(2.5, "disk", {"where": "n1", "for_s": 3.6}),
+        kill_node(6.0),
+    ),
+    "a node that starts on a full disk begins its journal anew": (
+        call(0, 0.5, 5.0, "n0"),
+        call(1, 0.6, 1.0),
+        SimOperation(2.9, "disk", {"where": "n1", "for_s": 3.0}),
+        kill_node(3.0),
+    ),
+    "the sandbox of a command whose end the next daemon knows is left behind": (
+        call(0, 0.5, 1.0),
+        SimOperation(1.0, "kill", {"fuse": 0, "down_s": 5.0}),
+        kill_node(3.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_what_was_found_is_mended(found: str) -> None:
+    plan = Plan(SimSetting(nodes=("n1",), cores=4, drain_grace_s=0.0), FOUND[found])
+    for seed in range(25):
+        assert not judged(seed, plan)
