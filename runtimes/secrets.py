@@ -41,7 +41,9 @@ class Secrets:
         value = self._from_file(name) or self._environ.get(variable, "")
         if value:
             return value
-        place = f"set {variable}" if self._directory is None else f"write {self._directory / name} or set {variable}"
+        place = f"start the gateway with {variable}, or name server.secrets_dir and write the file {name} there"
+        if self._directory is not None:
+            place = f"write {self._directory / name}, or start the gateway with {variable}"
         raise InvalidConfig(f"secret {name!r} is not defined: {place}", component="secrets", detail={"secret": name})
 
     def filled(self, spec: SandboxSpec) -> SandboxSpec:

@@ -34,6 +34,7 @@ from runtimes.sandbox.command import Command
 from runtimes.sandbox.provider import docker_installed, make_provider
 from runtimes.sandbox.pytest.runtime import INSTALL, PytestSettings
 from runtimes.sandbox.sandbox import Provider
+from runtimes.secrets import SECRET, Secrets
 from tangram.cli import exit_status
 from tangram.cli.options import json_option, paths_argument
 from tangram.cli.output import TableColumn, print_json, say, show, table
@@ -119,7 +120,7 @@ def silence() -> Iterator[None]:
 
 def preflight(config: GatewayConfig) -> Iterator[Finding]:
     """Yield what the functions need of this machine, and whether it is here; each function once."""
-    refused = list(_cores(config))
+    refused = [*_cores(config), *_secrets(config)]
     yield from refused
     yield from _sandboxes(config, {each.what for each in refused})
     if any(function.runtime == "model" for function in config.functions.values()):
@@ -138,6 +139,17 @@ def _cores(config: GatewayConfig) -> Iterator[Finding]:
             check_satisfiable(function, spec)
         except CodedError as error:
             yield Finding(f"function {name}", "missing", error.message)
+
+
+def _secrets(config: GatewayConfig) -> Iterator[Finding]:
+    """Tell which secrets that functions name are not here."""
+    held = Secrets(config.server.secrets_dir)
+    for name, function in sorted(config.functions.items()):
+        for each in sorted(set(SECRET.findall(f"{function.request} {function.sandbox}"))):
+            try:
+                held.get(each)
+            except CodedError as error:
+                yield Finding(f"function {name}", "missing", error.message)
 
 
 def _sandboxes(config: GatewayConfig, refused: Collection[str]) -> Iterator[Finding]:

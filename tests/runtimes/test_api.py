@@ -300,7 +300,7 @@ async def test_a_bad_input_is_invalid_input_and_an_undefined_secret_stops_regist
         await runtime.execute(execution_of(search_of(server), {"query": "x" * 100_000})[0])
     assert too_long.value.reason is Reason.INVALID_INPUT
     await runtime.prepare(search_of(server))
-    with pytest.raises(InvalidConfig, match="set TANGRAM_SECRET_OTHER"):
+    with pytest.raises(InvalidConfig, match="start the gateway with TANGRAM_SECRET_OTHER"):
         await runtime.prepare(function_of("http://h/?key=${secret:other}"))
     assert len(server.requests) == 0
 

@@ -100,6 +100,15 @@ def test_doctor_beside_ones_own_gateway_finds_nothing_missing(
     assert status == 0 and findings(out)["server.port"]["detail"] == "your own gateway serves here"
 
 
+def test_doctor_finds_a_secret_that_is_not_there(tangram: Tangram, tmp_path: Path) -> None:
+    request = {"method": "GET", "url": "http://search.example/?q={q}", "headers": {"X-Key": "${secret:SEARCH_KEY}"}}
+    functions = {"search": {"runtime": "api", "request": request}}
+    _, out, _ = tangram("doctor", "--json", written(tmp_path, functions=functions))
+    found = findings(out)["function search"]
+    assert found["state"] == "missing"
+    assert "start the gateway with TANGRAM_SECRET_SEARCH_KEY, or name server.secrets_dir" in found["detail"]
+
+
 def test_doctor_tells_what_is_missing_and_what_mends_it(tangram: Tangram, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
