@@ -43,18 +43,3 @@ class WallClock:
         reach_s = self.slew * passed_s
         self._now_s += max(-reach_s, min(reach_s, self._wall() - self._now_s))
         return self._now_s
-
-
-class VirtualClock:
-    """A clock that moves only when told to: simulation and tests."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
-
-    def now(self) -> float:
-        return self._now_s
-
-    def advance_to(self, instant_s: float) -> None:
-        """Move to ``instant_s``; going back is an error of the caller."""
-        assert instant_s >= self._now_s, f"the clock stands at {self._now_s}, cannot go back to {instant_s}"
-        self._now_s = instant_s

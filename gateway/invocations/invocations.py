@@ -203,13 +203,13 @@ class HeldInputs:
     """Bytes of inputs that are held at once: of those that arrive, and of invocations that have not ended."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+        self._limit_bytes, self._share_bytes = limit_bytes, share_of(limit_bytes)
         self._by_task: Counter[str] = Counter()
         self.bytes = 0
 
     def check(self, size_bytes: int, task: str = "") -> None:
         """Raise CapacityExceeded when so much more, of a ``task`` where one is known, may not be held."""
-        own, share = self._by_task[task], share_of(self._limit_bytes)
+        own, share = self._by_task[task], self._share_bytes
         if self.bytes + size_bytes > self._limit_bytes or (task and own + size_bytes > share):
             raise CapacityExceeded(
                 f"{self.bytes} bytes of inputs are held already, {own} of task {task!r}, whose share is {share}; "

@@ -668,7 +668,7 @@ class Queue:
 
     def release(self, now_s: float) -> None:
         """Offer what may start by now."""
-        for waiting in self._due.take(now_s, len(self._early)):
+        for waiting in self._due.take(now_s, len(self._early)) if self._early else ():
             waiting.not_before_s = 0.0
             self.offer(waiting, self._early.pop(waiting))
 
@@ -678,7 +678,7 @@ class Queue:
 
     def next_release_s(self) -> float | None:
         """Return the instant from which the next of those may start; None if there is none."""
-        return self._due.next_s()
+        return self._due.next_s() if self._early else None
 
     def leave(self, alike: Sequence[Waiting]) -> None:
         """Remove actions of one group, or one of none, that start on what they had reserved."""

@@ -13,11 +13,11 @@ import pytest
 from gateway import auth
 from gateway.auth import BearerTokens, Guard, PageSessions, Role, announced, check_listeners, make_private, open_tokens
 from gateway.config.schema import ServerConfig
-from manager.clock import VirtualClock
 from manager.errors import Forbidden, InvalidConfig, StorageUnavailable, Unauthorized
 from tangram import AsyncClient, UnauthorizedError
 from tangram.types import ADMIN, INVOKE, find_token, links_dir
 from tests.gateway.conftest import GatewayBench, serving
+from tests.virtual_clock import VirtualClock
 
 TOKENS = BearerTokens(admin="s3cret", invoke="less")
 

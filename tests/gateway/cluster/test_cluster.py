@@ -32,7 +32,6 @@ from gateway.invocations import restart
 from gateway.invocations.restart import TrajectoryRecovery
 from gateway.store.store import Store, StoreSpec
 from manager.action import Action, Chunk, Lease, Outcome, State
-from manager.clock import VirtualClock
 from manager.config import NodeSpec, ServiceSpec
 from manager.errors import FILES_LOST, CapacityExceeded, InvalidConfig, Reason, Unsupported
 from manager.executor import Call
@@ -43,6 +42,7 @@ from runtimes.sandbox.snapshots import NodeSnapshotSettings
 from tests.gateway.conftest import GatewayBench, RunningGateway, function, serving, until
 from tests.runtimes.node.machine import Machine, MachineEnvironments
 from tests.runtimes.node.session import hello
+from tests.virtual_clock import VirtualClock
 
 F, G = FunctionSpec(name="f", runtime="exec"), FunctionSpec(name="g", runtime="exec")
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gateway.cluster.ray import UNREPORTED_S, RayNodes
-from manager.clock import VirtualClock
 from manager.errors import InvalidInput
 from runtimes.node.ray.process import RayDriverProcess, RayMessage, RaySettings
 from tangram.types import NodeTicket
+from tests.virtual_clock import VirtualClock
 
 TTL_S = 120.0
 

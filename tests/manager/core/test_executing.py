@@ -11,7 +11,6 @@ import pytest
 
 from manager.action import ANYWHERE, Chunk, Lease, NodeChoice, State, UnitSet
 from manager.assembly import build_core
-from manager.clock import VirtualClock
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec
 from manager.core.state import cause_of
 from manager.core.views import resources_view
@@ -43,6 +42,7 @@ from runtimes.executor import LocalExecutor
 from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 from tests.runtimes.recorder import RecordingLog
+from tests.virtual_clock import VirtualClock
 
 Drive = Callable[[ManagerSpec], CoreDriver]
 POLICIES = ("price", "adaptive", "paper", "fixed")

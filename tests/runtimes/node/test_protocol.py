@@ -13,7 +13,6 @@ import pytest
 
 from gateway.config.load import load
 from manager.action import Action, Chunk, Grant, Lease, Outcome, State, UnitSet
-from manager.clock import VirtualClock
 from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason, Unsupported
 from manager.function import FunctionSpec
 from runtimes.kinds import KINDS
@@ -33,6 +32,7 @@ from runtimes.node.protocol import (
 from runtimes.sandbox.runner.runner import FrameDecoder
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
 from tests.runtimes.node.session import STUCK_S, hello
+from tests.virtual_clock import VirtualClock
 
 WITHIN_S = 30.0
 

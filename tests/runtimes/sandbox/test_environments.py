@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from manager.action import Grant, Lease
-from manager.clock import VirtualClock
 from manager.errors import (
     ActionFailed,
     CapacityExceeded,
@@ -34,6 +33,7 @@ from runtimes.sandbox.runner.client import lost
 from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
 from runtimes.secrets import Secrets
 from tests.runtimes.recorder import assert_as_declared, execution_of
+from tests.virtual_clock import VirtualClock
 
 DEADLINE_S = 60.0
 

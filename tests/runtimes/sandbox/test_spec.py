@@ -16,7 +16,6 @@ import pytest
 from structlog.testing import capture_logs
 
 import runtimes.sandbox.provider as choice
-from manager.clock import VirtualClock
 from manager.errors import InvalidConfig, InvalidInput, Unsupported
 from manager.function import Background, Isolation, Network, SandboxSpec, TrajectoryChoices, Warm
 from runtimes.sandbox.command import Command
@@ -39,6 +38,7 @@ from runtimes.sandbox.spec import (
 from runtimes.secrets import Secrets
 from tangram.types import SandboxChoice
 from tests.runtimes.sandbox.conftest import unique
+from tests.virtual_clock import VirtualClock
 
 DEADLINE_S = 60.0
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manager.clock import Clock, VirtualClock
+from manager.clock import Clock
 from runtimes.node.ray.driver import (
     BACKOFF_MAX_S,
     WAITING_AGAIN_S,
@@ -27,6 +27,7 @@ from runtimes.node.ray.driver import (
     Reservation,
 )
 from runtimes.node.ray.process import RayDriverProcess, RayMessage, RaySettings
+from tests.virtual_clock import VirtualClock
 
 HEAD = RayNode(id="head", alive=True, resources={"CPU": 8.0, "node:__internal_head__": 1.0})
 ALL = Reservation(cpus=None, gpus=None)
