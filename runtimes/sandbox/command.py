@@ -40,6 +40,8 @@ class Command:
     #: Seconds until SIGTERM, then SIGKILL ``kill_grace_s`` later, for the whole process tree.
     timeout_s: float = 60.0
     kill_grace_s: float = 2.0
+    #: Seconds without processor time or output after which it is ended if a process of it is stopped (SIGSTOP).
+    still_s: float = 60.0
     #: Bytes kept of each stream, of its beginning and its end; the rest is read and dropped, and counted in between.
     output_limit_bytes: int = 1 * 2**20
     #: Bytes of each stream that are shown as they come; ``output_limit_bytes`` if that is more.
@@ -77,6 +79,8 @@ class CommandResult:
     #: Bytes of each stream that were not shown.
     unshown: Mapping[str, int] = field(default_factory=dict)
     timed_out: bool = False
+    #: Whether that was because a process of it was stopped and none made progress.
+    stopped: bool = False
     out_of_memory: bool = False
     duration_s: float = 0.0
     cpu_s: float = 0.0
@@ -89,6 +93,10 @@ def processes_refused(count: int, pids: int) -> str:
     """Return what is told of a command that failed while the sandbox was refused new processes."""
     times = "once" if count == 1 else f"{count} times"
     return f"new processes were refused {times}: the sandbox had {pids}, and sandbox.pids bounds it"
+
+
+#: What is told of a command that was ended as it stood still.
+STOPPED = "made no progress: a process of it was stopped (SIGSTOP), and none worked or said anything for a minute"
 
 
 def memory_ended(what: str, peak_bytes: int) -> str:

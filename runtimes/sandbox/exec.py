@@ -23,6 +23,7 @@ from runtimes.kind import Kind, schema_of
 from runtimes.runtime import Execution, Result, Runtime
 from runtimes.sandbox.command import (
     ARGUMENT_MAX_BYTES,
+    STOPPED,
     Command,
     CommandResult,
     OnOutput,
@@ -383,6 +384,7 @@ def conclude(result: CommandResult, command: Command) -> Result:
     usage = {"cpu_s": result.cpu_s, **peak}
     if result.timed_out:
         message = f"the command ran longer than timeout, {command.timeout_s:g} s, and was ended"
+        message = f"the command {STOPPED}" if result.stopped else message
         raise ActionFailed(Reason.TIMEOUT, message, component=COMPONENT, result=value, detail=peak, usage=usage)
     if result.out_of_memory:
         message = memory_ended("the sandbox", result.peak_memory_bytes)

@@ -28,7 +28,7 @@ from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound, Rea
 from manager.function import FunctionSpec, PytestSpec, Setting
 from runtimes.kind import Kind, Schema, schema_of
 from runtimes.runtime import Execution, Result, Runtime
-from runtimes.sandbox.command import Command, CommandResult, claims_of, memory_ended, processes_refused
+from runtimes.sandbox.command import STOPPED, Command, CommandResult, claims_of, memory_ended, processes_refused
 from runtimes.sandbox.disk import DiskBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec import Directory, Env, LogLines, Stage, begin, checked, invalid, traced
@@ -1076,7 +1076,7 @@ class _Run:
         finally:
             self._lines.close()
         if ended.timed_out:
-            raise self._timed_out()
+            raise self._timed_out(stopped=ended.stopped)
         if why := await self._undone():
             return self.worthless(why)
         if self._report.absent:
@@ -1401,10 +1401,11 @@ class _Run:
             checked.add("solution_apart")
         return checked
 
-    def _timed_out(self) -> ActionFailed:
+    def _timed_out(self, *, stopped: bool = False) -> ActionFailed:
         running = ", ".join(sorted(self._report.running)) or "none"
         limit_s = self._execution.action.timeout_s
-        told = f"the suite ran longer than timeout, {limit_s:g} s; tests under way: {running}"
+        what = STOPPED if stopped else f"ran longer than timeout, {limit_s:g} s"
+        told = f"the suite {what}; tests under way: {running}"
         return self._failed(Reason.TIMEOUT, told)
 
     def _failed(self, reason: Reason, message: str, detail: Mapping[str, object] | None = None) -> ActionFailed:

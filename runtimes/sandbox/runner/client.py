@@ -89,6 +89,7 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
         "grace_s": command.kill_grace_s,
         "limit": None if interactive or session is not None else command.shown_bytes,
         "tail": command.tail_bytes,
+        "still_s": command.still_s,
         **({"claim": command.claim, "lasting": command.detached} if command.claim else {}),
         **({"session": attended} if attended else {}),
     }
@@ -123,6 +124,8 @@ class RunnerEnd(msgspec.Struct, frozen=True, kw_only=True):
     code: int | None = None
     signal: int | None = None
     timed_out: bool = False
+    #: Whether it was ended as a process of it was stopped and none made progress.
+    stopped: bool = False
     out_of_memory: bool = False
     truncated: tuple[bool, bool] = (False, False)
     #: Bytes of standard output and error that were dropped before their ends.
@@ -154,6 +157,7 @@ class RunnerEnd(msgspec.Struct, frozen=True, kw_only=True):
             stderr_truncated=self.truncated[1] or truncated[1],
             unshown=unshown or {},
             timed_out=self.timed_out,
+            stopped=self.stopped,
             out_of_memory=self.out_of_memory,
             duration_s=self.duration_s,
             cpu_s=self.cpu_s,

@@ -67,6 +67,8 @@ PENDING_MAX_BYTES = 1 * 2**20
 TICK_S = 0.01
 #: Seconds after which what must rest is stopped again, as a process can arrange to be continued.
 REST_S = 1.0
+#: Looks without progress after which a command with a stopped process is ended, within its `still_s`.
+STILL_LOOKS = 6
 #: Looks, one each TICK_S, at whether what was stopped stands still.
 LOOKS = 3
 #: Times that the end of all processes is asked for at our own end.
@@ -1163,6 +1165,12 @@ class Job:
         self.deadline_s: float | None = None if timeout_s is None else self.started_s + timeout_s
         self.kill_s: float | None = None  # set while it is being ended
         self.timed_out = False
+        #: Seconds without a sign of progress after which it is ended if one of its processes is stopped.
+        self.still_s: float | None = None if request.get("session") else request.get("still_s")
+        self.look_s = float("inf") if self.still_s is None else self.started_s + self.still_s / STILL_LOOKS
+        self.progress: list[Any] = []
+        self.looks = 0  # at the same progress
+        self.stopped = False  # whether it was ended for that
         self.status: int | None = None  # set when its first process was reaped
         self.cpu_s = 0.0
         self.peak_kib = 0
@@ -1210,6 +1218,7 @@ class Job:
             "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
             "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
             "timed_out": self.timed_out,
+            "stopped": self.stopped,
             "truncated": [self.dropped[STDOUT] > 0, self.dropped[STDERR] > 0],
             "dropped": [self.dropped[STDOUT], self.dropped[STDERR]],
             "duration_s": time.monotonic() - self.started_s,
@@ -1593,6 +1602,7 @@ class Jobs:
         if self.tree.sweeps or any(job.kill_s is not None for job in self.running.values()):
             return now + TICK_S
         due_s = [job.deadline_s for job in self.running.values() if job.deadline_s is not None]
+        due_s += [job.look_s for job in self.running.values()]
         return min([*due_s, float("inf") if self.tree.rest_s is None else self.tree.rest_s])
 
     def on_clock(self, now: float) -> None:
@@ -1605,6 +1615,11 @@ class Jobs:
             elif job.deadline_s is not None and now >= job.deadline_s:
                 job.timed_out = True
                 self.end(job, job.grace_s)
+            elif now >= job.look_s:
+                try:
+                    self.look_for_progress(job, now)
+                except Exception as error:
+                    self.fail(job, error)
         if self.tree.rest_s is not None and now >= self.tree.rest_s:
             self.tree.rest(now)
         if self.tree.sweeps:
@@ -1918,6 +1933,20 @@ class Jobs:
             job.let_end()
             self.end(job, grace_s)
 
+    def look_for_progress(self, job: Job, now: float) -> None:
+        """End a job of which a process is stopped, and none works or says anything: nobody is left to continue it."""
+        job.look_s = now + (job.still_s or 0.0) / STILL_LOOKS
+        table, members = _processes(), self.tree.members(job)
+        if not any(table.get(pid, (0, ""))[1] == "T" for pid in members):
+            job.progress = []
+            return
+        progress = [sorted(members), sum(map(_ticks, members)), *job.kept.values(), *job.dropped.values(), job.fed]
+        job.looks = job.looks + 1 if progress == job.progress else 0
+        job.progress = progress
+        if job.looks == STILL_LOOKS:
+            job.timed_out = job.stopped = True
+            self.end(job, 0.0)
+
     def end(self, job: Job, grace_s: float) -> None:
         """Begin to end a job's whole tree: SIGTERM, and SIGKILL after the grace."""
         kill_s = time.monotonic() + grace_s
@@ -2098,6 +2127,16 @@ def _processes() -> dict[int, tuple[int, str]]:
                 continue
             table[int(name)] = (int(fields[1]), fields[0].decode())
     return table
+
+
+def _ticks(pid: int) -> int:
+    """Return the processor time of a process, in ticks of the kernel; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
 
 
 def _descendants(root: int, table: dict[int, tuple[int, str]]) -> list[int]:

@@ -13,6 +13,7 @@ import pytest
 from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason, TooLarge
 from manager.function import Isolation, SandboxSpec
 from runtimes.sandbox.command import ARGUMENT_MAX_BYTES, Command, CommandResult
+from runtimes.sandbox.exec import conclude
 from runtimes.sandbox.runner.client import MARKER
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.conftest import SHARED_RUNNER_ALONE, unique
@@ -201,6 +202,13 @@ class TestTimeouts:
         script = "trap 'echo cleaned; exit 0' TERM; echo on; while :; do sleep 0.01; done"
         result = await sh(shared_sandbox, script, timeout_s=2, kill_grace_s=60)
         assert (result.timed_out, result.stdout, result.exit_code) == (True, b"on\ncleaned\n", 0)
+
+    async def test_what_is_stopped_and_makes_no_progress_is_ended_and_told(self, shared_sandbox: Sandbox) -> None:
+        script = "sh -c 'echo on; kill -STOP $$; echo never'"
+        result = await sh(shared_sandbox, script, timeout_s=60, still_s=0.3)
+        assert (result.timed_out, result.stopped, result.stdout) == (True, True, b"on\n")
+        with pytest.raises(ActionFailed, match=r"made no progress: a process of it was stopped"):
+            conclude(result, Command(shell=script))
 
     async def test_who_ignores_sigterm_is_killed(self, shared_sandbox: Sandbox) -> None:
         result = await sh(shared_sandbox, "trap '' TERM; while :; do sleep 0.01; done", timeout_s=2, kill_grace_s=0.2)
