@@ -220,26 +220,6 @@ def test_while_batch_sizes_hardly_differ_the_prior_stands_and_width_is_learned_f
     assert learned.t_ori_s < 20.0, "as if each had added all of its work"
 
 
-def test_a_marginal_that_was_found_stays_while_all_batches_are_alike() -> None:
-    history = batched(0.5, noise=0.05)
-    for _ in range(1600):
-        history.record("f", "", 1, 20.0 * 4.5, {Kin("f"): 8})
-    learned = history.learned("f")
-    assert abs(learned.batch_marginal - 0.5) <= 0.1
-    assert learned.t_ori_s == pytest.approx(20.0, rel=0.15)
-
-
-def test_a_batch_is_one_observation() -> None:
-    history = History()
-    for _ in range(8):
-        history.record("f", "k", 1, 80.0, {Kin("f", "k"): 8})
-    assert history.learned("f", "k").observations == 1
-    assert history.learned("f", "k").t_ori_s == pytest.approx(80.0 / (1 + 7 * PRIOR_BATCH_MARGINAL))
-    for _ in range(10):
-        history.record("f", "k", 1, 20.0)
-    assert history.learned("f", "k").t_ori_s == pytest.approx(20.0, rel=0.1), "eight members weigh as one run"
-
-
 def test_what_was_found_of_batches_survives_a_restart() -> None:
     history = batched(0.5)
     copy = History.from_json(json.loads(json.dumps(history.to_json())))
@@ -333,13 +313,6 @@ def test_a_line_is_found_in_the_mean_where_the_medians_are_alike() -> None:
         size, deviation = (10, 0.3) if index % 2 else (1000, 1.7)
         history.record("f", "", 1, math.exp(chance.gauss(0, deviation)), size=size)
     assert foretold(history, 1000) > 1.5 * foretold(history, 10)
-
-
-def test_fewer_runs_keep_the_plain_estimate() -> None:
-    history = History()
-    for size in (10, 100, 1000):
-        history.record("f", "", 1, line(size), size=size)
-    assert foretold(history, 10) == foretold(history, 1000) == foretold(history, None)
 
 
 def test_what_the_width_saves_and_what_the_size_costs_are_found_together() -> None:
@@ -440,14 +413,6 @@ def test_whatever_ran_what_is_foretold_is_a_positive_number(
     assert found is None if not runs else found is not None and 0 < found < math.inf
     json.dumps(history.to_json(), allow_nan=False)
     json.dumps(history.describe("f"), allow_nan=False)
-
-
-def test_one_absurd_size_moves_the_bounds_of_what_was_seen_little() -> None:
-    history = taught_sizes(line, 60)
-    shown = shown_line(history)
-    assert shown is not None
-    history.record("f", "", 1, 1.0, size=1e15)
-    assert foretold(history, 1e15) <= 50 * line(shown["most"])
 
 
 def test_what_was_learned_of_another_field_is_forgotten() -> None:

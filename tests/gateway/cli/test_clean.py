@@ -117,22 +117,6 @@ async def test_the_state_directory_of_a_gateway_or_node_names_what_it_has_below(
     assert entries(tangram, str(state_dir)) == {}
 
 
-async def test_snapshots_are_kept_while_their_gateway_lives_and_removed_afterwards(
-    tangram: Tangram, tmp_path: Path
-) -> None:
-    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
-    environments = Environments(provider)
-    await environments.ensure("t", SPEC)
-    taken = await environments.snapshot("t")
-    await environments.close()
-    one = entries(tangram, str(tmp_path / "state"))[taken.id]
-    assert (one["kind"], one["why"]) == ("snapshot", "its gateway lives")
-    await provider.close()
-    assert set(entries(tangram, str(tmp_path / "state"), "--yes")) == {taken.id}
-    assert entries(tangram, str(tmp_path / "state")) == {}
-    assert not list((tmp_path / "state" / "snapshots").iterdir())
-
-
 async def test_what_is_named_is_removed_whoever_needs_it(tangram: Tangram, tmp_path: Path) -> None:
     provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
     sandbox = await left(provider)

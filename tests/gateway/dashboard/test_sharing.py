@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, BrowserContext
 
@@ -26,10 +25,6 @@ JOINS = """([address, alive]) => {
   window.joined.port.postMessage({kind: "join", token: "", since: null, bars: false});
 }"""
 HELD = {"held": True, "command": "wait"}
-WITHOUT = "delete window.SharedWorker"
-BROKEN = """window.SharedWorker = class {
-  constructor() { this.port = new MessageChannel().port1; setTimeout(() => this.onerror(new Event("error"))); }
-}"""
 
 
 class SharingTabs:
@@ -132,18 +127,6 @@ async def test_another_token_is_another_stream_and_a_wrong_one_none(tmp_path: Pa
         await third.sees(".verdict .badge")
         await viewers(gateway, 2)
         assert all("token" not in tab.page.url for tab in tabs.tabs)
-
-
-@pytest.mark.parametrize("lacks", [WITHOUT, BROKEN])
-async def test_without_a_worker_each_tab_has_a_stream_of_its_own(tmp_path: Path, tabs: SharingTabs, lacks: str) -> None:
-    await tabs.context.add_init_script(lacks)
-    async with serving(bench(tmp_path)) as gateway:
-        one, two = await tabs.open(gateway), await tabs.open(gateway)
-        await viewers(gateway, 2)
-        await gateway.invoke(HELD, mode="async", function="shell")
-        for tab in (one, two):
-            await tab.says(".kpi .v", "1")
-        assert gateway.app.watch.viewers == 2
 
 
 async def test_a_tab_that_says_nothing_any_more_lets_the_stream_go(tmp_path: Path, tabs: SharingTabs) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import shutil
 from collections.abc import AsyncIterator
@@ -158,14 +157,3 @@ async def test_other_routes_answer_as_there(door: RunningGateway) -> None:
     assert (await door.http.get("/sandboxfusion/")).headers["content-type"].startswith("text/html")
     assert (await door.http.post("/sandboxfusion/run_jupyter", json={})).status_code == 501
     assert (await door.http.post("/sandboxfusion/submit", json={})).status_code == 404
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-async def test_sixty_four_at_once_all_have_their_own_verdict(door: RunningGateway) -> None:
-    async def one(number: int) -> bool:
-        told = await run(door, f"print(int(input()) * {number})\nassert {number} % 4", stdin="2")
-        right = "Failed" if number % 4 == 0 else "Success"
-        return (told["status"], told["run_result"]["stdout"]) == (right, f"{number * 2}\n")
-
-    assert all(await asyncio.gather(*(one(number) for number in range(64))))

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import orjson
 import pytest
 
-from gateway.http import app, server
+from gateway.http import server
 from gateway.invocations.record import Record, _written
 from gateway.serialization import DEPTH_MAX, VALUES_MAX
 from gateway.tls import STRETCH_BYTES
@@ -273,21 +273,6 @@ async def test_random_frames_close_their_own_connection_at_most(gateway: Running
     assert (await gateway.http.get("/healthz")).status_code == 200
     await until(lambda: gateway.app.connections["http"].open == 1)
     assert (gateway.app.invocations.living, gateway.app.held.bytes) == ((), 0)
-
-
-@pytest.mark.slow
-async def test_who_asks_over_http2_and_does_not_read_is_waited_for_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "GIVE_UP_STALLS", 1)
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.1)  # its connection is idle then, and closed as any other
-    async with serving(GatewayBench(tmp_path, bounds={"stall_s": 0.2})) as gateway:
-        said = (await gateway.invoke({"x": "y" * 400_000})).json()["id"]
-        async with http2(gateway) as lazy:
-            head = [(b":method", b"GET"), *HEAD[1:2], (b":path", f"/v1/invocations/{said}".encode()), *HEAD[3:]]
-            answer = await lazy.ask(head, None)
-            assert answer.headers[":status"] == "200" and len(answer.data) < 400_000
-            assert answer.closed
 
 
 #: Bytes of a header value, as somebody might send them.

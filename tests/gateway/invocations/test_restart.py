@@ -572,33 +572,3 @@ async def test_bounds_of_the_execution_and_waits_between_tries_are_of_time_that_
         await jumping_gateway.invoke({"reason": "handler_error"}, mode="async", function="retried", wait="5s")
     ).json()
     assert (retried["state"], retried["attempt"]) == ("failed", 3) and in_order(retried)
-
-
-@pytest.mark.slow
-@JUMPS
-async def test_across_a_restart_the_machine_is_believed_and_nothing_is_lost(
-    tmp_path: Path, machine: JumpingClock, jump_s: float
-) -> None:
-    bench = GatewayBench(tmp_path)
-    async with serving(bench, machine.clock()) as first:
-        keyed = (await first.invoke({"n": 1}, headers=KEY)).json()["id"]
-        running = await hold(first)
-        waiting = [(await first.invoke({"n": n}, mode="async")).json()["id"] for n in range(3)]
-    machine.set_s += jump_s
-    async with serving(bench, machine.clock()) as second:
-        records = [await ended(second, each) for each in waiting]
-        if jump_s > 0:  # max_age is a day: it is over by the clock, and that is said
-            assert {(each["state"], each["reason"], each["dead"]) for each in records} == {
-                ("timed_out", "queue_timeout", True)
-            }
-        else:
-            assert [each["result"] for each in records] == [{"n": n} for n in range(3)]
-            executed = [action_id for verb, action_id in second.runtime.seen if verb == "execute"]
-            assert executed == waiting, "in their order"
-        assert all(each["act_ms"] >= 0 and each["queue_ms"] >= 0 for each in records)
-        assert {(await ended(second, each))["reason"] for each in running} == {"gateway_restart"}
-        again = (await second.invoke({"n": 1}, headers=KEY)).json()["id"]
-        assert (again == keyed) is (jump_s < 0), "a key lives for a day of the machine's clock"
-        listed = (await second.http.get("/v1/invocations")).json()["invocations"]
-        assert [each["id"] for each in listed] == sorted((each["id"] for each in listed), reverse=True)
-        assert {keyed, again, *running, *waiting} == {each["id"] for each in listed}

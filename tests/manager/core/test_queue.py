@@ -11,7 +11,7 @@ import pytest
 from manager.action import Action, Outcome, State
 from manager.config import ManagerSpec, TaskSpec
 from manager.core import queue as queue_module
-from manager.core.queue import Bounds, Expiries, FairShare, Queue, Waiting
+from manager.core.queue import Bounds, FairShare, Queue, Waiting
 from manager.core.state import cause_of
 from manager.errors import CapacityExceeded, QuotaExceeded, Reason
 from manager.events import CancelRequested, Execute, Finished, Submitted, Tick, TrajectoryEnded
@@ -266,18 +266,6 @@ def test_a_batch_is_charged_once() -> None:
     for one in batch[1:]:
         fair.correct(one, 1.0, {})
     assert fair.stamp(action("next"), 1.0) == stamps[-1], "and not behind four such durations"
-
-
-def test_cleaning_in_bulk_forgets_nothing_that_is_not_stale() -> None:
-    chance, living = random.Random(3), set[int]()
-    expiries = Expiries[int](lambda item, _: item not in living)
-    for item in range(5000):
-        living.add(item)
-        expiries.add(chance.uniform(1.0, 100.0), item, item)
-        if item % 50:
-            living.discard(item)
-        assert expiries.take(0.0, len(living)) == []
-    assert sorted(expiries.take(100.0, len(living))) == sorted(living)
 
 
 FAILED = Outcome(state=State.FAILED, reason=Reason.HANDLER_ERROR)

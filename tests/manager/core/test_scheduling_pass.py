@@ -528,15 +528,3 @@ def test_an_answer_that_comes_twice_or_after_the_node_was_lost_changes_nothing(d
     assert driver.core.state.resources.placed[0].replicas["under_way"] == 0
     driver.step(4, ask("y", "a"))
     assert driver.started["y"].lease.grants["gpu"].restore, "the copy is gone with its node"
-
-
-def test_nodes_without_a_free_unit_are_not_looked_at_for_what_any_node_may_serve() -> None:
-    core = build_core(spec(*(node(f"n{number}", cores=2) for number in range(50))))
-    core.step([Submitted(action=action(f"a{number}")) for number in range(130)], 0.0)
-    where = {running.id: running.lease.node for running in core.state.executing.all()}
-    assert len(where) == 100, "every core is used"
-    core.pause()
-    for ended in ("a3", "a7", "a41"):
-        core.step([Finished(action_id=ended, outcome=DONE)], 1.0)
-    (options,) = SchedulingPass(core.state).select(core.state.queue.groups()).options.values()
-    assert options.keys() == {where[ended] for ended in ("a3", "a7", "a41")}

@@ -224,18 +224,6 @@ def test_a_node_that_finds_itself_unfit_is_closed_with_its_reason_and_open_again
     assert state(membership) is NodeState.READY
 
 
-def test_one_that_can_take_nothing_new_lets_what_lives_there_go_on_until_it_is_worse_or_better() -> None:
-    membership = joined("n")
-    shut = Shut("n", "unfit: no engine", finishing=True)
-    assert membership.judge(1, "n", "n-1", "no engine", finishing=True) == [shut]
-    assert state(membership) is NodeState.UNFIT
-    assert membership.judge(4, "n", "n-1", "full") == [Shut("n", "unfit: full")]
-    assert membership.judge(5, "n", "n-1", "") == [Serves("n")]
-    membership.lose_link(6, "n", "n-1", "cut")
-    membership.greet(7, "n", "n-1", unfit="no engine", finishing=True)
-    assert membership.reconcile(8, "n", "n-1") == [Serves("n"), shut], "so it is when it joins like that"
-
-
 def test_one_that_is_unfit_when_it_joins_never_opens_until_it_is_fit() -> None:
     membership = NodeMembership()
     membership.greet(0, "d", "i", draining=True, unfit="full")
@@ -248,18 +236,6 @@ def test_one_that_is_unfit_when_it_joins_never_opens_until_it_is_fit() -> None:
     assert membership.judge(3, "n", "i", "") == [], "it is not heard: it says so again when it joins"
     membership.greet(4, "n", "i")
     assert membership.reconcile(5, "n", "i") == [Serves("n")]
-
-
-def test_a_draining_node_that_turns_unfit_is_shut_to_its_own_trajectories_until_it_is_fit() -> None:
-    membership = joined("n", "m")
-    membership.judge(1, "m", "m-1", "no engine", finishing=True)
-    assert membership.drain(1, "m", "asked") == [Shut("m", "draining: asked, and unfit: no engine", finishing=True)]
-    drains = Shut("n", "draining: asked", finishing=True)
-    assert membership.drain(1, "n", "asked") == [drains]
-    assert membership.judge(2, "n", "n-1", "full") == [Shut("n", "draining: asked, and unfit: full")]
-    assert state(membership) is NodeState.DRAINING, "it leaves all the same"
-    assert membership.judge(3, "n", "n-1", "full") == [], "told again"
-    assert membership.judge(4, "n", "n-1", "") == [drains]
 
 
 # -- any history

@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.pool import Pool
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from tangram import AsyncClient, Client, InvalidInputError, InvocationFailed, NotFoundError, Retries, Trajectory
 from tangram.client import heartbeats
 from tangram.testing import ScriptedCall, ScriptedFailure, ScriptedGateway
+from tests.faults.world import until
 from tests.gateway.conftest import DEADLINE_S
 from tests.tangram.sockets import ScriptedServer, served
 
@@ -104,19 +105,6 @@ def test_a_client_that_was_inherited_by_fork_opens_its_own_connections(server: S
         assert server.opened == 4, "three of the children; the parent went on with its own"
 
 
-def test_a_child_that_closes_the_client_leaves_the_parents_connection_alone(server: ScriptedServer) -> None:
-    def close() -> bool:
-        client.functions()
-        client.close()
-        return True
-
-    with Client(server.address) as client:
-        client.functions()
-        assert succeeded(in_child(close))
-        assert client.invoke("shell", {"n": 1}).ok
-        assert server.opened == 2
-
-
 def in_child(do: object) -> int:
     """Fork; the child's exit status says whether ``do()`` was true. Returns the child."""
     assert callable(do)
@@ -140,15 +128,6 @@ def beating_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
     monkeypatch.setattr(heartbeats, "GATHER_S", 0.0)
     with served(ScriptedGateway({"shell": {}})) as beating_server:
         yield beating_server
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    gate = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.01)):
-        if condition():
-            return
-        gate.wait(0.01)
-    raise AssertionError(f"not within {DEADLINE_S} s: {what}")
 
 
 def beating() -> bool:

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from runtimes.node.ray.driver import (
     Reservation,
 )
 from runtimes.node.ray.process import RayDriverProcess, RayMessage, RaySettings
+from tests.gateway.conftest import until
 from tests.virtual_clock import VirtualClock
 
 HEAD = RayNode(id="head", alive=True, resources={"CPU": 8.0, "node:__internal_head__": 1.0})
@@ -193,14 +194,6 @@ async def running(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            event = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.005, event.set)
-            await event.wait()
 
 
 def pids(said: list[RayMessage]) -> list[int]:

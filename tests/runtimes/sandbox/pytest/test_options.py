@@ -143,14 +143,6 @@ async def test_a_caller_who_ends_at_the_first_failure_has_one_worker_and_one_ver
     assert value["counts"] == {"failed": 1, "missing": 2}
 
 
-@pytest.mark.parametrize("args", [["--maxfail=0"], ["--maxfail", "0"]])
-async def test_a_caller_who_says_that_nothing_ends_the_suite_keeps_its_workers(
-    bench: SuiteBench, args: list[str]
-) -> None:
-    value = await bench.run(FAILING, cores=(0, 1), args=args)
-    assert (value["workers"], value["counts"]) == (2, {"failed": 1, "passed": 2})
-
-
 def fed(*lines: bytes | dict[str, object]) -> SuiteReport:
     report = SuiteReport("n")
     for line in lines:

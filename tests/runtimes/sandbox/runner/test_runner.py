@@ -816,19 +816,6 @@ async def test_more_output_than_was_allowed_is_not_kept(tmp_path: Path) -> None:
         assert result.stdout == b"xxxxx" + MARKER % (2_000_000 - 10) + b"xxxxx"
 
 
-async def test_frames_for_other_conversations_are_nobodys(tmp_path: Path) -> None:
-    async def confuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _, number, _ = await next_frame(reader)
-        for other in (number - 1, number + 1, 0):
-            writer.write(encode(wire.STDOUT, other, b"forged") + encode(wire.EXIT, other, b'{"code": 9}'))
-        writer.write(encode(wire.EXIT, number, b'{"code": 3}'))
-        await reader.read()
-
-    async with speaking(tmp_path, confuse) as client:
-        result = await client.run(Command(argv=("true",)))
-        assert (result.exit_code, result.stdout) == (3, b"")
-
-
 async def test_a_listener_that_is_not_the_runner_is_not_spoken_to(tmp_path: Path) -> None:
     async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await hang_up(writer)
