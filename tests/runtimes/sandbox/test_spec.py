@@ -73,7 +73,7 @@ def test_without_docker_auto_is_bubblewrap(programs: Path, tmp_path: Path) -> No
 
 
 def test_without_either_it_does_not_start(programs: Path, tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match=r"bubblewrap is not installed; .*sandbox\.provider: plain"):
+    with pytest.raises(Unsupported, match=r"bubblewrap is not installed; .*sandbox\.provider: none .*, plain runs"):
         make_provider(settings(tmp_path, start_wait_s=1000.0))
 
 
