@@ -25,6 +25,7 @@ from bench.attacks.cost import SPEC, solved
 from bench.attacks.play import EVERY, FRESH, SAME, SaidLog, done, is_earned, playable, small
 from bench.attacks.recorded import CASES, RECORDED, failures_of
 from bench.attacks.rewards import RewardAttack
+from bench.attacks.tenants import crossings
 from bench.attacks.trees import play as lay_out
 from bench.attacks.variants import untrue, variants
 from bench.inputs import OWN_PATH, real_input
@@ -163,6 +164,10 @@ async def attacked(
 ) -> None:
     """Play every kind of attack in each kind of sandboxes, a few at a time."""
     await asyncio.to_thread(trees, tally, seed, count)
+    for name, crossed in (await crossings()).items():
+        tally.attempts["tenants"] += 1
+        if crossed:
+            tally.reach("tenant_crossings", name)
     async with AsyncExitStack() as stack:
         arenas = [await stack.enter_async_context(arena(kind, report, tally)) for kind in kinds]
         arenas = [each for each in arenas if each.environments.provider.info.limits["processes_hidden"]]

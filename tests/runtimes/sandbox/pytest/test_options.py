@@ -12,7 +12,7 @@ import pytest
 
 from manager.errors import Reason
 from manager.function import PytestSpec
-from runtimes.sandbox.pytest.runtime import SuiteReport, SuiteRequest, judge, notes
+from runtimes.sandbox.pytest.verdicts import SuiteReport, SuiteRequest, judge, notes
 from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SuiteBench
 
 #: One file cannot be imported, the other passes.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manager.function import PytestSpec
-from runtimes.sandbox.pytest.runtime import SuiteReport, SuiteRequest, judge, notes
+from runtimes.sandbox.pytest.verdicts import SuiteReport, SuiteRequest, judge, notes
 from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SuiteBench
 
 IGNORING = PytestSpec(args=ARGS, ignore=("skipped", "xfailed"))
