@@ -53,8 +53,11 @@ from manager.engine import Engine
 from manager.errors import CodedError
 from manager.events import Reconfigured
 from manager.learning import History
+from runtimes.node.journal import BOOT_ID
 
 HISTORY = "history"
+#: The document of the time of day: the machine's boot, and how far it was ahead of its monotonic clock.
+CLOCK = "clock"
 #: Seconds between two savings of the learned durations.
 HISTORY_EVERY_S = 30.0
 #: Allocations between two collections of each generation. The loop stands still meanwhile, and what waits survives all
@@ -113,6 +116,7 @@ class App:
         self.store = Store(spec, wall=self.wall, lost=lambda: state_dir.lost)
         await self.store.open()
         closers.push_async_callback(self.store.close)
+        await self._take_up_clock()
         here, copies = limits.describe(config), handler_copies(server)
         self.machines = await open_cluster(config, here, self.store, self._clock, self.wall, copies)
         self.node = self.machines.here
@@ -137,6 +141,19 @@ class App:
         self.registry.check()
         await self.registry.take_up()
         closers.push_async_callback(self.registry.preparation.close)
+
+    async def _take_up_clock(self) -> None:
+        """Let the time of day go on where the gateway before had it, unless the machine was started since."""
+        saved = await self.store.document(CLOCK)
+        if saved is not None and isinstance(self.wall, WallClock):
+            boot, ahead_s = saved.split()
+            if boot == _boot():
+                self.wall.resume(float(ahead_s))
+        self._save_clock()
+
+    def _save_clock(self) -> None:
+        if isinstance(self.wall, WallClock):
+            self.store.save_document(CLOCK, f"{_boot()} {self.wall.ahead_s}")
 
     def _bind_sockets(self, closers: AsyncExitStack) -> None:
         """Hold the state directory, and bind the sockets."""
@@ -428,6 +445,7 @@ class App:
         while True:
             await asyncio.sleep(HISTORY_EVERY_S)
             self._save_history()
+            self._save_clock()
 
     def _save_history(self) -> None:
         self.store.save_document(HISTORY, orjson.dumps(self.history.to_json()).decode())
@@ -449,6 +467,10 @@ class App:
             durability=self.config.server.durability,
             recovered={verdict: count for verdict, count in recovered.items() if count},
         )
+
+
+def _boot() -> str:
+    return BOOT_ID.read_text(encoding="ascii").strip()
 
 
 def _bounds(config: GatewayConfig) -> Mapping[str, int]:

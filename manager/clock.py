@@ -43,3 +43,13 @@ class WallClock:
         reach_s = self.slew * passed_s
         self._now_s += max(-reach_s, min(reach_s, self._wall() - self._now_s))
         return self._now_s
+
+    @property
+    def ahead_s(self) -> float:
+        """Seconds by which it is ahead of the monotonic clock, which goes on while no process of ours runs."""
+        return self() - self._seen_s
+
+    def resume(self, ahead_s: float) -> None:
+        """Go on as the clock of a process before, on this boot of the machine, which was ahead by so much."""
+        self._seen_s = self._monotonic()
+        self._now_s = self._seen_s + ahead_s

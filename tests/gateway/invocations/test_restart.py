@@ -540,6 +540,24 @@ async def test_a_key_latches_on_although_the_clock_says_that_it_is_long_over(
 
 
 @JUMPS
+async def test_a_clock_that_is_set_between_two_gateways_changes_no_times(
+    tmp_path: Path, machine: JumpingClock, jump_s: float
+) -> None:
+    async with serving(GatewayBench(tmp_path / "first"), machine.clock()) as first:
+        accepted = await first.invoke({"held": True}, mode="async", function="again")
+        invocation_id = accepted.json()["id"]
+        await first.executing(invocation_id)
+        await first.app.store.commit()
+        bench = crash(tmp_path / "first", tmp_path / "second")
+    machine.set_s += jump_s
+    async with serving(bench, machine.clock()) as second:
+        await second.executing(f"{invocation_id}.2")
+        second.runtime.finish(f"{invocation_id}.2")
+        record = await ended(second, invocation_id)
+        assert record["state"] == "succeeded" and in_order(record), record
+
+
+@JUMPS
 async def test_what_waits_neither_ages_nor_grows_young(
     jumping_gateway: RunningGateway, machine: JumpingClock, jump_s: float
 ) -> None:
