@@ -175,6 +175,19 @@ def test_a_gateway_that_is_told_to_end_while_it_starts_has_ended_well(tmp_path: 
     assert (starting.returncode, b"page:" in output) == (0, False), output
 
 
+def test_a_start_that_is_ended_before_it_has_loaded_anything_ends_in_good_order() -> None:
+    program = """
+import os, signal, sys, types
+loading = sys.modules["tangram.cli.main"] = types.ModuleType("tangram.cli.main")
+loading.main = lambda: os.kill(os.getpid(), signal.SIGTERM)
+sys.argv = ["tangram", "serve"]
+from tangram.cli import run
+run()
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(gateway.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 0
+
+
 def catches(pid: int, number: signal.Signals) -> bool:
     """Return whether a process has a handler of a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
