@@ -91,6 +91,9 @@ runner.Jobs.run = announce
 runner.Poller.change = lambda self, fd, events: self.epoll.modify(fd, events)
 """
 
+#: Another: what outlives its command belongs to whoever is under way when it is adopted.
+OWNED_BY_LATER = "runner.ProcessTree.owns = lambda self, job, pid: (self.job_of(pid) or job) is job"
+
 
 def command(shell: str = GATED, claim: str = "a.1/1", **given: object) -> Command:
     return Command(shell=shell, claim=claim, **({"detached": True, "kill_grace_s": 0.2} | given))  # type: ignore[arg-type]
@@ -666,6 +669,12 @@ async def test_whatever_is_asked_under_backpressure_ends_as_it_should() -> None:
 async def test_the_fuzzer_finds_commands_that_are_announced_before_they_are_watched() -> None:
     findings = await fuzz(SEED, 60.0, change=ANNOUNCED_FIRST)
     assert any("FileNotFoundError" in told for told in findings.wrong), findings
+
+
+@pytest.mark.slow
+async def test_the_fuzzer_finds_servers_that_are_killed_with_a_later_command() -> None:
+    findings = await fuzz(SEED, 60.0, change=OWNED_BY_LATER)
+    assert any("killed with another command" in told for told in findings.wrong), findings
 
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
