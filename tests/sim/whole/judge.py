@@ -60,7 +60,7 @@ def _of_call(history: SimHistory, call: Asked, runs: dict[str, list[Run]]) -> It
     if once and len(ended) > 1:
         yield f"{what}: is not idempotent, and ran {[(run.attempt, run.how) for run in mine]}"
     for told in call.told:
-        if told.state in ENDED - {"lost"}:
+        if told.state in ENDED - {"lost"} and not told.refused:
             late = [run for run in mine if run.ended_s is None or run.ended_s > told.at_s + SLACK_S]
             if late:
                 yield f"{what}: {told.state} is told at {told.at_s - 1000.0:.3f} while {late[-1]} goes on"
