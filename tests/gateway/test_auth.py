@@ -230,15 +230,6 @@ async def test_clients_tell_that_the_state_directory_is_gone(tmp_path: Path, hom
             (tmp_path / "moved").rename(state)
 
 
-def test_links_to_state_that_is_gone_are_removed_by_the_next_start(tmp_path: Path, home: Path) -> None:
-    (tmp_path / "gone").mkdir()
-    links_dir().mkdir(parents=True)
-    (links_dir() / "127.0.0.1:1").symlink_to(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with announced(tmp_path, "0.0.0.0", 2):
-        assert sorted(link.name for link in links_dir().iterdir()) == ["127.0.0.1:2"]
-
-
 def test_a_home_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path: Path, home: Path) -> None:
     home.write_text("a file")
     with announced(tmp_path, "127.0.0.1", 2):

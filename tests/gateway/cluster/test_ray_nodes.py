@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gateway.cluster.ray import UNREPORTED_S, RayNodes
+from gateway.cluster.ray import RayNodes
 from manager.errors import InvalidInput
 from runtimes.node.ray.process import RayDriverProcess, RayMessage, RaySettings
 from tangram.types import NodeTicket
@@ -202,16 +202,6 @@ async def test_a_drained_node_stays_given_back_whatever_becomes_of_its_actor() -
         scene.pass_s(10 * TTL_S)
         assert scene.driver.given_back == ["m", "m"] and len(scene.driver.started) == 1
         assert scene.states == [("ray-10.0.0.1", "released")]
-
-
-async def test_a_machine_of_which_a_new_driver_says_nothing_is_forgotten() -> None:
-    async with Scene(name="{id}") as scene:
-        scene.alive("stays")
-        scene.alive("went")
-        scene.nodes.take(RayMessage(kind="connected", pid=2, version="2"))
-        scene.alive("stays")
-        scene.pass_s(UNREPORTED_S + 1)
-        assert scene.states == [("stays", "found")]
 
 
 async def test_the_end_of_the_gateway_keeps_or_releases_as_configured() -> None:

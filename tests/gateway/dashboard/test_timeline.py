@@ -67,27 +67,6 @@ async def test_a_bar_is_pinned_beside_with_its_record_and_log_and_enter_opens_it
         await shown.page.wait_for_url(f"**/ui/invocations/{one}")
 
 
-async def test_arrows_go_from_bar_to_bar_and_say_which(tmp_path: Path, shown: ShownPage) -> None:
-    async with serving(bench(tmp_path)) as gateway:
-        await shown.page.goto(address(gateway, "/ui/timeline?span=60"))
-        await shown.holds("window.tangramTimeline?.frames > 1")
-        bars = [[0, "shell", "a", 2, 30_000, 5_000, 0], [1, "judge", "b", 2, 20_000, 5_000, "timeout"]]
-        await shown.page.evaluate(TELL, [*bars, [2, "math_reward", "c", 5, 28_000, 4_000, 0]])
-        await shown.holds("window.tangramTimeline.hits.length === 3")
-        await shown.page.locator("canvas.tl").focus()
-        await shown.page.keyboard.press("ArrowLeft")
-        await shown.says("[role=status].unseen", "judge, failed: timeout, 5.0 s")
-        for key, name in [("ArrowLeft", "shell, ended"), ("ArrowDown", "math_reward"), ("ArrowUp", "shell")]:
-            await shown.page.keyboard.press(key)
-            await shown.says("[role=status].unseen", name)
-        await shown.says("[role=status].unseen", "task a; cpu:node-a 2; began")
-        await shown.page.keyboard.press("ArrowRight")
-        await shown.says("[role=status].unseen", "judge")
-        assert "end=" not in shown.page.url, "arrows on the picture do not move it"
-        await shown.page.keyboard.press("Enter")
-        await shown.page.wait_for_url("**/ui/invocations/told-1")
-
-
 async def test_the_filter_knows_how_wide_and_how_long(tmp_path: Path, shown: ShownPage) -> None:
     async with serving(bench(tmp_path)) as gateway:
         await shown.page.goto(address(gateway, "/ui/timeline"))

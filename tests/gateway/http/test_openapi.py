@@ -93,13 +93,6 @@ def test_every_answer_is_one_that_the_document_names(document: schemathesis.Base
     assert ask_everything(document.exclude(operation_id=list(UNASKED))) > 100
 
 
-@pytest.mark.slow
-def test_so_is_every_answer_to_a_new_configuration(tmp_path: Path) -> None:
-    """By itself: it replaces the functions that everything else needs."""
-    with served(tmp_path) as document:
-        assert ask_everything(document.include(operation_id=["putConfig", "putFunction"])) > 0
-
-
 async def document_of(gateway: RunningGateway, **headers: str) -> dict[str, Any]:
     response = await gateway.http.get("/openapi.json", headers=headers)
     found: dict[str, Any] = response.json()

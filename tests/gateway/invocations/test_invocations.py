@@ -170,16 +170,6 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_function_that_declares_its_input_has_sessions_like_any_other(tmp_path: Path) -> None:
-    own = "input: {type: object, properties: {argv: {type: array}}, additionalProperties: false}"
-    path = tmp_path / "tangram.yaml"
-    path.write_text(f"version: 1\nfunctions: {{shell: {{runtime: exec, {own}}}}}")
-    shell = load([path], {}).functions["shell"]
-    Inputs().check(shell, {"argv": ["bash"], "session": {"terminal": True, "rows": 24, "columns": 80}})
-    with pytest.raises(InvalidInput, match="no field is called 'sessions'; it takes argv; "):
-        Inputs().check(shell, {"argv": ["bash"], "sessions": {}})
-
-
 def test_long_lists_are_checked_together_and_the_first_that_does_not_fit_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,13 +234,6 @@ def in_the_file(directory: Path) -> int:
             alone.unlink()
 
 
-def is_copied(directory: Path) -> bool:
-    """Whether nobody copies and nothing is left to copy: what is in the file is so a little before."""
-    with closing(sqlite3.connect(directory / "db.sqlite")) as connection:
-        busy, pages, copied = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-    return bool(not busy and pages == copied)
-
-
 async def test_no_commit_waits_for_the_file(tmp_path: Path) -> None:
     store = await opened(tmp_path, NEVER_S)
     for _ in range(4):
@@ -249,20 +242,6 @@ async def test_no_commit_waits_for_the_file(tmp_path: Path) -> None:
     assert in_the_file(tmp_path) == 0
     await store.close()
     assert in_the_file(tmp_path) == 4
-
-
-async def test_the_log_begins_anew_when_all_of_it_is_in_the_file(tmp_path: Path) -> None:
-    store = await opened(tmp_path, 0.001)
-    log, largest = tmp_path / "db.sqlite-wal", 0
-    for count in range(1, 41):
-        accepted(store, input=b"x" * 2**18)
-        await store.commit()
-        largest = max(largest, log.stat().st_size)
-        if count % 5 == 0:
-            await until(lambda count=count: in_the_file(tmp_path) == count)  # type: ignore[misc]
-            await until(lambda: is_copied(tmp_path))
-    assert largest < 5 * 2**20, "40 records of 256 KiB went through it"
-    await store.close()
 
 
 async def test_a_file_that_cannot_be_copied_to_does_not_disturb_commits(

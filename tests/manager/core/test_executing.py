@@ -118,13 +118,6 @@ def test_the_trajectories_of_a_node_that_finishes_go_on_there_and_nobody_else(dr
     assert driver.running() == {"third"}
 
 
-def test_no_chunk_of_a_node_that_finishes_is_given(drive: Drive) -> None:
-    service = ServiceSpec(name="s", bytes_by_dop={1: 10}, restore_s_by_dop={1: 0.1})
-    driver = drive(replace(spec(node("n0", devices=2)), services={"s": service}))
-    driver.step(0, NodeClosed(node="n0", why="draining", finishing=True), submit("g", cost={"gpu": 1}, service="s"))
-    assert driver.running() == set()
-
-
 def test_a_closed_node_shows_nothing_free_and_what_it_holds(drive: Drive) -> None:
     driver = drive(spec(node("n0", cores=4, devices=2)))
     driver.step(0, submit("a"))
@@ -432,12 +425,6 @@ def test_a_quota_is_not_consumed_twice_and_counts_until_its_window_ends(drive: D
     assert driver.running() == {"recent"}
     driver.step(111, Tick())
     assert driver.running() == {"recent", "n0"}
-
-
-def test_a_limit_counts_it(drive: Drive) -> None:
-    driver = drive(replace(spec(), resources={"seats": ConcurrencySpec(limit=1)}))
-    driver.step(0, resumed("old", {"seats": 1}, -1), resumed("late", {"seats": 1}, -1))
-    assert (driver.running(), refused(driver)) == ({"old"}, ["late"])
 
 
 @pytest.mark.parametrize("units", [{"cpu": 5}, {"gpu": 1}, {"gone": 1}])

@@ -351,12 +351,6 @@ def test_what_waits_behind_a_batch_waits_as_long_as_the_batch_takes(marginal: fl
     assert [start.action_id for start in decision.starts] == starts, "six seconds are longer than a restore, one is not"
 
 
-def test_what_may_take_other_counts_is_asked_about_on_its_own() -> None:
-    wide = replace(requests(1)[0], id="wide", cost={"gpu": UnitSet.of((1, 2))})
-    decision = PricePolicy().decide(device_view([*requests(2), wide], ends_in_s=100.0))
-    assert [start.action_id for start in decision.starts] == ["q0", "wide"]
-
-
 def core_view(free: int, *candidates: WaitingView) -> PoolView:
     queued = [candidate.action for candidate in candidates]
     return PoolView(
@@ -423,14 +417,6 @@ def test_after_the_wait_it_takes_what_is_free(drive: Callable[[ManagerSpec], Cor
     assert set(driver.started) == {"a"}
     driver.step(5.0, Tick())
     assert driver.started["b"].lease.units("cpu") == 1
-
-
-def test_a_dop_above_the_pool_is_the_whole_pool(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
-    policies = {"default": PolicySpec(name="fixed", options={"dop": 16, "wait_s": 9.0})}
-    driver = drive(ManagerSpec(nodes=(node(cores=4),), scheduler=SchedulerSpec(policies=policies)))
-    wide = [action(f"a{index}", {"cpu": UnitSet.span(1, 32)}, key="cpu") for index in range(2)]
-    driver.step(0.0, *(Submitted(action=one) for one in wide))
-    assert {id: begun.lease.units("cpu") for id, begun in driver.started.items()} == {"a0": 4}
 
 
 def test_it_waits_for_nothing_that_a_wide_action_behind_it_keeps(drive: Callable[[ManagerSpec], CoreDriver]) -> None:

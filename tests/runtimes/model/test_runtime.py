@@ -246,14 +246,6 @@ async def test_the_footprint_follows_what_restores_take(
     await runtime.close()
 
 
-async def test_functions_that_share_a_service_share_its_footprint(checkpoint: Write, runtime: ModelRuntime) -> None:
-    narrow = teacher(checkpoint, (1,))
-    wide = replace(teacher(checkpoint, (2, 4)), name="wide")
-    await runtime.prepare(narrow)
-    await runtime.prepare(wide)
-    assert set((await runtime.footprint(narrow)).bytes_by_dop) == {1, 2, 4}
-
-
 # -- batches
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from manager.errors import CapacityExceeded
-from runtimes.sandbox.docker.engine import LOOKS_MAX, EngineWatchdog, LeftoverCleaner
+from runtimes.sandbox.docker.engine import EngineWatchdog, LeftoverCleaner
 from runtimes.sandbox.linux import Cgroup, Hierarchy
 
 SILENCE_S = 0.1
@@ -190,26 +190,6 @@ def test_an_engine_that_lives_is_left_the_time_to_clean_up(tmp_path: Path) -> No
     cleaner.watch("two")
     assert cleaner.sweep() == 0
     assert (tmp_path / "cpu/system.slice/docker-two.scope").is_dir()
-
-
-def test_every_hierarchy_is_looked_into_under_whatever_name_the_engine_gives(tmp_path: Path) -> None:
-    hierarchy, proc = fake(tmp_path)
-    cleaner = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
-    cleaner.watch("two")
-    assert cleaner.sweep() == 0, "where to look is not known yet"
-    cleaner.learn("one", 1)
-    cleaner.learn("one", 404)  # gone meanwhile
-    assert cleaner.sweep() == 1
-    assert list(tmp_path.glob("*/system.slice/*")) == []
-
-
-def test_what_cannot_be_removed_is_given_up_after_some_looks(tmp_path: Path) -> None:
-    hierarchy, proc = fake(tmp_path)
-    (tmp_path / "cpu/system.slice/docker-two.scope/child").mkdir()
-    cleaner = LeftoverCleaner(hierarchy, tmp_path / "removed", proc=proc, grace_s=0.0)
-    cleaner.learn("one", 1)
-    cleaner.watch("two")
-    assert [cleaner.sweep() for _ in range(LOOKS_MAX + 2)] == [1] * LOOKS_MAX + [0, 0]
 
 
 def test_groups_that_are_not_ours_to_write_end_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

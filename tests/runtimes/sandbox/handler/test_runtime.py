@@ -303,18 +303,6 @@ async def test_instances_are_added_up_to_the_bound_and_idle_ones_end(provider: P
     await runtime.close()
 
 
-async def test_a_frozen_idle_instance_serves_the_next_action(provider: Provider, function: Function) -> None:
-    runtime = HandlerRuntime(provider, HandlerSettings(sandbox=SETTINGS.sandbox, rest_s=0.0))
-    counting = function("""
-        calls = []
-        def score(event, context):
-            calls.append(1)
-            return len(calls)
-    """)
-    assert [await call(runtime, counting) for _ in range(5)] == [1, 2, 3, 4, 5]
-    await runtime.close()
-
-
 async def test_closing_fails_what_runs_and_what_waits(provider: Provider, function: Function) -> None:
     runtime = HandlerRuntime(provider, SETTINGS)
     endless = function("def score(event, context):\n    print('runs')\n    while True: pass", instances_max=1)

@@ -98,16 +98,6 @@ async def test_a_caller_may_count_a_file_that_cannot_be_imported_as_one_test(
 
 
 @both
-async def test_the_trees_own_options_do_not_count_a_broken_file_as_one_test(
-    bench: SuiteBench, cores: tuple[int, ...]
-) -> None:
-    value = await bench.run(
-        BROKEN | {"pytest.ini": "[pytest]\naddopts = --continue-on-collection-errors\n"}, cores=cores
-    )
-    assert value["reward"] == 0.0
-
-
-@both
 async def test_a_listed_test_is_judged_beside_a_file_that_cannot_be_imported(
     bench: SuiteBench, cores: tuple[int, ...]
 ) -> None:
