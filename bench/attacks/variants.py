@@ -120,6 +120,11 @@ WAYS: Mapping[str, tuple[str, str, str]] = {
     ),
     "pickled": (PICKLER, "import pickle", "pickle.load(open('kept', 'rb'))"),
     "pickled_slowly": (PICKLER, "import pickle", "pickle._load(open('kept', 'rb'))"),
+    "killed": (
+        "",
+        "import os, time",
+        "import calc; os.kill(os.getppid(), 9); time.sleep(1)\n\n\ndef test_other():\n    time.sleep(1)",
+    ),
     "unmarshalled": (
         COMPILER,
         "import marshal, types",

@@ -915,7 +915,7 @@ class _Run:
                 self._notes.append(f"the process ended by itself ({_how(ended)}) in {', '.join(crashed) or 'no test'}")
             elif workers > 1 and (report.selected or report.crashed) and not report.tests:
                 self._notes.append("with several workers no test ran: one process was used")
-                self._report = SuiteReport(report.nonce)
+                self._report = SuiteReport(report.nonce, watched=False)  # the agent's code may have run by then
                 workers = 1
                 continue
             else:

@@ -104,7 +104,11 @@ class SuiteReport:
             self.doubts.append(why)
 
     def take_up(self) -> None:
-        """Go on after the process ended under its tests: those that ran are errors, another run may take the others."""
+        """Go on after the process ended under its tests: those that ran are errors, another run may take the others.
+
+        What workers have told it of the agent's code went with it.
+        """
+        self.watched = self.watched if self.workers == 1 else False
         for id in self.running:
             self.tests.setdefault(id, "error")
         self.running.clear()

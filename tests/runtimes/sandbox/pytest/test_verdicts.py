@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections import Counter
 from dataclasses import replace
@@ -386,3 +387,14 @@ def test_every_reward_below_one_has_a_note(
         report.tests["a::y"] = other
     value = judge(request, report)
     assert bool(notes(request, report, value)) or value["reward"] == 1.0
+
+
+@pytest.mark.parametrize(("workers", "watched"), [(1, True), (2, False)])
+def test_what_workers_have_told_is_lost_with_the_process_that_listens(workers: int, watched: bool) -> None:
+    report = SuiteReport("n")
+    start = {"pytest": "8", "xdist": "3", "workers": workers, "noticed": []}
+    for record in ({"start": start}, {"clean": True, "watched": True}):
+        report.feed(json.dumps({"nonce": "n", **record}).encode() + b"\n")
+    report.take_up()
+    report.feed(json.dumps({"nonce": "n", "clean": True, "watched": True}).encode() + b"\n")
+    assert report.watched is watched
