@@ -125,6 +125,7 @@ class CancelledClients:
         self.tries = self.lost = 0
         self._left = tries
         self._processes = multiprocessing.get_context("forkserver")
+        self._processes.set_forkserver_preload(["tangram.client.aio", "bench.serving"])
 
     async def play(self) -> None:
         """Break each call off in each way at each of its awaits, and begin again, until there were enough."""
