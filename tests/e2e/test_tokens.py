@@ -79,6 +79,6 @@ def test_the_address_that_serve_prints_opens_the_page(gateway: GatewayProcess) -
     assert address.startswith(f"{gateway.url}/?key=")
     with httpx.Client(follow_redirects=True) as browser:
         page = browser.get(address)
-        assert (page.status_code, str(page.url)) == (200, f"{gateway.url}/")
+        assert (page.status_code, str(page.url)) == (200, f"{gateway.url}/ui/now")
         assert browser.get(f"{gateway.url}/v1/functions").status_code == 200
     assert not any("key=" in line for line in gateway.log)
