@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from bench.attacks.rewards import FORGE, LEFT, PROJECT, RECORDS, RewardAttack
 from manager.function import FunctionSpec, PytestSpec
-from runtimes.sandbox.sandbox import is_solutions
+from runtimes.sandbox.sandbox import FIRST, SOLUTION_USER, SOLUTIONS
 
 #: How the words of what was planted begin, on standard error.
 SAID = "!planted "
@@ -221,6 +221,11 @@ def planted(name: str, place: str, spelling: str) -> tuple[dict[str, str], tuple
     return {path: PLANTED}, () if turned is None else (f"set -- {path}; {turned}",)
 
 
+def _is_solutions(user: str) -> bool:
+    """Return whether this is who runs the programs of a solution, in some sandbox."""
+    return user == SOLUTION_USER or int(user) >= FIRST + SOLUTIONS
+
+
 def untrue(value: Mapping[str, object], said: str) -> list[str]:
     """Return which words of ``checked`` do not hold, by what was planted and said where it ran."""
     checked = value["checked"]
@@ -230,7 +235,7 @@ def untrue(value: Mapping[str, object], said: str) -> list[str]:
     users = {words[2] for words in ran if len(words) > 2 and words[1] == "program"}
     false = {
         "clean_start": "early" in places,
-        "solution_apart": bool(places & {"early", "inside"} or not all(map(is_solutions, users))),
+        "solution_apart": bool(places & {"early", "inside"} or not all(map(_is_solutions, users))),
         "report_whole": value["reward"] == 1.0,
         "tree_options_ignored": "inside" in places and "conftest" in said,
     }

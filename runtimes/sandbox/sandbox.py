@@ -868,11 +868,6 @@ LOWEST = 1000
 FIRST = 1_000_000
 
 
-def is_solutions(user: str) -> bool:
-    """Return whether this is who runs the programs of a solution, in some sandbox."""
-    return user == SOLUTION_USER or int(user) >= FIRST + SOLUTIONS
-
-
 class OwnUsers:
     """Gives out the ids of a range; one is free again when its sandbox's directory is gone."""
 

@@ -829,7 +829,6 @@ class ContainerProvider:
         transport: str = SharedDirectoryInstaller.name,
         copy_limit_bytes: int = 0,
         uids: tuple[int, int] = (0, 1000),
-        hierarchy: Hierarchy | None = None,
         seccomp: Seccomp = "default",
         bound: DiskBound | None = None,
         name_servers: Sequence[str] = (),
@@ -869,7 +868,7 @@ class ContainerProvider:
         )
         self._gate = gate
         self._shared_cores = tuple(shared_cores)
-        self._hierarchy = Hierarchy.discover() if hierarchy is None else hierarchy
+        self._hierarchy = Hierarchy.discover()
         self._cleaner = LeftoverCleaner(self._hierarchy, state_dir / "removed")
         #: Images found to have no python3.
         self._bare: set[str] = set()
