@@ -150,13 +150,6 @@ async def test_keys_that_are_read_at_the_start_only_are_refused_by_name(bench: R
     assert not diff.needs_restart and diff.changed == {"a": ("sandbox",), "b": ("sandbox",)}
 
 
-async def test_two_configurations_are_applied_one_after_the_other(bench: RegistryBench) -> None:
-    registry = bench.registry("functions: {}")
-    first, second = bench.write(ONE), bench.write(TWO)
-    diffs = await asyncio.gather(registry.apply(first), registry.apply(second))
-    assert (diffs[0].added, diffs[1].removed, diffs[1].added) == (("a", "b"), ("b",), ("c",))
-
-
 async def test_a_door_may_send_files_or_yaml_or_have_the_own_files_read_again(bench: RegistryBench) -> None:
     registry = bench.registry(ONE)
     sent = {"files": [{"path": "functions/c/function.yaml", "text": "functions: {c: {runtime: exec}}"}]}

@@ -110,13 +110,6 @@ def test_failures_are_counted_by_function_reason_and_task_for_fifteen_minutes(st
     assert stats.info().failures == ()
 
 
-def test_what_was_cancelled_has_not_failed(stats: Stats) -> None:
-    one = record(Reason.CANCELLED)
-    one.state = State.CANCELLED
-    stats.ended(one)
-    assert (stats.info().ended, stats.info().failed) == (1, 0)
-
-
 def test_callers_invent_names_and_what_is_kept_stays_bounded(stats: Stats, clocks: Clocks) -> None:
     for number in range(3 * KEPT_S):
         clocks.now_s += 1
@@ -197,13 +190,6 @@ def test_an_act_is_of_what_was_completed(stats: Stats) -> None:
     assert found.act.p99_s is not None and found.act.p99_s <= 5.0
     of = found.functions["f"]
     assert (of.ended, of.of, of.failed, of.p50_s) == (6, 4, 3, 1.0)
-
-
-def test_a_function_of_which_nothing_was_completed_has_no_act(stats: Stats) -> None:
-    stats.ended(record(Reason.QUEUE_TIMEOUT, state=State.TIMED_OUT, started=False))
-    found = stats.whole_info()
-    assert (found.act.completed, found.act.p50_s, found.functions["f"].p50_s) == (0, None, None)
-    assert found.functions["f"].failed == 1
 
 
 @given(seconds=st.lists(st.one_of(st.sampled_from(BUCKETS_S), st.floats(0, 10_000)), max_size=30))

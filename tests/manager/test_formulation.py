@@ -231,11 +231,6 @@ def test_members_alike_each_add_the_marginal(alone_s: float, members: int, margi
     assert work.size == pytest.approx(members)
 
 
-@given(seconds, marginals)
-def test_the_order_of_members_changes_nothing(alone_s: list[float], marginal: float) -> None:
-    assert Work.of(sorted(alone_s)).seconds(marginal) == pytest.approx(Work.of(alone_s).seconds(marginal))
-
-
 def test_a_chunk_knows_its_devices_and_what_lies_in_it() -> None:
     chunk = Chunk(4, 4)
     assert (chunk.end, list(chunk.devices)) == (8, [4, 5, 6, 7])

@@ -439,17 +439,6 @@ def test_what_takes_as_long_as_all_before_ends_when_they_did() -> None:
     assert ends_in_s([10.0] * 20, [4.0] * 7 + [1.0], needed=8) == pytest.approx(9.0, abs=0.01)
 
 
-def test_without_an_end_nothing_is_told() -> None:
-    assert ends_in_s([], [1.0, 2.0], needed=2) is None
-    assert ends_in_s([], [], needed=2) is None
-    assert ends_in_s([10.0] * 4, [], needed=2) is None, "nobody knows how many will live at once"
-
-
-def test_of_what_outlived_all_that_ended_nothing_is_told() -> None:
-    assert ends_in_s([10.0] * 20, [11.0], needed=1) is None
-    assert ends_in_s([10.0] * 20, [11.0, 2.0], needed=1) == pytest.approx(8.0, abs=0.1), "the other one is enough"
-
-
 def test_the_short_ones_of_a_batch_do_not_speak_for_its_long_ones() -> None:
     assert ends_in_s([1.0] * 8, [2.0] * 8, needed=8) is None
     told = ends_in_s([1.0] * 50 + [10.0] * 50, [2.0] * 8, needed=8)

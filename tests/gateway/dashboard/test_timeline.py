@@ -67,29 +67,6 @@ async def test_a_bar_is_pinned_beside_with_its_record_and_log_and_enter_opens_it
         await shown.page.wait_for_url(f"**/ui/invocations/{one}")
 
 
-async def test_the_filter_knows_how_wide_and_how_long(tmp_path: Path, shown: ShownPage) -> None:
-    async with serving(bench(tmp_path)) as gateway:
-        await shown.page.goto(address(gateway, "/ui/timeline"))
-        await shown.holds("window.tangramTimeline?.frames > 1")
-        wide = "{fn: 'f', task: 't', start: 0, end: 3000, reason: '', places: [['cpu:a', 0, 1], ['cpu:a', 4, 2]]}"
-        thin = "{fn: 'f', task: 't', start: 0, end: 900, reason: 'timeout', places: [['cpu:a', 0, 1]]}"
-        for words, lets in [
-            ("wider:2", [True, False]),
-            ("wider:3", [False, False]),
-            ("longer:1s", [True, False]),
-            ("longer:500ms", [True, True]),
-            ("failed", [False, True]),
-        ]:
-            await shown.find(".bar1 .filter").fill(words)
-            found = await shown.page.evaluate(f"[{wide}, {thin}].map((bar) => window.tangramTimeline.filter(bar))")
-            assert found == lets, words
-        pressed = shown.find("button", "failed only")
-        await expect(pressed).to_have_attribute("aria-pressed", "true")
-        await pressed.click()
-        await expect(shown.find(".bar1 .filter")).to_have_value("")
-        assert await shown.page.evaluate("window.tangramTimeline.filter") is None
-
-
 async def test_who_looks_further_back_is_told_what_was_before(tmp_path: Path, shown: ShownPage) -> None:
     later_s = 0.0
     async with serving(bench(tmp_path), wall=lambda: time.time() + later_s) as gateway:

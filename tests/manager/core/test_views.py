@@ -225,10 +225,3 @@ def pool_of(driver: CoreDriver, name: str) -> dict[str, object]:
     found = pools[name]
     assert isinstance(found, dict)
     return found
-
-
-def test_a_glance_counts_trajectories_by_what_they_do(drive: Drive) -> None:
-    driver = drive(spec(node(cores=1)))
-    driver.step(0.0, *submits(action("a", trajectory="t1"), action("b", trajectory="t2")))
-    driver.step(1.0, Finished(action_id="a", outcome=DONE))
-    assert summary(driver.core)["trajectories"] == {"living": 2, "running": 1, "queued": 0, "memory": 0, "idle": 1}

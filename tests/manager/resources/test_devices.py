@@ -223,22 +223,6 @@ def test_what_is_in_use_is_copied_to_every_idle_device_that_has_room() -> None:
     assert gpus.replicas == {"started": 3, "under_way": 2, "hits": 1, "wasted": 0, "failed": 0}
 
 
-def test_a_copy_that_is_still_under_way_is_found_as_well() -> None:
-    gpus = replica_pool()
-    run(gpus, "x", "b")
-    assert copied(gpus) == [("b", "n0", (1, 1))]
-    assert run(gpus, "y", "b", Chunk(1, 1))
-    assert (gpus.replicas["hits"], gpus.replicas["under_way"]) == (0, 1), "it may still fail"
-    arrive(gpus, "b", Chunk(1, 1))
-    assert (gpus.replicas["hits"], gpus.replicas["under_way"]) == (1, 0)
-
-
-def test_the_copies_have_the_width_of_the_last_use() -> None:
-    gpus = replica_pool((2, 4))
-    run(gpus, "x", "b", Chunk(0, 2))
-    assert copied(gpus) == [("b", "n1", (0, 2)), ("b", "n1", (2, 2))]
-
-
 def test_most_used_services_come_first_and_one_travels_to_a_device_at_a_time() -> None:
     gpus = replica_pool((4,))
     for number in range(3):

@@ -88,21 +88,9 @@ def borrowing(seconds: Sequence[float], own: Sequence[float | None]) -> list[Act
     ]
 
 
-@given(st.lists(st.floats(0.1, 9.0), max_size=20))
-def test_keys_that_borrow_one_estimate_keep_their_order_however_it_moved(seconds: list[float]) -> None:
-    waiting = borrowing(seconds, [None] * len(seconds))
-    assert shortest_first(waiting, 99.0, 1e9) == waiting
-
-
 def test_a_key_of_which_more_is_known_is_compared_by_that() -> None:
     waiting = borrowing([5.0, 4.0, 3.0, 2.0], [None, 2.5, None, 1.0])
     assert [one.id for one in shortest_first(waiting, 99.0, 1e9)] == ["t3", "t1", "t0", "t2"]
-
-
-def test_one_that_borrowed_is_compared_by_its_own_key_once_something_is_known_of_it() -> None:
-    first, second, third = borrowing([5.0, 5.0, 5.0], [None, None, 9.0])
-    waiting = [first, second, replace(third, profile_key="k0")]
-    assert [one.id for one in shortest_first(waiting, 99.0, 1e9)] == ["t1", "t0", "t2"]
 
 
 def test_kin_of_other_sizes_go_by_what_was_learned_last() -> None:

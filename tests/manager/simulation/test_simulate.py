@@ -134,16 +134,6 @@ def test_the_best_constant_width_is_a_row_of_its_own() -> None:
     assert result.best_fixed.act_s <= min(row.act_s for row in constant.rows)
 
 
-def test_devices_fill_nodes_of_eight_before_the_next() -> None:
-    nodes = Size(nodes=1, cores=8, gpus=12).spec(preset("mopd", 4, 1), "price").nodes
-    assert [node.devices for node in nodes if node.devices] == [8, 4]
-
-
-def test_policies_joined_by_a_comma_are_told_how_to_be_several() -> None:
-    with pytest.raises(InvalidInput, match="joined by"):
-        run(preset("ai-coding", 4, 1), ["adaptive,paper"], SMALL)
-
-
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes() -> None:
     def once(seed: int) -> str:
@@ -314,11 +304,6 @@ def test_what_nothing_provides_is_said_before_anything_runs() -> None:
         preset("coding", 4, 1)
     with pytest.raises(InvalidInput, match="empty"):
         preset("mopd", 0, 1)
-
-
-def test_an_empty_workload_is_an_empty_result() -> None:
-    result = run(Workload(name="none", trajectories=()), ["adaptive"], SMALL)
-    assert result.rows[0].act_s == 0.0
 
 
 def test_the_ledger_catches_a_core_that_is_leased_twice() -> None:

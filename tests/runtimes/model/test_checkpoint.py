@@ -174,10 +174,6 @@ def rows_of(rank: int, dop: int, name: str) -> tuple[int, int]:
     return first, view.shape[0]
 
 
-def test_the_whole_model_is_a_single_copy() -> None:
-    assert len(shard(layout(), 0, 1).copies) == 1
-
-
 @pytest.mark.parametrize("dop", [1, 2, 4])
 def test_the_ranks_share_the_rows_without_gap_or_overlap(dop: int) -> None:
     assert [rows_of(rank, dop, "rows") for rank in range(dop)] == [(rank * 16 // dop, 16 // dop) for rank in range(dop)]
