@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -287,8 +288,46 @@ class ModelAction(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """A server of vLLM's API that computes instead of us: one that runs already (url), or one that we start (command).
+
+    It needs devices of its own: a gateway whose node has GPUs serves either engines or its own models.
+    """
+
+    url: Annotated[
+        str,
+        Setting(
+            "base URL of a server that runs already. It computes where it was started: the chunk of its action says "
+            "when it may be awake",
+            pattern=r"^(https?://.+)?$",
+            words="an address that begins with http:// or https://",
+        ),
+    ] = ""
+    command: Annotated[
+        tuple[Annotated[str, Setting(min_length=1)], ...],
+        Setting(
+            "what starts a server instead, word by word: {path}, {devices} (their number), and {socket} (a Unix "
+            "socket) or {port} on loopback stand for what it must serve"
+        ),
+    ] = ()
+    environment: Annotated[Mapping[str, str], Setting("added to the environment of the command")] = field(
+        default_factory=dict
+    )
+    start_s: Annotated[float, Setting("time that a start may take", key="start_within", gt=0)] = 600.0
+    sleep: Annotated[
+        str, Setting("path posted to evict the model; without one, what was started is ended to evict it")
+    ] = ""
+    wake: Annotated[str, Setting("path posted to restore the model")] = ""
+
+    @property
+    def name(self) -> str:
+        """Return what tells it from others."""
+        return self.url or f"engine-{zlib.crc32(repr((self.command, sorted(self.environment.items()))).encode()):08x}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A checkpoint (Hugging Face layout, safetensors only), or an external engine, and what is asked of it."""
+    """A checkpoint (Hugging Face layout, safetensors only), or an engine, and what is asked of it."""
 
     path: Annotated[
         Path, Setting("directory with config.json and *.safetensors; the model's name on an engine", min_length=1)
@@ -307,10 +346,7 @@ class ModelSpec:
     ] = ""
     batch_tokens: Annotated[int, Setting("tokens of one packed batch", ge=1)] = 16384
     max_new_tokens: Annotated[int, Setting("most generated tokens", ge=1)] = 512
-    #: External engine: base URL of an OpenAI-compatible server and its sleep and wake paths; empty runs in-house.
-    engine_url: str = ""
-    sleep_path: str = ""
-    wake_path: str = ""
+    engine: Annotated[EngineSpec | None, Setting("a server of vLLM's API computes instead of the gateway's own")] = None
 
     @property
     def cut(self) -> Literal["", "left", "right"]:
@@ -322,7 +358,8 @@ class ModelSpec:
     def service(self) -> str:
         """Return the name under which the model is resident: functions of one checkpoint and head share it."""
         head = "lm" if self.action in (ModelAction.LOGPROBS, ModelAction.GENERATE) else self.action.value
-        return ":".join(filter(None, (self.engine_url or str(self.path), head, self.dtype)))
+        name = str(self.path) if self.engine is None else self.engine.url or f"{self.engine.name}:{self.path}"
+        return ":".join(filter(None, (name, head, self.dtype)))
 
 
 #: Of an answer.

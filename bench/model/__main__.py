@@ -28,6 +28,7 @@ import torch
 
 from bench.model.architectures import QUICK, RIGHT, classes, compare_all
 from bench.model.checkpoints import SHAPES
+from bench.model.engines import histories, real_difference
 from bench.model.exactness import differences
 from bench.model.ipc import store_copies
 from bench.model.rig import ModelRig, median_ratio
@@ -170,6 +171,20 @@ def architectures(directory: Path, report: BenchReport, quick: bool) -> None:
         report.note(each)
 
 
+def engines(report: BenchReport, quick: bool) -> None:
+    """Engines that sleep, wake, drift and are killed at random: never two awake, never another number, nothing left."""
+    found = histories(40 if quick else 200)
+    report.figure("engine_calls", {name: found[name] for name in ("right", "failed")})
+    report.check("awake_together", found["together"], 0, "lower")
+    report.check("engine_wrong_answers", found["wrong"], 0, "lower")
+    report.check("engines_left", found["left"], 0, "lower")
+
+
+def vllm(directory: Path, report: BenchReport) -> None:
+    """vLLM's CPU build, started as the gateway starts it, against transformers; fetched at its first use (3 GB)."""
+    report.check("engine_max_abs_diff", real_difference(directory), 1e-3, "lower")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     size = options.size or ("8b" if options.device == "cuda" else "tiny" if options.quick else "small")
@@ -189,6 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts["store"] = lambda: store(rig, rounds)
         parts["exactness"] = lambda: exactness(directory, report)
         parts["architectures"] = lambda: architectures(directory, report, options.quick)
+        parts["engines"] = lambda: engines(report, options.quick)
+        if not options.quick or options.only:
+            parts["vllm"] = lambda: vllm(directory, report)
         return play(report, options, parts)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -80,8 +80,8 @@ def write_checkpoint(
     target = directory / f"{family}-{head}-{seed}"
     target.mkdir()
     config = {**shape, "model_type": family, "dtype": dtype, "num_labels": 1, "tie_word_embeddings": False}
-    (target / "config.json").write_text(json.dumps(config))
     skeleton = build_skeleton(config, head, dtype, target)
+    (target / "config.json").write_text(json.dumps({**config, "architectures": [type(skeleton).__name__]}))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, parameter in skeleton.named_parameters():

@@ -45,7 +45,7 @@ async def _differences(directory: Path) -> Differences:
         for name, head in itertools.product(FAMILIES, (Head.LM, Head.SCORE)):
             path = write_checkpoint(directory, name, head, TINY, dtype="float32", device="cpu", seed=3)
             alone, *others = [await _ask(engine, _function(path, head), size) for size in DOPS]
-            family = max(family, _largest(alone, _plain(path, head)))
+            family = max(family, _largest(alone, plain(path, head)))
             dop = max(dop, *(_largest(alone, other) for other in others))
     finally:
         await engine.close()
@@ -57,7 +57,8 @@ def _largest(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
-def _plain(path: Path, head: Head) -> list[float]:
+def plain(path: Path, head: Head) -> list[float]:
+    """Return what transformers computes: log-probabilities of all tokens but the first, or scores."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     auto: Any = AutoModelForCausalLM if head is Head.LM else AutoModelForSequenceClassification

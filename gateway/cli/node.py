@@ -327,6 +327,7 @@ def offered_devices(value: str, configured: DevicesConfig) -> DevicesConfig:
 async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
     """Serve with the runtimes of this machine until a signal ends it."""
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    config = replace(config, models=replace(config.models, engines=False))
     runtimes = make_runtimes(config, MonotonicClock())
     served = NodeRuntimes(
         executor=runtimes.executor,

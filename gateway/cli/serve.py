@@ -325,7 +325,7 @@ def _check_models(config: GatewayConfig) -> None:
     from gateway.config.load import refusal
     from gateway.config.yaml import ConfigProblem
 
-    own = [each for each in config.functions.values() if each.model is not None and not each.model.engine_url]
+    own = [each for each in config.functions.values() if each.model is not None and each.model.engine is None]
     here = [each for each in own if each.model is not None and each.model.path.is_dir()]
     if not here or importlib.util.find_spec("torch") is None:
         return

@@ -281,7 +281,7 @@ class DeclaredServices:
     def _as_declared(self, service: ServiceSpec) -> ServiceSpec:
         declared = [each.model for each in self._functions.values() if each.model is not None]
         models = [model for model in declared if model.service == service.name]
-        is_ours = not any(model.engine_url for model in models)
+        is_ours = not any(model.engine for model in models)
         batch_tokens = min(model.batch_tokens for model in models) if is_ours else 0
         return replace(service, batch_tokens=batch_tokens, restore_s_by_node={}, replicable=is_ours)
 

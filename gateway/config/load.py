@@ -418,13 +418,13 @@ class _Assembly:
     def _model_places(self, models: ModelSettings) -> list[Path]:
         """Where checkpoints may lie for a request: in ``models.dir``, and where those lie that are served already."""
         served = [] if self.base is None else [each.model for each in self.base.functions.values()]
-        places = [model.path for model in served if model is not None and not model.engine_url]
+        places = [model.path for model in served if model is not None and model.engine is None]
         return places if models.dir is None else [models.dir.resolve(), *places]
 
     def _engine_problems(self, functions: Mapping[str, FunctionSpec], node: NodeConfig) -> None:
         """What an external engine frees by sleeping goes to the driver; the arenas of our own models keep theirs."""
         models = {name: function.model for name, function in functions.items() if function.model is not None}
-        own = sorted(name for name, model in models.items() if not model.engine_url)
+        own = sorted(name for name, model in models.items() if model.engine is None)
         if not own or node.devices.kind == "cpu":
             return
         named = self.entries["functions"]

@@ -283,7 +283,7 @@ def open_checkpoint(path: Path, head: Head | None = None) -> Checkpoint:
         name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else "unknown"
         raise Unsupported(
             f"{path}: the checkpoint is quantised ({name}), and quantised weights cannot be sharded here; "
-            "use the unquantised checkpoint, or an external engine (model.engine_url)",
+            "use the unquantised checkpoint, or an engine (model.engine)",
             component=_COMPONENT,
         )
     if head is not None:
@@ -362,7 +362,7 @@ def read_pooling(path: Path) -> Pooling:
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or steps[0][1] != path:
         raise Unsupported(
             f"{path / 'modules.json'}: embed computes Transformer, Pooling and Normalize, and this is "
-            f"{', '.join(kinds)}; use an external engine (model.engine_url)",
+            f"{', '.join(kinds)}; use an engine (model.engine)",
             component=_COMPONENT,
         )
     pooling = _read_json(steps[1][1] / "config.json", _AGAIN)
@@ -415,9 +415,7 @@ def _read_optional(file: Path) -> Mapping[str, object]:
 
 
 def _refuse_pooling(file: Path, what: str) -> None:
-    raise Unsupported(
-        f"{file}: embed does not compute {what}; use an external engine (model.engine_url)", component=_COMPONENT
-    )
+    raise Unsupported(f"{file}: embed does not compute {what}; use an engine (model.engine)", component=_COMPONENT)
 
 
 def fingerprint(path: Path) -> str:

@@ -192,6 +192,8 @@ class ModelSettings:
     state_dir: Path = field(default_factory=lambda: Path("/tmp") / f"tangram-model-{os.getuid()}")
     #: Name of the node in residency reports.
     node: str = "local"
+    #: Whether engines may be started on this machine: their commands are the gateway's own, and a node runs none.
+    engines: bool = True
     #: torch threads of one ``cpu`` device where the lease grants no cores.
     device_threads: int = 1
     #: Bytes of one asynchronous copy to a device.

@@ -16,7 +16,7 @@ from manager.function import FunctionSpec, ModelAction, ModelSpec, Setting
 from runtimes.kind import DeclarationSite, Kind, RuntimeDeps, Schema, schema_of
 from runtimes.model.checkpoint import checkpoint_problem, fingerprint
 from runtimes.model.engine import BatchJob, BatchMember, ModelBackend, ModelRequest, OnFootprint, require_torch
-from runtimes.model.external import ExternalBackend
+from runtimes.model.external import ExternalBackend, engine_problems
 from runtimes.model.processes import ForkServer
 from runtimes.model.request import ModelSettings, model_of, parse_input
 from runtimes.model.torch_backend import ModelStats, TorchBackend
@@ -116,7 +116,7 @@ class ModelRuntime(Runtime):
     # -- parts
 
     def _backend(self, function: FunctionSpec) -> ModelBackend:
-        if model_of(function).engine_url:
+        if model_of(function).engine is not None:
             return self._external
         if self.settings.device == "none":
             message = "this machine serves no models: its devices are switched off (node.devices.kind, --devices)"
@@ -213,33 +213,10 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSection:
-    """An external, OpenAI-compatible engine instead of the in-house one.
-
-    It needs devices of its own: a gateway whose node has GPUs serves either external engines or its own models.
-    Where the engine computes was decided when it was started; the chunk of its action says when it may be awake.
-    """
-
-    url: Annotated[
-        str, Setting("base URL", pattern=r"^https?://", words="an address that begins with http:// or https://")
-    ]
-    sleep: Annotated[str, Setting("path posted to evict the model")] = ""
-    wake: Annotated[str, Setting("path posted to restore the model")] = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection:
-    """A checkpoint and what is asked of it."""
-
-    spec: Annotated[ModelSpec, Setting(inline=True)]
-    engine: Annotated[EngineSection | None, Setting("an external engine")] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKeys:
     """The keys of a model function."""
 
-    model: Annotated[ModelSection, Setting("the checkpoint")]
+    model: Annotated[ModelSpec, Setting("the checkpoint and what is asked of it")]
 
 
 class ModelInputFields(TypedDict, total=False):
@@ -375,11 +352,19 @@ def _schemas(function: FunctionSpec) -> tuple[Schema, Schema]:
 
 
 def _spec(section: ModelKeys, place: DeclarationSite) -> Mapping[str, object]:
-    spec, engine = section.model.spec, section.model.engine
-    if engine is not None:
-        url, sleep, wake = engine.url, engine.sleep, engine.wake
-        return {"model": replace(spec, engine_url=url, sleep_path=sleep, wake_path=wake)}
+    spec = section.model
+    if spec.engine is not None:
+        for message in engine_problems(spec.engine):
+            place.refuse(("model", "engine"), message)
+        if spec.engine.command and place.roots is not None:
+            place.refuse(
+                ("model", "engine", "command"),
+                "it runs on the gateway's machine: declare it in the server's own files, and apply them with tangram "
+                "apply --own",
+            )
     path = ((place.models_dir or place.directory) / spec.path.expanduser()).resolve()
+    if spec.engine is not None:
+        return {"model": replace(spec, path=path) if spec.engine.command and path.is_dir() else spec}
     if not place.may_look_at(path):
         place.refuse(
             ("model", "path"),
@@ -399,7 +384,7 @@ def _make(deps: RuntimeDeps) -> Runtime:
 
 def _source(function: FunctionSpec) -> str:
     """What names the weights that a revision was declared with; an engine of its own has its own."""
-    return "" if function.model is None or function.model.engine_url else fingerprint(function.model.path)
+    return "" if function.model is None or function.model.engine else fingerprint(function.model.path)
 
 
 MODEL = Kind(

@@ -472,7 +472,7 @@ def _class_of(parsed: Any, head: Head, origin: Path) -> Any:
     found: list[Any] = [table.get(type(parsed), ()) for table in tables[head]]
     classes: list[Any] = [each for entry in found for each in (entry if isinstance(entry, tuple) else (entry,))]
     declared = (getattr(parsed, "architectures", None) or [""])[0]
-    engine = "use an external engine (model.engine_url)"
+    engine = "use an engine (model.engine)"
     if declared and not hasattr(transformers, declared):
         raise Unsupported(
             f"{origin / 'config.json'}: transformers has no {declared}, and code that a checkpoint brings along is "
@@ -583,7 +583,7 @@ def _parse(config: Mapping[str, object], origin: Path) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise InvalidConfig(
             f"{origin / 'config.json'}: transformers knows no model_type {kind!r}; "
-            "upgrade transformers, or use an external engine (model.engine_url)",
+            "upgrade transformers, or use an engine (model.engine)",
             component=_COMPONENT,
         )
     try:

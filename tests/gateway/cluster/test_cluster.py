@@ -35,7 +35,7 @@ from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.config import NodeSpec, ServiceSpec
 from manager.errors import FILES_LOST, CapacityExceeded, InvalidConfig, Reason, Unsupported
 from manager.executor import Call
-from manager.function import FunctionSpec, ModelAction, ModelSpec
+from manager.function import EngineSpec, FunctionSpec, ModelAction, ModelSpec
 from runtimes.node.protocol import NodeHello
 from runtimes.sandbox.process import ProcessProvider
 from runtimes.sandbox.snapshots import NodeSnapshotSettings
@@ -194,7 +194,7 @@ def test_services_of_no_declared_function_are_not_kept() -> None:
 def test_whether_it_is_batched_and_copied_is_as_declared() -> None:
     told = replace(TOLD, batch_tokens=10**9, replicable=False, restore_s_by_node={"n2": {1: 9.0}})
     assert declared(MODEL, replace(MODEL, batch_tokens=70)).services([told]) == [replace(TOLD, batch_tokens=70)]
-    engine = replace(MODEL, engine_url="http://engine")
+    engine = replace(MODEL, engine=EngineSpec(url="http://engine"))
     (service,) = declared(engine).services([replace(TOLD, name=engine.service)])
     assert (service.batch_tokens, service.replicable) == (0, False)
 

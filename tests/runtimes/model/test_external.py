@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.model.engines import STAND_IN, processes_of
 from manager.action import Chunk
 from manager.errors import ActionFailed, InvalidConfig, InvalidInput, Reason
-from manager.function import FunctionSpec, ModelAction
+from manager.function import EngineSpec, FunctionSpec, ModelAction, ModelSpec
+from runtimes.model.engine_process import EngineProcess
 from runtimes.model.request import ModelSettings, parse_input
 from runtimes.model.runtime import ModelRuntime
 from tests.runtimes.model.conftest import execution, function
@@ -109,9 +115,8 @@ def server() -> Iterator[Server]:
 
 
 def served(server: Server, action: ModelAction) -> FunctionSpec:
-    return function(
-        Path("served-name"), action, engine_url=server.url, sleep_path="/sleep?level=1", wake_path="/wake_up"
-    )
+    engine = EngineSpec(url=server.url, sleep="/sleep?level=1", wake="/wake_up")
+    return function(Path("served-name"), action, engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +156,9 @@ async def test_it_is_woken_when_it_is_needed_and_put_to_sleep_when_it_is_evicted
     first, second = served(server, ModelAction.SCORE), served(server, ModelAction.EMBED)
     assert first.model is not None
     await runtime.prepare(first)
-    assert server.calls == ["/wake_up", "/sleep?level=1"], "preparing ends asleep"
+    assert [call for call in server.calls if call != "/classify"] == ["/sleep?level=1"], (
+        "it is asleep until it has devices"
+    )
     usages = [(await runtime.execute(execution(first, {"texts": ["a"]}))).usage for _ in range(2)]
     assert [usage["restored"] for usage in usages] == [1.0, 0.0]
     assert runtime.residency() == {first.model.service: ((0, 1),)}
@@ -206,7 +213,7 @@ async def test_a_server_that_is_not_there_is_refused_at_registration_and_fails_a
     settings: ModelSettings,
 ) -> None:
     runtime = ModelRuntime(settings)
-    asked = function(Path("served-name"), ModelAction.SCORE, engine_url="http://127.0.0.1:9")
+    asked = function(Path("served-name"), ModelAction.SCORE, engine=EngineSpec(url="http://127.0.0.1:9"))
     with pytest.raises(InvalidConfig, match="start the server first"):
         await runtime.prepare(asked)
     with pytest.raises(ActionFailed) as caught:
@@ -257,3 +264,121 @@ def test_one_conversation_may_come_without_its_list() -> None:
 def test_an_unseeded_draw_gets_a_seed_that_a_retry_will_share() -> None:
     assert parse_input(GENERATE, {"texts": ["a"], "seed": 7}, sequences_max=4).sampling.seed == 7
     assert parse_input(GENERATE, {"texts": ["a"]}, sequences_max=4).sampling.seed >= 0
+
+
+class StandInWorld:
+    """Engines that are started by command, and what became of them."""
+
+    def __init__(self, runtime: ModelRuntime, directory: Path) -> None:
+        self.runtime, self.directory = runtime, directory
+        #: Set when nothing is resident any more.
+        self.gone = asyncio.Event()
+        runtime.on_residency = lambda resident: None if resident else self.gone.set()
+
+    def function(self, name: str, *, sleeps: bool = True) -> FunctionSpec:
+        command = (sys.executable, "-S", str(STAND_IN), "{socket}", str(self.directory), name)
+        sleep, wake = ("/sleep?level=1&mode=wait", "/wake_up") if sleeps else ("", "")
+        engine = EngineSpec(command=command, start_s=30.0, sleep=sleep, wake=wake)
+        return function(Path(name), ModelAction.SCORE, engine=engine)
+
+    async def score(self, asked: FunctionSpec, *evict: FunctionSpec) -> object:
+        for other in evict:
+            assert other.model is not None
+            await self.runtime._external.evict(other.model.service, Chunk(0, 1))
+        return (await self.runtime.execute(execution(asked, {"texts": ["abc"]}))).value
+
+    def fault(self, *words: str) -> None:
+        (self.directory / "faults").write_text("\n".join(words))
+
+    def posts(self, name: str) -> list[str]:
+        lines = (self.directory / "calls").read_text().splitlines()
+        return [line.split()[1].partition("?")[0] for line in lines if line.startswith(f"{name} ")]
+
+
+@pytest.fixture
+async def engines(settings: ModelSettings, tmp_path: Path) -> AsyncIterator[StandInWorld]:
+    world = StandInWorld(ModelRuntime(replace(settings, devices=1)), tmp_path)
+    yield world
+    await world.runtime.close()
+    assert processes_of(tmp_path) == {}, "nothing of an engine is left"
+    assert not (tmp_path / "together").exists(), (tmp_path / "together").read_text()
+
+
+async def test_an_engine_is_started_sleeps_and_wakes_as_it_was(engines: StandInWorld) -> None:
+    one, two = engines.function("one"), engines.function("two")
+    await engines.runtime.prepare(one)
+    await engines.runtime.prepare(two)
+    for asked, other in ((one, two), (two, one), (one, two)):
+        assert await engines.score(asked, other) == {"scores": [0.03]}
+    posts = engines.posts("one")
+    assert (posts.count("/sleep"), posts.count("/wake_up")) == (1, 1), "it was started once, and woken since"
+
+
+async def test_an_engine_without_sleep_is_ended_to_evict_it_and_started_for_the_next(engines: StandInWorld) -> None:
+    one, two = engines.function("one", sleeps=False), engines.function("two", sleeps=False)
+    await engines.score(one)
+    assert await engines.score(two, one) == {"scores": [0.03]}
+    assert await engines.score(one, two) == {"scores": [0.03]}
+
+
+@pytest.mark.parametrize("fault", ["drift", "wake"])
+async def test_an_engine_that_does_not_wake_as_it_was_is_started_anew(engines: StandInWorld, fault: str) -> None:
+    asked = engines.function("one")
+    await engines.score(asked)
+    engines.fault(fault)
+    assert await engines.score(asked, asked) == {"scores": [0.03]}, "never another number"
+
+
+async def test_an_engine_that_cannot_be_put_to_sleep_is_ended(engines: StandInWorld) -> None:
+    one, two = engines.function("one"), engines.function("two")
+    await engines.score(one)
+    engines.fault("sleep")
+    assert await engines.score(two, one) == {"scores": [0.03]}
+
+
+async def test_an_engine_that_dies_fails_its_calls_and_serves_the_next(engines: StandInWorld) -> None:
+    asked = engines.function("one")
+    await engines.score(asked)
+    engines.fault("die")
+    engines.gone.clear()
+    with pytest.raises(ActionFailed) as caught:
+        await engines.score(asked)
+    assert caught.value.reason is Reason.UPSTREAM
+    engines.fault()
+    await asyncio.wait_for(engines.gone.wait(), 30)
+    assert await engines.score(asked) == {"scores": [0.03]}
+
+
+NOWHERE = EngineSpec(command=("no-such-program", "{socket}"))
+
+
+async def test_an_engine_that_cannot_start_is_refused_with_the_reason_from_its_log(engines: StandInWorld) -> None:
+    engines.fault("start")
+    with pytest.raises(ActionFailed, match="ended while it started: ValueError: no such model"):
+        await engines.score(engines.function("one"))
+    asked = replace(engines.function("one"), model=ModelSpec(path=Path("m"), action=ModelAction.SCORE, engine=NOWHERE))
+    with pytest.raises(InvalidConfig, match="no-such-program is no program of this machine"):
+        await engines.runtime.prepare(asked)
+
+
+def appears(path: Path) -> None:
+    """Wait for a file."""
+    ends_s = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < ends_s, f"{path} never came"
+        time.sleep(0.01)
+
+
+async def test_nothing_of_an_engine_outlives_a_gateway_that_is_killed(tmp_path: Path) -> None:
+    """The keeper sees the pipe close, as it does when the process that holds it is killed."""
+    model = StandInWorld(ModelRuntime(ModelSettings(device="cpu")), tmp_path).function("one").model
+    assert model is not None
+    process = EngineProcess(model, Chunk(0, 1), {})
+    await process.start()
+    keeper = process._keeper
+    assert keeper is not None and keeper.stdin is not None
+    await asyncio.to_thread(appears, tmp_path / "awake")
+    keeper.stdin.close()
+    await asyncio.wait_for(process.wait(), 30)
+    assert processes_of(tmp_path) == {}
+    await process.end()

@@ -382,7 +382,7 @@ def test_a_score_for_each_token_is_no_score_of_the_text(tmp_path: Path) -> None:
 
 def test_code_of_the_checkpoint_is_refused_with_the_way_forward(checkpoint: Write, tmp_path: Path) -> None:
     path = change(copy(checkpoint("qwen2", "lm"), tmp_path), {}, architectures=["Qwen2ForProcessRewardModel"])
-    with pytest.raises(Unsupported, match=r"has no Qwen2ForProcessRewardModel.*never run; use an external engine"):
+    with pytest.raises(Unsupported, match=r"has no Qwen2ForProcessRewardModel.*never run; use an engine"):
         build_layout(open_checkpoint(path, Head.SCORE), Head.SCORE)
 
 
@@ -590,7 +590,7 @@ def test_what_is_declared_and_not_computed_is_refused(
 ) -> None:
     path = pooled(copy(checkpoint("llama", "lm"), tmp_path), pooling, *more, **declared)
     problem = checkpoint_problem(path, ModelAction.EMBED)
-    assert problem is not None and story in problem and "external engine" in problem
+    assert problem is not None and story in problem and "an engine (model.engine)" in problem
     assert checkpoint_problem(path, ModelAction.LOGPROBS) is None
 
 
