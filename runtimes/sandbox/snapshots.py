@@ -262,12 +262,11 @@ class SnapshotStore:
         record = self.get(id)
         self._held[id] += 1
         try:
-            yield record
-            if id in self._records:  # else somebody else has removed it meanwhile (`lose`)
-                record = self._records[id] = replace(self._records[id], used_s=self._wall())
-                with suppress(OSError):
-                    await asyncio.to_thread(record.write, self._root)
-                self.on_change()
+            record = self._records[id] = replace(record, used_s=self._wall())
+            with suppress(OSError):
+                await asyncio.to_thread(record.write, self._root)
+            self.on_change()
+            yield record  # nothing is awaited after it: a sandbox that was made would be lost with a cancelled caller
         finally:
             self._held[id] -= 1
 

@@ -60,6 +60,14 @@ async def test_one_that_was_not_used_for_too_long_goes_unless_it_is_needed(tmp_p
     assert old.id not in entries(tmp_path)
 
 
+async def test_nothing_is_awaited_once_a_sandbox_was_made_from_one(tmp_path: Path) -> None:
+    snapshots = store(tmp_path, TimeOfDay())
+    making = snapshots.held((await taken(snapshots)).id)
+    await making.__aenter__()
+    with pytest.raises(StopIteration):  # a caller that is cancelled here would lose the sandbox
+        making.__aexit__(None, None, None).send(None)
+
+
 async def test_what_an_earlier_gateway_left_half_taken_is_no_snapshot_and_goes(tmp_path: Path) -> None:
     snapshots, begun = store(tmp_path, TimeOfDay()), asyncio.Event()
 
