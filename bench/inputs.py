@@ -6,7 +6,8 @@ import gzip
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
@@ -76,3 +77,10 @@ def commands() -> Mapping[str, Sequence[str]]:
             step = json.loads(line)
             steps.setdefault(f"{step['traj']}-{step['run']}", []).append(step["command"])
     return steps
+
+
+def unplugged() -> Iterator[str]:
+    """Yield options that keep pytest from importing whatever plugins this machine has: only xdist is wanted."""
+    for entry in entry_points(group="pytest11"):
+        if not entry.value.startswith("xdist"):
+            yield from ("-p", f"no:{entry.name}")

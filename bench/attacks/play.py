@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from bench.attacks.rewards import ATTACKS, LISTED, PROJECT, TEST, VERDICTS, RewardAttack
-from bench.rollouts import unplugged
+from bench.inputs import unplugged
 from manager.action import Action, Grant, Lease
 from manager.executor import Call
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec

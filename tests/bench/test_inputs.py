@@ -13,20 +13,25 @@ from pathlib import Path
 
 import pytest
 
-from bench import pairs, rollouts
-from bench.figures.traces import (
+from bench import pairs
+from bench.inputs import PROGRAMS, STEPS, VARIABLE, commands, programs, real_input, told
+from bench.paper.regimes import CORES, HEAVY, LIGHT, QUEUES, play_weighted, queue_row, share_of
+from bench.paper.windows import (
     CODE_REQUESTS,
     FIRST_MINUTE,
     FUNCTIONS,
+    INVOCATIONS,
+    LOADS,
     MOONCAKE,
-    SIZED,
+    REQUEST_DEVICES,
+    RecordedRequest,
     invocations,
-    over_best_baseline,
     read_functions,
-    recordings,
+    requests,
+    starts,
+    window_figures,
+    windows,
 )
-from bench.figures.weights import CORES, HEAVY, LIGHT, QUEUES, play_weighted, queue_row, share_of
-from bench.inputs import PROGRAMS, STEPS, VARIABLE, commands, programs, real_input, told
 from bench.report import BenchReport
 from manager.action import UnitSet
 from manager.simulation.simulator import LeaseAudit, SimulatedAction, SimulationRun
@@ -130,15 +135,6 @@ def test_a_part_that_never_ran_is_a_failure(report_of: Played) -> None:
     assert report_of(part) == {"part_ran": 0.0}
 
 
-def test_without_a_recording_they_are_drawn_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    made = rollouts.rollouts(5, 3, 0.25, 2.0)
-    assert made == rollouts.rollouts(5, 3, 0.25, 2.0)
-    assert [len(rollout.turns) for rollout in made] == [3] * 5
-    assert all(0.6 <= rollout.reward_s <= 8.0 for rollout in made)
-    assert all(shell_s <= rollouts.SHELL_MAX_S for rollout in made for _, shell_s in rollout.turns)
-
-
 DURATIONS = ",".join(f"percentile_Average_{share}" for share in (0, 1, 25, 50, 75, 99, 100))
 
 
@@ -157,38 +153,49 @@ def test_a_function_comes_in_its_minutes_and_takes_its_percentiles(tmp_path: Pat
     assert [each.arrival_s for each in elastic] != [] and all(each.steps[0].key == "cpu" for each in elastic)
 
 
-def test_the_report_says_what_was_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_recording_is_cut_into_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recordings in the form in which they lie in a directory of recorded inputs, small."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     (tmp_path / FUNCTIONS).mkdir(parents=True)
     minutes = ",".join(f"minute_{minute}" for minute in range(1, 1441))
-    counts = ",".join("100" if minute >= FIRST_MINUTE else "0" for minute in range(1440))
+    counts = ",".join("100" if minute == FIRST_MINUTE else "0" for minute in range(1440))
     (tmp_path / FUNCTIONS / "200_inv.csv").write_text(f"HashFunction,HashApp,HashOwner,{minutes}\nf,a,o,{counts}\n")
     (tmp_path / FUNCTIONS / "200_run.csv").write_text(f"HashFunction,{DURATIONS}\nf,1,1,1,1,1,1,1\n")
+    (tmp_path / INVOCATIONS).write_text("app,func,end_timestamp,duration\na,f,2.5,0.5\na,f,3.0,2.0\n")
     rows = [f"2023-11-16 18:17:0{second}.5000000,1000,10" for second in range(5)]
     (tmp_path / CODE_REQUESTS).write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     lines = b"".join(b'{"timestamp": %d, "input_length": 7, "output_length": 3}\n' % (1000 * at) for at in range(5))
     (tmp_path / MOONCAKE).write_bytes(gzip.compress(lines))
     step = {"traj": "a", "run": "r", "t_llm_end": 10.0, "t_obs": 11.0}
     (tmp_path / STEPS).write_bytes(gzip.compress(json.dumps(step).encode()))
-    report = BenchReport("figures")
-    found = recordings(report, sample=3)
-    assert {len(found[f"{name}, load 1.1"].make(1).trajectories) for name in ("code model", "mooncake")} == {3}
-    assert [note.partition(": ")[2] for note in report.notes] == [
-        "6% of the invocations of 1 minutes, drawn",
-        "the first 3 requests",
-        "the first 3 requests",
-        "all of its 1 agents",
-    ]
+    found = {each.name: each for each in windows(BenchReport("paper"))}
+    kinds = ("agents", "code model", "functions", "functions, elastic", "invocations", "mooncake")
+    assert sorted(found) == sorted(f"{kind}, load {load}, from 0" for kind in kinds for load in LOADS)
+    (first, second) = found["invocations, load 1.1, from 0"].workload.trajectories
+    assert (first.arrival_s, second.arrival_s) == (0.0, 1.0)
+    assert set(found["mooncake, load 1.1, from 0"].measure()) == {
+        f"{how}: {measure}" for how in ("known", "learned", "learned by size") for measure in ("mean", "p99")
+    }
 
 
-def test_ours_is_held_against_the_best_of_all_baselines_with_the_same_knowledge() -> None:
-    means = {"adaptive": 6.0, "adaptive, learned": 9.0, "fixed:1": 8.0, "paper": 10.0, "paper, greedy": 4.0}
-    rows = {name: {"mean": value, "best_fixed": 7.0} for name, value in means.items()}
-    rows |= {"paper, learned": {"mean": 6.0}, "paper, greedy, learned": {"mean": 9.0}}
-    assert over_best_baseline(rows) == {"known": 1.5, "learned": 1.5}
-    by_size = over_best_baseline({**rows, SIZED: {"mean": 3.0}})
-    assert by_size == {"known": 1.5, "learned": 1.5, "learned by size": 0.5}
+def test_windows_begin_at_every_stride_and_a_short_rest_is_left_out() -> None:
+    assert starts(199) == [0] and starts(2399) == [0, 500, 1000] and starts(2400) == [0, 500, 1000, 1500]
+    assert starts(9000, count=2) == [0, 500]
+
+
+def test_without_recordings_nothing_is_played_and_each_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    report = BenchReport("paper")
+    window_figures(report)
+    assert report.checks == [] and len(report.notes) == 5 and all(VARIABLE in note for note in report.notes)
+
+
+def test_requests_from_the_middle_come_as_if_they_were_the_first() -> None:
+    recorded = [RecordedRequest(at, 1000, 10) for at in (100.0, 102.0)]
+    played = requests("code", recorded, load=0.5).trajectories
+    device_s = sum(each.steps[0].t_ori_s for each in played)
+    assert played[0].arrival_s == 0.0 and [each.steps[0].size for each in played] == [1000, 1000]
+    assert device_s / (REQUEST_DEVICES * played[-1].arrival_s) == pytest.approx(0.5)
 
 
 def ran(trajectory: str, began_s: float, ended_s: float, units: int) -> SimulatedAction:

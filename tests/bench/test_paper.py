@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import paper
-from bench.paper import BEGIN, END, Play, docs_table, factors_of, figures, page, write_docs
+from bench.paper.__main__ import main
+from bench.paper.figures import TRAIN_S, Play, factors_of, figures
+from bench.paper.page import BEGIN, END, docs_table, page, write_docs
 from tests.house.source import ROOT
 
 
@@ -33,7 +34,7 @@ def test_a_factor_is_the_baseline_over_ours_beside_the_papers() -> None:
         "coding tools": (3.0, 9.0),
         "coding reward": (3.0, 2.8),
         "coding, both": (3.0, 4.3),
-        "coding step": ((6.0 + paper.TRAIN_S) / (2.0 + paper.TRAIN_S), 1.4),
+        "coding step": ((6.0 + TRAIN_S) / (2.0 + TRAIN_S), 1.4),
     }
 
 
@@ -57,5 +58,5 @@ def test_a_play_is_of_the_papers_cluster_and_repeats_itself() -> None:
     workload, size = one.make()
     assert (len(workload.trajectories), size.nodes, size.cores, size.gpus) == (24, 1, 256, 0)
     assert one.measure() == one.measure()
-    with pytest.raises(SystemExit, match="no figure is named nothing"):
-        paper.main(["--only", "nothing"])
+    with pytest.raises(SystemExit, match="no figure or part is named nothing"):
+        main(["--only", "nothing"])

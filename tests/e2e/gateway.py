@@ -14,8 +14,7 @@ from typing import IO, Any
 
 import yaml
 
-from bench.inputs import OWN_PATH
-from bench.rollouts import unplugged
+from bench.inputs import OWN_PATH, unplugged
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]

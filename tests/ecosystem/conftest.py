@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.facades.client_environments import ClientEnvironment, ClientFailed, client_environment
 from tangram import Client
 from tests.e2e.gateway import ROOT, GatewayProcess, document
+from tests.ecosystem.environments import ClientEnvironment, ClientFailed, client_environment
 
 #: What Harbor's verifier and Inspect's checks do as root, and the user that one of these adds.
 ROOT_INSIDE = {"users": ["root", "inspect-ai-test-exec-as-user"], "capabilities": "default"}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from bench.facades.client_environments import ClientEnvironment
 from manager.errors import Reason
 from runtimes.runtime import Execution
 from runtimes.testing import ScriptStep
 from tests.e2e.gateway import GatewayProcess
+from tests.ecosystem.environments import ClientEnvironment
 from tests.gateway.conftest import RunningGateway, step_of, until
 from tests.gateway.facades.test_sandboxfusion import OPEN, PROGRAMS
 from tests.gateway.facades.world import doors

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.facades.client_environments import CLIENTS, KEPT, ClientEnvironment
 from tangram.types import INVOKE
 from tests.e2e.gateway import GatewayProcess, document
+from tests.ecosystem.environments import CLIENTS, KEPT, ClientEnvironment
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.docker]
 PEERS = Path(__file__).parent / "peers"

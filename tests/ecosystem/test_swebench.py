@@ -13,8 +13,8 @@ from pathlib import Path
 import docker as docker_py
 import pytest
 
-from bench.facades.client_environments import ClientEnvironment
 from tests.e2e.gateway import GatewayProcess
+from tests.ecosystem.environments import ClientEnvironment
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.docker]
 ENGINE = "unix:///var/run/docker.sock"

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from bench.facades.client_environments import ClientEnvironment
 from tests.cluster.world import ClusterGateway, DaemonProcess, document, stopped
 from tests.e2e.gateway import GatewayProcess
+from tests.ecosystem.environments import ClientEnvironment
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 START_S = 60

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-from bench.facades.client_environments import ROOT, ClientEnvironment
 from gateway.app import gateway
 from gateway.config.load import GatewayConfig
 from gateway.config.schema import DevicesConfig, FacadesSection, ModelsFacade, NodeConfig, SandboxConfig, ServerConfig
 from manager.function import ModelAction
 from runtimes.model.request import ModelSettings
 from runtimes.sandbox.provider import ProviderSettings
+from tests.ecosystem.environments import ROOT, ClientEnvironment
 from tests.gateway.facades.test_models import ANSWER_S, TOKEN, model_function
 from tests.runtimes.model import checkpoints
 

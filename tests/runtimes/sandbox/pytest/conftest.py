@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.inputs import OWN_PATH
-from bench.rollouts import unplugged
+from bench.inputs import OWN_PATH, unplugged
 from manager.errors import ActionFailed
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from runtimes.runtime import Result

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.inputs import OWN_PATH
-from bench.rollouts import unplugged
+from bench.inputs import OWN_PATH, unplugged
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
 from runtimes.sandbox.provider import ProviderSettings, make_provider

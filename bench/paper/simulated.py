@@ -59,11 +59,6 @@ PAPERS: Mapping[str, Contender] = {
 }
 
 
-def stronger_paper_s(rows: Mapping[str, Row], of: Callable[[str], str] = str) -> float:
-    """The mean of the better reading of the paper, in rows whose names are ``of`` the contender's."""
-    return min(rows[of(name)]["mean"] for name in PAPERS)
-
-
 def mean_act_s(run: SimulationRun) -> float:
     """Mean over trajectories of the sum of their actions' ACTs."""
     return sum(record.act_s for record in run.records) / max(1, run.trajectories)

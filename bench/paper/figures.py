@@ -1,33 +1,22 @@
-"""The paper's evaluation in one command: each figure and table, played on the real scheduler in virtual time.
+"""Each figure and table of the paper's evaluation: what is played for it, and what the paper reports.
 
-``make paper`` writes ``out/paper/index.html`` and, in ``docs/PAPER.md``, the table of factors. The paper prints its
-figures without numbers but for those in its text and in Table 1: these stand beside ours. What it does not give is in
-`ASSUMED`, and ``sensitivity`` shows how much the result depends on each.
+The paper prints its figures without numbers but for those in its text and in Table 1: these stand beside ours. What it
+does not give is in `ASSUMED`, and ``sensitivity`` shows how much the result depends on each.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from html import escape
-from pathlib import Path
 
-from bench.figures.simulated import bound_s, mean_act_s
-from bench.report import BenchReport, Figure, parser, play
+from bench.paper.simulated import bound_s, mean_act_s
+from bench.report import Figure
 from manager.simulation.baselines import POD_START_S, PODS_PER_NODE_S
 from manager.simulation.bounds import fastest_s
 from manager.simulation.simulate import Size, simulate
 from manager.simulation.simulator import Physics, SimulationRun
 from manager.simulation.workloads import Coding, Search, Teachers, Workload, coding, deepsearch, merged, mopd
 
-ROOT = Path(__file__).resolve().parents[1]
-#: Seconds after which nothing further is begun; what is then missing is named.
-BUDGET_S = 570.0
 #: Not one of those that constants were chosen on.
 SEED = 11
 NODE_CORES, GPUS = 256, 40
@@ -45,19 +34,6 @@ BOUND, UNLIMITED = "bound", "unlimited"
 #: Ours, where each sandbox takes what a pod takes, at the rate at which a node creates them.
 CHARGED = "charged"
 AS_PODS = Physics(sandbox_start_s=POD_START_S, sandboxes_per_node_s=PODS_PER_NODE_S)
-#: Colours of lines, and of the parts of ACT.
-HUES = ("#2F6FD0", "#CC8800", "#0A7F66", "#9A5B9E", "#45A0DC", "#2E374C")
-PART_HUES = ("#B9C1CB", "#CC8800", "#2F6FD0")
-STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;color:#14181F;background:#F4F6F8;margin:0}
-main{max-width:1240px;margin:0 auto;padding:16px}
-section{background:#fff;border:1px solid #DFE3E8;border-radius:9px;padding:12px 16px;margin:12px 0;overflow-x:auto}
-h1{font-size:20px}h2{font-size:15px;margin:0 0 8px}p{margin:4px 0}.dim{color:#59626F}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:3px 14px 3px 0;text-align:left}
-td.n,th.n{text-align:right}
-i.sw{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 5px 0 12px}
-svg text{font:11px system-ui,sans-serif;fill:#59626F}
-"""
 LABELS = {
     OURS: "ours (adaptive)",
     PAPER: "Algorithm 1",
@@ -378,27 +354,6 @@ def _fifth(workload: str, policy: str, changed: tuple[tuple[str, float], ...]) -
     return Play(workload, policy, BATCH[workload] // (1 if workload == "MOPD" else 5), NODE_CORES, gpus, changed)
 
 
-# --- playing
-
-
-def play_all(report: BenchReport, plays: Sequence[Play], began_s: float) -> dict[Play, Measures]:
-    """Play each once, as many at a time as there are cores, until the budget is up; say how far it is."""
-    done: dict[Play, Measures] = {}
-    unique = list(dict.fromkeys(plays))
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(each.measure): each for each in unique}
-        for number, future in enumerate(as_completed(running), start=1):
-            if future.cancelled():
-                continue
-            each = running[future]
-            done[each] = future.result()
-            report.progress(f"{number} of {len(unique)}: {each.workload} {each.batch}, {each.policy}")
-            if time.monotonic() - began_s > BUDGET_S:
-                for waiting in running:
-                    waiting.cancel()
-    return done
-
-
 def value_of(measures: Measures, name: str) -> float:
     """Return one measure; ``step`` is the batch's length and the training that follows."""
     value = measures["makespan"] if name == "step" else measures[name]
@@ -415,185 +370,6 @@ def factors_of(figure: PaperFigure, done: Mapping[Play, Measures]) -> dict[str, 
     }
 
 
-# --- the page
-
-
-def page(drawn: Mapping[str, PaperFigure], done: Mapping[Play, Measures], notes: Sequence[str]) -> str:
-    """Return the page with every figure that was played."""
-    parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>The paper, played here</title><style>{STYLE}"
-        "@media(prefers-color-scheme:dark){body{background:#14181F;color:#E6EAF0}section{background:#1C222C;"
-        "border-color:#2E374C}svg text{fill:#A9B2BF}}</style><main><h1>ARL-Tangram's evaluation, played here</h1>"
-        "<p class=dim>Simulated on the real scheduler; seconds are virtual. python -m bench.paper</p>"
-    ]
-    for figure in drawn.values():
-        parts.append(f"<section><h2>{escape(figure.title)}</h2><p>The paper: {escape(figure.reported)}</p>")
-        rows = factors_of(figure, done)
-        if rows:
-            parts.append("<table><tr><th>baseline over ours<th class=n>paper<th class=n>here</tr>")
-            for name, (here, paper) in rows.items():
-                parts.append(f"<tr><td>{escape(name)}<td class=n>{_times(paper)}<td class=n>{_times(here)}</tr>")
-            parts.append("</table>")
-        if figure.value == "windows":
-            failed = {
-                play: done[play]["failures"] for line in figure.lines.values() for _, play in line if play in done
-            }
-            listed = ", ".join(f"{each.workload} ({each.policy}) {count}" for each, count in failed.items() if count)
-            parts.append(f"<p>Actions that never ended well: {escape(listed) or 'none'}.</p>")
-        parts.append({"stages": _stages, "breakdown": _stages}.get(figure.value, _chart)(figure, done))
-        parts.append(f"<p class=dim>{escape(figure.why)}</p></section>")
-    parts += [f"<section><h2>What the paper does not give</h2>{_sensitivity_table(done)}</section>"]
-    parts += [f"<p class=dim>{escape(note)}</p>" for note in notes]
-    return "\n".join([*parts, "</main></html>\n"])
-
-
-def _times(factor: float | None) -> str:
-    return "-" if factor is None else f"{factor:.2f}x"
-
-
-def _chart(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
-    """Lines over one axis; the other begins at 0."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for name, line in figure.lines.items():
-        if figure.value == "windows":
-            lines[name] = [tuple(each) for _, play in line if play in done for each in done[play]["windows"]]  # type: ignore[union-attr,arg-type]
-        else:
-            lines[name] = [(at, value_of(done[play], figure.value)) for at, play in line if play in done]
-    points = [point for line in lines.values() for point in line]
-    if not points:
-        return "<p>Not played.</p>"
-    right, top = max(x for x, _ in points) or 1.0, max(y for _, y in points) or 1.0
-    wide, high, left = 760, 240, 60
-
-    def at(point: tuple[float, float]) -> str:
-        return f"{left + (wide - left - 10) * point[0] / right:.1f},{10 + (high - 40) * (1 - point[1] / top):.1f}"
-
-    shown = [f"<svg width={wide} height={high} role=img aria-label='{escape(figure.title)}'>"]
-    for part in (0.0, 0.5, 1.0):
-        y = 10 + (high - 40) * (1 - part)
-        shown.append(f"<line x1={left} x2={wide - 10} y1={y:.0f} y2={y:.0f} stroke='#86909C' stroke-opacity=.3 />")
-        shown.append(f"<text x=0 y={y + 4:.0f}>{part * top:.3g} s</text>")
-        shown.append(f"<text x={left + (wide - left - 60) * part:.0f} y={high - 14}>{part * right:.4g}</text>")
-    shown.append(f"<text x={wide / 2:.0f} y={high - 2}>{escape(figure.x)}</text>")
-    legend = []
-    for (name, drawn), hue in zip(lines.items(), HUES * 3, strict=False):
-        shown.append(f"<polyline fill=none stroke='{hue}' stroke-width=2 points='{' '.join(map(at, drawn))}'/>")
-        shown += [f"<circle r=3 fill='{hue}' cx={at(one).split(',')[0]} cy={at(one).split(',')[1]} />" for one in drawn]
-        legend.append(f"<i class=sw style='background:{hue}'></i>{escape(name)}")
-    return f"<p>{''.join(legend)}</p>{''.join(shown)}</svg>"
-
-
-def _stages(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
-    """A bar for each line, cut into its stages."""
-    stages = ("generation", "tools", "reward") if figure.value == "stages" else ("queue", "overhead", "execution")
-    hues = dict(zip(stages, PART_HUES, strict=True))
-    rows = {
-        name: [value_of(done[line[0][1]], stage) for stage in stages]
-        for name, line in figure.lines.items()
-        if line[0][1] in done
-    }
-    most = max((sum(row) for row in rows.values()), default=1.0) or 1.0
-    shown = ["".join(f"<i class=sw style='background:{hue}'></i>{stage}" for stage, hue in hues.items()), "<table>"]
-    for name, row in rows.items():
-        x, bars = 0.0, ""
-        for hue, value in zip(hues.values(), row, strict=True):
-            bars += f"<rect x={x:.1f} width={480 * value / most:.1f} height=13 fill='{hue}'/>"
-            x += 480 * value / most
-        cells = "".join(f"<td class=n>{value:.3f}" for value in row)
-        shown.append(f"<tr><td>{escape(name)}{cells}<td><svg width=480 height=13>{bars}</svg></tr>")
-    return "".join([*shown, "</table>"])
-
-
-def _sensitivity_table(done: Mapping[Play, Measures]) -> str:
-    head = "<table><tr><th>assumed<th class=n>half<th class=n>as it is<th class=n>double</tr>"
-    rows = [
-        f"<tr><td>{escape(name)}" + "".join(f"<td class=n>{_times(_ratio(done, *pair))}" for pair in row) + "</tr>"
-        for name, row in sensitivity().items()
-    ]
-    return f"{head}{''.join(rows)}</table><p class=dim>Baseline over ours, on a fifth of the cluster.</p>"
-
-
-def _ratio(done: Mapping[Play, Measures], baseline: Play, ours: Play) -> float | None:
+def ratio(done: Mapping[Play, Measures], baseline: Play, ours: Play) -> float | None:
+    """Return how many times the baseline's ACT ours takes; None while either was not played."""
     return value_of(done[baseline], "act") / value_of(done[ours], "act") if {baseline, ours} <= done.keys() else None
-
-
-# --- docs/PAPER.md
-
-BEGIN, END = "<!-- bench.paper: begin -->", "<!-- bench.paper: end -->"
-
-
-def docs_table(drawn: Mapping[str, PaperFigure], done: Mapping[Play, Measures]) -> str:
-    """Return the rows of docs/PAPER.md: how many times the baseline takes what ours takes."""
-    lines = ["| figure | compared | paper | here |", "|---|---|---|---|"]
-    for figure in drawn.values():
-        for name, (here, paper) in factors_of(figure, done).items():
-            lines.append(f"| {figure.title.partition(':')[0]} | {name} | {_times(paper)} | {_times(here)} |")
-    return "\n".join(lines)
-
-
-def write_docs(table: str, path: Path = ROOT / "docs" / "PAPER.md") -> None:
-    """Replace what stands between the marks."""
-    text = path.read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = parser("paper", parts=True)
-    flags.add_argument("--out", type=Path, default=ROOT / "out" / "paper", help="where index.html is written")
-    flags.add_argument("--docs", action="store_true", help="also write the table of docs/PAPER.md")
-    options = flags.parse_args(argv)
-    report = BenchReport("paper")
-    began_s = time.monotonic()
-    drawn = figures(options.quick)
-    chosen = frozenset(filter(None, options.only.split(","))) or drawn.keys()
-    if unknown := sorted(set(chosen) - drawn.keys()):
-        raise SystemExit(f"--only: no figure is named {', '.join(unknown)}; known are {', '.join(drawn)}")
-    drawn = {name: each for name, each in drawn.items() if name in chosen}
-    options.only = ""
-
-    def work() -> None:
-        plays = [each for figure in drawn.values() for each in figure.plays()]
-        if not options.quick and len(drawn) > 1:
-            plays += CONSTANT
-            plays += [each for row in sensitivity().values() for pair in row for each in pair]
-        done = play_all(report, plays, began_s)
-        whole = [name for name, figure in drawn.items() if set(figure.plays()) <= done.keys()]
-        for name, figure in drawn.items():
-            report.figure(
-                name, {key: {"paper": paper, "here": here} for key, (here, paper) in factors_of(figure, done).items()}
-            )
-        report.check("figures_played", len(whole), limit=len(drawn), better="higher")
-        for name in drawn.keys() - set(whole):
-            report.note(f"{name} is not whole: the time was up")
-        _checks(report, done)
-        report.check("wall_s", time.monotonic() - began_s, limit=600, better="lower")
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "index.html").write_text(page(drawn, done, report.notes), encoding="utf-8")
-        report.note(f"the page: {options.out / 'index.html'}")
-        if options.docs:
-            write_docs(docs_table(drawn, done))
-
-    status = play(report, options, {"paper": work})
-    return 0 if options.quick else status
-
-
-def _checks(report: BenchReport, done: Mapping[Play, Measures]) -> None:
-    """What is held of ours, as far as it was played."""
-    if (over := _ratio(done, Play("AI coding", OURS, 1280), Play("AI coding", BOUND, 1280))) is not None:
-        report.check("coding_1280_adaptive_over_bound", over, limit=1.15, better="lower")
-    for name, workload, batch, limit in (("coding_1280", "AI coding", 1280, 1.05), ("mopd_3072", "MOPD", 3072, 1.0)):
-        mine = Play(workload, OURS, batch)
-        rivals = {
-            "paper": ([Play(workload, policy, batch) for policy in (PAPER, GREEDY)], 1.0),
-            "best_fixed": ([each for each in CONSTANT if each.workload == workload], limit),
-        }
-        for rival, (plays, most) in rivals.items():
-            if {mine, *plays} <= done.keys():
-                ratio = value_of(done[mine], "act") / min(value_of(done[each], "act") for each in plays)
-                report.check(f"{name}_over_{rival}", ratio, limit=most, better="lower")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,0 @@
-"""What the page costs: `python -m bench.dashboard`."""

@@ -1,1 +1,0 @@
-"""The figures of the scheduler: simulations against baselines and bounds."""
