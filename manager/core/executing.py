@@ -17,8 +17,6 @@ from manager.scheduler.policy import RunningSet, RunningView
 
 #: Seconds over which arrival rate and utilisation are smoothed.
 SMOOTHING_S = 10.0
-#: Actions that came lately, over which the queue that one finds is averaged.
-ARRIVALS = 64
 #: Tasks whose accounts are kept; the one that was idle longest is forgotten.
 ACCOUNTS_MAX = 4096
 
@@ -47,16 +45,9 @@ class PoolLoad:
     """Arrivals and use of one pool."""
 
     arrivals: Rate = field(default_factory=Rate)
-    #: Waiting actions that one that comes finds, smoothed over `ARRIVALS` of them.
-    usual: float = 0.0
     _utilisation: float = 0.0
     _fraction: float = 0.0
     _at_s: float = 0.0
-
-    def arrive(self, now_s: float, count: int, waiting: int) -> None:
-        """Note that ``count`` came, with whom ``waiting`` wait."""
-        self.arrivals.add(now_s, count)
-        self.usual += (waiting - (count + 1) / 2 - self.usual) * -math.expm1(-count / ARRIVALS)
 
     def observe(self, now_s: float, fraction: float) -> None:
         """Note that ``fraction`` of the pool is in use from now on."""

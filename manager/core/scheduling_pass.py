@@ -44,7 +44,7 @@ class Changes:
         state = self._state
         for group, count in state.queue.take_arrived().items():
             for kind in group.demand:
-                state.executing.load(kind).arrive(state.now_s, count, group.live)
+                state.executing.load(kind).arrivals.add(state.now_s, count)
             self._groups.add(group)
 
     def take(self) -> tuple[set[str], set[QueueGroup]]:
@@ -624,7 +624,6 @@ class PoolDispatch:
             crowd=self._show_crowd() if by_choice and self._placed is None else None,
             turns=None if state.spec.strict else self._show_turns(),
             arrival_rate=state.arrival_rate(pool),
-            usual=state.executing.load(pool.kind).usual / len(state.resources.of_kind(pool.kind)),
             utilisation=state.executing.load(pool.name).utilisation(now_s),
             chunks=None if self._placed is None else self._show_chunks(self._placed),
             worker_cost_s=state.option(pool.kind, "worker_cost_s", 0.0),

@@ -136,8 +136,6 @@ class PoolView:
     turns: Callable[[], Iterator[str]] | None = None
     #: Arrivals per second of actions for this pool, smoothed.
     arrival_rate: float = 0.0
-    #: Actions that one that comes finds waiting for this pool, smoothed over those that came.
-    usual: float = 0.0
     #: Smoothed fraction of the pool in use.
     utilisation: float = 0.0
     chunks: ChunkView | None = None

@@ -53,8 +53,7 @@ class DevicePrice:
     While others wait behind it, the last is an answer to a cold start alone: who has a warm free chunk does not leave
     it idle for a wider one, on the word of an estimate. A cold start costs its restore, and those that will follow for
     what it evicts, less those that its copy will save.
-    A copy is for those who come as well: its restore is shared with those that wait for the service, as far as it will
-    serve them, and its width pays for as many as one that comes usually finds waiting.
+    A restore is shared with those that wait for the service, as far as the copy will serve them.
     What waits for the same service joins its batch, so a start is priced with the batch's duration: beside that of one
     alone a restore would seem dear, and under load all would queue for wide warm chunks, which waste devices.
     Shorter actions of a task take the turns of its longer ones, within an ageing bound.
@@ -97,7 +96,6 @@ class _Pass:
         self._age_s = age_s
         self._scale = policy.c / view.total
         self._coming = policy.a_s * view.arrival_rate * view.utilisation**4
-        self._usual = self._scale * view.usual
         self._behind = view.backlog
         waiting = view.eligible or [candidate.action for candidate in view.candidates]
         self._mates = _Mates(waiting, chunks)
@@ -206,7 +204,6 @@ class _Pass:
             return None
         if cost_s > 0:
             cost_s /= 1 + self._alike[action.service] / size * units / self._view.total
-        scale = 1 + max(price, self._usual / size) * units
         return DeviceOption((duration_s + cost_s) * scale, units, place, None, duration_s + restore_s)
 
     def _later(self, action: Action, units: int, duration_s: float, price: float) -> DeviceOption | None:

@@ -219,14 +219,6 @@ def test_a_restore_is_shared_by_all_that_wait_for_the_service() -> None:
     assert (width(1), width(60)) == (2, 1)
 
 
-def test_a_copy_is_made_as_wide_as_pays_for_those_that_usually_wait() -> None:
-    def width(usual: float) -> int:
-        view = replace(devices([(0, 8)], [teacher("t", "s", 10.0)], restore_s=1.0), usual=usual)
-        return PricePolicy().decide(view).starts[0].units
-
-    assert (width(0.0), width(100.0)) == (8, 1)
-
-
 def test_an_overdue_chunk_is_busy_and_worth_less_the_longer_it_runs() -> None:
     def decision(started_s: float) -> Decision:
         overdue = replace(running(teacher("r", "s"), 4, ends_in_s=0.0), chunk=Chunk(0, 4), started_s=started_s)
