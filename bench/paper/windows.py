@@ -55,7 +55,7 @@ FCFS = "fixed:1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class TraceWindow:
     """Some calls of a recording, in the order and the bursts in which they came."""
 
     name: str
@@ -113,9 +113,9 @@ def worst(row: Row, measure: str) -> float:
     return max(value for name, value in row.items() if name.endswith(measure))
 
 
-def windows(report: BenchReport, count: int | None = None) -> Iterator[Window]:
+def windows(report: BenchReport, count: int | None = None) -> Iterator[TraceWindow]:
     """Yield the windows of every recording that this machine has; what is missing is noted."""
-    recordings: tuple[tuple[str, Callable[[Path, int | None], Iterator[Window]]], ...] = (
+    recordings: tuple[tuple[str, Callable[[Path, int | None], Iterator[TraceWindow]]], ...] = (
         (CODE_REQUESTS, _code_windows),
         (MOONCAKE, _mooncake_windows),
         (FUNCTIONS, _function_windows),
@@ -142,7 +142,7 @@ def _at_one_unit_s(trajectories: Sequence[TracedTrajectory]) -> float:
 
 def _on_cores(
     name: str, trajectories: Sequence[TracedTrajectory], dops: Sequence[int], count: int | None
-) -> Iterator[Window]:
+) -> Iterator[TraceWindow]:
     """Yield windows of trajectories of one action each, on the cores that give a load."""
     ordered = sorted(trajectories, key=lambda each: each.arrival_s)
     for at in starts(len(ordered), count):
@@ -152,7 +152,7 @@ def _on_cores(
         rate = _at_one_unit_s(moved) / max(LEAST_S, moved[-1].arrival_s)
         for load in LOADS:
             size = Size(nodes=1, cores=max(1, round(rate / load)))
-            yield Window(
+            yield TraceWindow(
                 name=f"{name}, load {load}, from {at}",
                 workload=Workload(name=name, trajectories=moved),
                 size=size,
@@ -202,14 +202,14 @@ def _table(path: Path) -> Iterator[dict[str, str]]:
         yield from csv.DictReader(file)
 
 
-def _function_windows(path: Path, count: int | None) -> Iterator[Window]:
+def _function_windows(path: Path, count: int | None) -> Iterator[TraceWindow]:
     functions = read_functions(path)
     for name, elastic, dops in (("functions", False, (1,)), ("functions, elastic", True, (1, 2, 4, 8))):
         drawn = invocations(functions, SEED, elastic=elastic).trajectories
         yield from _on_cores(name, drawn, dops, count)
 
 
-def _invocation_windows(path: Path, count: int | None) -> Iterator[Window]:
+def _invocation_windows(path: Path, count: int | None) -> Iterator[TraceWindow]:
     """Yield windows of a recording of single invocations, one core each."""
     found = []
     for index, row in enumerate(_table(path)):
@@ -283,18 +283,18 @@ def read_mooncake(path: Path) -> list[RecordedRequest]:
     ]
 
 
-def _code_windows(path: Path, count: int | None) -> Iterator[Window]:
+def _code_windows(path: Path, count: int | None) -> Iterator[TraceWindow]:
     yield from _request_windows("code model", read_code_requests(path), count)
 
 
-def _mooncake_windows(path: Path, count: int | None) -> Iterator[Window]:
+def _mooncake_windows(path: Path, count: int | None) -> Iterator[TraceWindow]:
     yield from _request_windows("mooncake", read_mooncake(path), count)
 
 
-def _request_windows(name: str, recorded: Sequence[RecordedRequest], count: int | None) -> Iterator[Window]:
+def _request_windows(name: str, recorded: Sequence[RecordedRequest], count: int | None) -> Iterator[TraceWindow]:
     for at in starts(len(recorded), count):
         for load in LOADS:
-            yield Window(
+            yield TraceWindow(
                 name=f"{name}, load {load}, from {at}",
                 workload=requests(name, recorded[at : at + WINDOW], load),
                 size=Size(nodes=1, cores=0, gpus=REQUEST_DEVICES),
@@ -328,7 +328,7 @@ def requests(name: str, recorded: Sequence[RecordedRequest], load: float) -> Wor
 # -- agents
 
 
-def _agent_windows(path: Path, count: int | None) -> Iterator[Window]:
+def _agent_windows(path: Path, count: int | None) -> Iterator[TraceWindow]:
     """Yield windows of whole agents that are begun at once, each from the one that has the first command on."""
     every = agents(path).trajectories
     before = [sum(len(each.steps) for each in every[:index]) for index in range(len(every))]
@@ -337,7 +337,7 @@ def _agent_windows(path: Path, count: int | None) -> Iterator[Window]:
         lives_s = [sum(step.think_s + step.t_ori_s for step in each.steps) for each in some]
         at_once = _at_one_unit_s(some) / (sum(lives_s) / len(lives_s))
         for load in LOADS:
-            yield Window(
+            yield TraceWindow(
                 name=f"agents, load {load}, from {at}",
                 workload=Workload(name="agents", trajectories=some),
                 size=Size(nodes=1, cores=max(1, round(at_once / load))),
