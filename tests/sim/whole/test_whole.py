@@ -24,6 +24,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.promise("Whatever is killed, cut off or full, accepted work ends once, in order, and leaves nothing.")
 @pytest.mark.parametrize("slice_", range(SLICES))
 def test_every_promise_holds_in_every_history(slice_: int) -> None:
     seed = first_found(range(FIRST + slice_, FIRST + SEEDS, SLICES))
