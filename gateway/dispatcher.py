@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.restart import QuotaRecord, TrajectoryRecovery
 from gateway.store.store import Store
 from manager.action import Action, Chunk, Lease, Outcome
+from manager.errors import StorageUnavailable
 from manager.executor import Call, CallHooks, Executor
 from manager.function import FunctionSpec
 from runtimes.kinds import kind_of
@@ -101,6 +103,8 @@ class GatewayDispatcher:
         self._on_end(trajectory)
         await self._machines.end_trajectory(trajectory)
         self._trajectories.ended(trajectory)
+        with suppress(StorageUnavailable):  # it has ended all the same
+            await self._store.commit()  # it is told by then: no later gateway finds it alive, or lost
 
 
 @dataclass(slots=True, eq=False)

@@ -114,6 +114,17 @@ async def test_after_a_kill_a_sync_call_is_not_run_for_a_caller_that_is_gone(tmp
         assert not [verb for verb, _ in second.runtime.seen if verb == "execute"]
 
 
+async def test_the_end_of_a_trajectory_that_was_told_outlasts_a_kill(tmp_path: Path) -> None:
+    body: dict[str, object] = {"command": "true"}
+    async with serving(GatewayBench(tmp_path / "first")) as first:
+        await first.invoke(body, function="shell", headers=HEADERS)
+        assert (await first.http.delete("/v1/trajectories/t")).status_code == 204
+        bench = crash(tmp_path / "first", tmp_path / "second")
+    async with serving(bench) as second:
+        again = await second.invoke(body, function="shell", headers=HEADERS)
+        assert again.status_code == 200 and again.json()["state"] == "succeeded", again.json()
+
+
 class SlowProvider:
     """A provider whose sandboxes are not ready before they are let go."""
 
