@@ -90,11 +90,12 @@ def _end_of(history: SimHistory, call: Asked, mine: list[Run]) -> Iterator[str]:
     if in_box and record.state == "succeeded":
         result = json.loads(record.result or b"{}")
         of_try = [run for run in done if run.attempt == record.attempt]
-        if not of_try:
+        # One whose killer died before it knew of that is told by its signal, which is data.
+        if not of_try and not call.cancelled:
             yield f"{what}: succeeded, and nothing ran to its end: {mine}"
         lines = call.about["script"].get("say", 0)
         said = "".join(f"{record.id} {record.attempt} {line}\n" for line in range(lines))
-        if result.get("stdout") != said:
+        if result.get("stdout") != said and of_try:
             yield f"{what}: its result says {result.get('stdout')!r}, and it said {said!r}"
         log = "".join(call.log)
         whole = log.count(said) == 1 or "are missing" in log or "were dropped" in log
