@@ -520,9 +520,10 @@ class Keys:
             claim = self._living.get(key)  # somebody may have claimed it while the store was read
             if claim is None and stored is not None:
                 digest, seq = stored
-                record = await self._store.get(seq)
-                if record is not None:
-                    claim = (digest, living.get(seq) or ended(record))
+                known = living.get(seq)  # looked for first: what ends while it is read was read as it was before
+                if known is None and (record := await self._store.get(seq)) is not None:
+                    known = ended(record)
+                claim = None if known is None else (digest, known)
         if claim is None:
             return None
         digest, invocation = claim

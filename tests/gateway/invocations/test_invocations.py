@@ -24,7 +24,15 @@ from msgspec import Raw
 from gateway import serialization
 from gateway.config.load import load
 from gateway.config.schema import ServerConfig
-from gateway.invocations.invocations import Admission, Inputs, _items, next_try_s
+from gateway.invocations.invocations import (
+    Admission,
+    Inputs,
+    InvocationRequest,
+    Keys,
+    LiveInvocation,
+    _items,
+    next_try_s,
+)
 from gateway.invocations.logs import DROPPED, TRUNCATED, Logs
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow, Store, StoreSpec
@@ -34,6 +42,7 @@ from manager.function import FunctionSpec, RetrySpec
 from tangram.types import BatchItem, FileEntry, FileList
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 from tests.gateway.invocations.test_restart import crash, ended
+from tests.gateway.records import accepted
 
 FUNCTIONS = """
 version: 1
@@ -525,3 +534,25 @@ async def test_the_bound_of_a_log_outlasts_a_restart(logs: Logs, store: Store) -
     rows = await store.logs(1, 0, 10)
     assert [(row.stream, len(row.data)) for row in rows[:2]] == [("stdout", 150), ("stdout", 22)]
     assert rows[2].data.endswith("128 bytes are missing")
+
+
+async def test_a_key_of_what_ends_while_it_is_looked_up_gives_that_very_invocation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart a key is on disk only, and its invocation may live."""
+    store = Store(StoreSpec(path=tmp_path / "database"))
+    await store.open()
+    request = InvocationRequest(function="echo", input={}, body=b"{}", key="k")
+    invocation = LiveInvocation(record=accepted(store))
+    seq = invocation.record.seq
+    store.save_key(request.scoped_key, request.digest, seq, 2**40)
+    living, get = {seq: invocation}, store.get
+
+    async def read(place: int) -> Record | None:
+        found = await get(place)
+        living.clear()  # it ends
+        return found
+
+    monkeypatch.setattr(store, "get", read)
+    assert await Keys(store, 60.0, lambda: 0.0).latch(request, living) is invocation
+    await store.close()
