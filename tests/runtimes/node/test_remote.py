@@ -224,6 +224,7 @@ async def test_a_cancel_before_its_node_is_back_is_told_only_when_the_node_has_k
     node.connect(near, inventory(facts(begun=True)), recovering=True)
     await node.end_unclaimed({"a.1/"})
     await far.receive(protocol.AttachAttempt, STUCK_S)
+    await far.receive(protocol.ResizeAttempt, STUCK_S)
     assert not (await far.receive(protocol.CancelAttempt, STUCK_S)).disowned
     assert not waiting.done(), "its command may run"
     node.lost("it is gone")
