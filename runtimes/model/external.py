@@ -416,15 +416,24 @@ class ExternalBackend:
         return {"embeddings": [list(map(float, row["embedding"])) for row in _ordered(answer["data"])]}
 
     async def _logprobs(self, server: _Server, inputs: ModelInput) -> Mapping[str, object]:
-        if inputs.top_logprobs is not None:
-            message = "$.top_logprobs: of an external engine only the tokens' own log-probabilities are told"
-            detail = {"path": "$.top_logprobs"}
-            raise ActionFailed(Reason.INVALID_INPUT, message, component=_COMPONENT, detail=detail)
-        body = {"prompt": _inputs(inputs), "max_tokens": 0, "echo": True, "logprobs": 0}
-        answer = await self._post(server, "/v1/completions", body)
-        # The first token has no condition, and so no log-probability.
-        rows = [list(map(float, one["logprobs"]["token_logprobs"][1:])) for one in _ordered(answer["choices"])]
-        return {"logprobs": rows, "sums": [sum(row) for row in rows]}
+        # A token is always generated. Echoed prompts need a tokenizer, and tell no ranks.
+        top = inputs.top_logprobs
+        options = {"max_tokens": 1, "prompt_logprobs": top or 0, "return_token_ids": True}
+        answer = await self._post(server, "/v1/completions", {"prompt": _inputs(inputs), **options})
+        choices = _ordered(answer["choices"])
+        ids = [list(map(int, choice["prompt_token_ids"])) for choice in choices]
+        # Of each token but the first, which has no condition: itself and the likeliest in its place, by their ids.
+        places = [choice["prompt_logprobs"][1:] for choice in choices]
+        own = [
+            [place[str(token)] for token, place in zip(row[1:], found, strict=True)]
+            for row, found in zip(ids, places, strict=True)
+        ]
+        rows = [[float(each["logprob"]) for each in row] for row in own]
+        value: dict[str, object] = {"logprobs": rows, "sums": [sum(row) for row in rows]}
+        if top is not None:
+            value["token_ids"], value["ranks"] = ids, [[int(each["rank"]) for each in row] for row in own]
+            value["top_logprobs"] = [[_likeliest(place, top) for place in found] for found in places]
+        return value
 
     async def _generate(self, server: _Server, inputs: ModelInput) -> Mapping[str, object]:
         sampling = inputs.sampling
@@ -486,6 +495,12 @@ class ExternalBackend:
 
 def _inputs(inputs: ModelInput) -> list[object]:
     return [*inputs.texts, *(list(ids) for ids in inputs.token_ids)]
+
+
+def _likeliest(place: Mapping[str, Mapping[str, Any]], top: int) -> list[list[int | float]]:
+    """Return ids and log-probabilities of the likeliest tokens of one place."""
+    ordered = sorted(place.items(), key=lambda item: int(item[1]["rank"]))
+    return [[int(token), float(each["logprob"])] for token, each in ordered[:top]]
 
 
 def _ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

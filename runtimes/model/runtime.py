@@ -266,9 +266,7 @@ class LogprobsInputFields(ModelInputFields, total=False):
 
     top_logprobs: Annotated[
         int,
-        Meta(
-            ge=0, le=128, description="Also tell ids, ranks and so many of the likeliest tokens; in-house models only"
-        ),
+        Meta(ge=0, le=128, description="Also tell ids, ranks and so many of the likeliest tokens"),
     ]
 
 

@@ -80,6 +80,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+#: What the last of three tokens is told to be.
+LAST = {"3": {"logprob": -1.5, "rank": 4}}
+
+
 def reply(path: str, body: dict[str, Any]) -> tuple[int, object]:
     if path == "/classify":
         values = [len(text) / 100 for text in body["input"]]
@@ -91,9 +95,10 @@ def reply(path: str, body: dict[str, Any]) -> tuple[int, object]:
         return 200, {"data": [{"index": i, "embedding": [0.6, 0.8]} for i, _ in enumerate(body["input"])]}
     if path == "/v1/chat/completions":
         return 200, {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}
-    if body.get("echo"):
+    if "prompt_logprobs" in body:
+        told = [None, {"2": {"logprob": -0.5, "rank": 1}}, {"9": {"logprob": -0.1, "rank": 1}, **LAST}]
         choices = [
-            {"index": i, "logprobs": {"token_logprobs": [None, -0.5, -1.5]}} for i, _ in enumerate(body["prompt"])
+            {"index": i, "prompt_logprobs": told, "prompt_token_ids": [1, 2, 3]} for i in range(len(body["prompt"]))
         ]
         return 200, {"choices": choices}
     if body["prompt"] == ["too long"]:
@@ -125,6 +130,17 @@ def served(server: Server, action: ModelAction) -> FunctionSpec:
         (ModelAction.SCORE, {"texts": ["abc", "a"]}, {"scores": [0.03, 0.01]}),
         (ModelAction.EMBED, {"texts": ["abc"]}, {"embeddings": [[0.6, 0.8]]}),
         (ModelAction.LOGPROBS, {"token_ids": [[1, 2, 3]]}, {"logprobs": [[-0.5, -1.5]], "sums": [-2.0]}),
+        (
+            ModelAction.LOGPROBS,
+            {"token_ids": [[1, 2, 3]], "top_logprobs": 1},
+            {
+                "logprobs": [[-0.5, -1.5]],
+                "sums": [-2.0],
+                "token_ids": [[1, 2, 3]],
+                "ranks": [[1, 4]],
+                "top_logprobs": [[[[2, -0.5]], [[9, -0.1]]]],
+            },
+        ),
         (
             ModelAction.GENERATE,
             {"texts": ["abc"], "seed": 1},
