@@ -21,7 +21,7 @@ APART := tests/attacks tests/bench tests/cluster tests/ecosystem tests/faults te
 RUN := $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --order $(SEED)
 
 .PHONY: demo paper cluster-demo quick check test test-all setup format lint types unit slow faults attacks browser sim \
-	gpu-check bench bench-quick ecosystem ecosystem-all serve clean site wheels release ray
+	gpu-check engines bench bench-quick ecosystem ecosystem-all serve clean site wheels release ray
 
 demo: setup
 	@$(PYTHON) -m scripts.demo
@@ -123,6 +123,11 @@ release: setup
 # What a machine with a GPU would run, rehearsed on the CPU beside no more packages than that machine has.
 gpu-check: setup
 	@$(PYTHON) .ci/gpu-check
+
+# Engines that sleep, wake and are killed at random, and vLLM's CPU build against transformers; it is fetched once (3 GB).
+engines: setup
+	@timeout 270 $(PYTHON) -m bench.model.engines || { echo "left out: vLLM was not installed in 270 seconds"; exit 0; }; \
+		$(PYTHON) -m bench.model --quick --json --only engines,vllm
 
 # A real Ray cluster, in an environment of its own (.cache/ray); three minutes.
 ray:

@@ -129,7 +129,7 @@ ENVIRONMENT = {
 
 def real_difference(directory: Path) -> float:
     """Return the largest difference of a real engine from transformers: log-probabilities and scores."""
-    python = _vllm()
+    python = vllm()
     apart = 0.0
     for head in (Head.LM, Head.SCORE):
         path = write_checkpoint(directory, "qwen3", head, SHAPE, dtype="float32", device="cpu", seed=5)
@@ -139,8 +139,8 @@ def real_difference(directory: Path) -> float:
     return apart
 
 
-def _vllm() -> Path:
-    """Return the interpreter that has vLLM; the first time it is installed."""
+def vllm() -> Path:
+    """Return the interpreter that has vLLM; the first time it is installed, which fetches 3 GB."""
     python = PLACE / "bin" / "python"
     if not (PLACE / "done").exists():
         shutil.rmtree(PLACE, ignore_errors=True)
@@ -165,3 +165,7 @@ async def _real(python: Path, path: Path, head: Head) -> list[float]:
     if head is Head.SCORE:
         return [float(score) for score in answer["scores"]]
     return [float(number) for row in answer["logprobs"] for number in row]
+
+
+if __name__ == "__main__":
+    print(vllm())
