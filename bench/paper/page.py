@@ -7,28 +7,14 @@ from html import escape
 from pathlib import Path
 
 from bench.paper.figures import Measures, PaperFigure, Play, factors_of, ratio, sensitivity, value_of
-
-#: Colours of lines, and of the parts of ACT.
-HUES = ("#2F6FD0", "#CC8800", "#0A7F66", "#9A5B9E", "#45A0DC", "#2E374C")
-PART_HUES = ("#B9C1CB", "#CC8800", "#2F6FD0")
-STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;color:#14181F;background:#F4F6F8;margin:0}
-main{max-width:1240px;margin:0 auto;padding:16px}
-section{background:#fff;border:1px solid #DFE3E8;border-radius:9px;padding:12px 16px;margin:12px 0;overflow-x:auto}
-h1{font-size:20px}h2{font-size:15px;margin:0 0 8px}p{margin:4px 0}.dim{color:#59626F}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:3px 14px 3px 0;text-align:left}
-td.n,th.n{text-align:right}
-i.sw{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 5px 0 12px}
-svg text{font:11px system-ui,sans-serif;fill:#59626F}
-"""
+from gateway.cli.report import HUES, PARTS, STYLE
 
 
 def page(drawn: Mapping[str, PaperFigure], done: Mapping[Play, Measures], notes: Sequence[str]) -> str:
     """Return the page with every figure that was played."""
     parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>The paper, played here</title><style>{STYLE}"
-        "@media(prefers-color-scheme:dark){body{background:#14181F;color:#E6EAF0}section{background:#1C222C;"
-        "border-color:#2E374C}svg text{fill:#A9B2BF}}</style><main><h1>ARL-Tangram's evaluation, played here</h1>"
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>The paper, played here</title><style>{STYLE}</style>"
+        "<main><h1>ARL-Tangram's evaluation, played here</h1>"
         "<p class=dim>Simulated on the real scheduler; seconds are virtual. python -m bench.paper</p>"
     ]
     for figure in drawn.values():
@@ -91,7 +77,7 @@ def _chart(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
 def _stages(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
     """A bar for each line, cut into its stages."""
     stages = ("generation", "tools", "reward") if figure.value == "stages" else ("queue", "overhead", "execution")
-    hues = dict(zip(stages, PART_HUES, strict=True))
+    hues = dict(zip(stages, PARTS.values(), strict=True))
     rows = {
         name: [value_of(done[line[0][1]], stage) for stage in stages]
         for name, line in figure.lines.items()

@@ -28,6 +28,7 @@ VERBS: Mapping[str, Verb] = {
     "simulate": Verb(
         "gateway.cli.simulate:simulate", "Play a workload on the same scheduler under a virtual clock.", "operate"
     ),
+    "report": Verb("gateway.cli.report:report", "One page of a real run, and of what it would have cost.", "watch"),
     "trace": Verb("gateway.cli.simulate:trace", "Traces of what trajectories did.", "operate"),
 }
 
