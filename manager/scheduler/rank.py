@@ -269,11 +269,15 @@ def _while_several(turns: Iterator[str], left: dict[str, int]) -> Iterator[str]:
 def age_bound_s(view: PoolView, waiting: Sequence[Action], age_max_s: float) -> float:
     """Return the seconds after which nothing overtakes an action; ``age_max_s`` at most.
 
-    They are those in which the pool works off all that waits: first come first served would start it no later. A
-    bound of some mean durations let the longest ones wait several times as long as that wherever the queue is short.
+    They are those in which the pool works off all that waits: first come first served would start it no later. An
+    action that has waited for less than one takes, in the mean of what runs and waits, is not old in a short queue.
     """
-    work_s = sum(map(_expected_s, waiting)) / max(1, len(waiting)) * max(view.backlog, len(waiting))
-    return min(age_max_s, work_s / view.total)
+    waiting_s = [_expected_s(action) for action in waiting]
+    known = [*waiting_s, *(_expected_s(one.action) for one in view.running)]
+    if not known:
+        return age_max_s
+    work_s = sum(waiting_s) / len(waiting_s) * max(view.backlog, len(waiting_s)) if waiting_s else 0.0
+    return min(age_max_s, max(sum(known) / len(known), work_s / view.total))
 
 
 def _seconds_by_now(waiting: Sequence[Action]) -> Callable[[Action], float]:
