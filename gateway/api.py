@@ -41,7 +41,7 @@ from gateway.stats import Stats
 from gateway.steps import TaskSteps
 from gateway.store.maintenance import StateDirectory
 from gateway.store.store import Filter, Store
-from gateway.trajectory_records import NOBODY, Leases, SnapshotCatalogue
+from gateway.trajectory_records import NOBODY, ConnectionPeer, Leases, SnapshotCatalogue, UnreadAnswers
 from manager.action import State
 from manager.engine import Engine
 from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, TooLarge, Unsupported
@@ -329,6 +329,7 @@ class Api:
     runtimes: Runtimes
     machines: Cluster
     leases: Leases
+    answers: UnreadAnswers
     snapshots: SnapshotCatalogue
     steps: TaskSteps
     metrics: Metrics
@@ -443,10 +444,20 @@ class Api:
 
     # --- trajectories
 
-    async def open_trajectory(self, id: str, body: TrajectoryOpening) -> TrajectoryInfo:
+    def expect(
+        self, holder: str | None, name: str, peer: ConnectionPeer | None, undo: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Undo what was made if its connection closes before the client that names itself knows of it."""
+        if holder is not None and peer is not None:
+            self.answers.expect(peer, holder, name, undo)
+
+    async def open_trajectory(
+        self, id: str, body: TrajectoryOpening, peer: ConnectionPeer | None = None
+    ) -> TrajectoryInfo:
         """Make the trajectory's sandbox as it was chosen, or find that it lives so already; return the trajectory.
 
-        A caller that goes meanwhile is to cancel this. What it never learns of ends with its lease.
+        A caller that goes meanwhile is to cancel this. Of one that names itself as the ``holder`` it is found out
+        whether the answer came: what it never learned of ends when the connection to its ``peer`` closes.
 
         Raises NotFound for the function or the snapshot, SnapshotLost if that is lost with its node, InvalidInput with
         the field that the function does not allow, Conflict if the trajectory lives in another sandbox, or lives and
@@ -475,7 +486,10 @@ class Api:
         with self.steps.opening(task, body.step):
             await (begin() if body.snapshot is None else self.snapshots.begin(body.snapshot, begin))
         if body.lease_s is not None or not joined:
-            self.leases.hold(id, body.holder or NOBODY, body.lease_s)
+            holder = body.holder or NOBODY
+            if not self.leases.holds(id, holder) or self.answers.awaits(holder, id):
+                self.expect(body.holder, id, peer, partial(self.leases.release, [id], holder))
+            self.leases.hold(id, holder, body.lease_s)
         if body.step is not None:
             await self.steps.opened(id, task, body.step)
         return replaced(await self.get_trajectory(id), joined=joined)
@@ -555,6 +569,7 @@ class Api:
     async def renew_leases(self, body: LeaseRequest) -> LeaseAnswer:
         """Say that the client of these trajectories lives, or that it lets some go."""
         holder = body.holder or NOBODY
+        self.answers.known(holder, (*body.trajectories, *body.known))
         await self.leases.release(body.released, holder)
         return LeaseAnswer(gone=tuple(self.leases.renew(body.trajectories, body.lease_s, holder)))
 
@@ -596,7 +611,7 @@ class Api:
             raise
         return self._snapshot_info(taken[0])
 
-    async def fork_trajectory(self, id: str, body: ForkRequest) -> ForkAnswer:
+    async def fork_trajectory(self, id: str, body: ForkRequest, peer: ConnectionPeer | None = None) -> ForkAnswer:
         """Open trajectories that begin with the files of another as they are now: all of them, or none and no snapshot.
 
         Raises as `take_snapshot` and `open_trajectory`, and Conflict for a name that lives or comes twice.
@@ -625,14 +640,16 @@ class Api:
         )
         try:
             # Which may wait long for memory, and be the least used.
-            opened = await self.snapshots.begin(taken, lambda: self._open_all(body.to, opening))
+            opened = await self.snapshots.begin(taken, lambda: self._open_all(body.to, opening, peer))
         except BaseException:
             with suppress(CodedError):  # nobody was told of it
                 await self.snapshots.remove(taken)
             raise
         return ForkAnswer(snapshot=self._snapshot_info(self.snapshots.get(taken)), trajectories=opened)
 
-    async def _open_all(self, names: tuple[str, ...], opening: TrajectoryOpening) -> tuple[TrajectoryInfo, ...]:
+    async def _open_all(
+        self, names: tuple[str, ...], opening: TrajectoryOpening, peer: ConnectionPeer | None
+    ) -> tuple[TrajectoryInfo, ...]:
         """Open them, or end those that could be opened and raise why another could not.
 
         They come under their step when all of them live: those of a fork that is refused were no rollouts.
@@ -642,7 +659,7 @@ class Api:
 
         async def open_one(name: str) -> None:
             async with gate:
-                opened[name] = await self.open_trajectory(name, alone)
+                opened[name] = await self.open_trajectory(name, alone, peer)
 
         try:
             failures = await asyncio.gather(*map(open_one, names), return_exceptions=True)

@@ -46,7 +46,7 @@ from gateway.steps import TaskSteps
 from gateway.store.maintenance import StateDirectory, prune_for_ever
 from gateway.store.store import Durability, Store, StoreSpec
 from gateway.tls import Connections, address_of, ended_chore
-from gateway.trajectory_records import Leases, SnapshotCatalogue
+from gateway.trajectory_records import Leases, SnapshotCatalogue, UnreadAnswers
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
 from manager.engine import Engine
@@ -291,6 +291,7 @@ class App:
             runtimes=self.runtimes,
             machines=self.machines,
             leases=self.leases,
+            answers=UnreadAnswers(),
             snapshots=SnapshotCatalogue(self.runtimes.environments, self.machines),
             steps=self.steps,
             metrics=self.metrics,
@@ -365,6 +366,7 @@ class App:
     async def _drain(self) -> None:
         grace_s = self.config.server.drain_grace_s if self.engine.fault is None else 0.0
         self._log.info("draining", living=len(self.invocations.living), grace_s=grace_s)
+        self.api.answers.leave()
         left = await self.restart.drain(grace_s)
         await self.machines.let_go()
         self.watch.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ import structlog
 
 from gateway.cluster.cluster import Cluster
 from gateway.cluster.store import NodeSnapshot
-from manager.errors import Conflict
+from manager.errors import CodedError, Conflict
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.snapshots import SnapshotRecord, SnapshotSettings
 
@@ -29,6 +30,84 @@ NOBODY = ""
 IdleTime = Callable[[str], float | None]
 #: Keeps for the next gateway who holds a trajectory, as JSON; empty for nobody.
 Keep = Callable[[str, str], None]
+
+
+#: Seconds after the end of a connection in which a client that lives says that it has read what came over it: it does
+#: so ten times as fast (`tangram.client.heartbeats.GATHER_S`).
+UNREAD_S = 3.0
+#: Takes back what was made.
+Undo = Callable[[], Awaitable[object]]
+
+
+class ConnectionPeer:
+    """The other end of a connection: what it does next tells whether it has read the last answer."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        #: What to undo if it closes the connection now, by client and name of what was made.
+        self.unread: dict[tuple[str, str], Undo] = {}
+        self._undoing: set[asyncio.Task[None]] = set()
+
+    def asks(self) -> None:
+        """It sends another request, one after the other: it has read the answers to those before."""
+        self.unread.clear()
+
+    def close(self) -> None:
+        """It has closed the connection, or is cut off; a client that lives says soon what it knows of."""
+        self.gone = True
+        if self.unread:
+            asyncio.get_running_loop().call_later(UNREAD_S, self._undo)
+
+    def _undo(self) -> None:
+        for (_, name), undo in self.unread.items():
+            logger.info("what was made is undone: its caller has gone before it knew", name=name)
+            task = asyncio.get_running_loop().create_task(_undone(undo))
+            self._undoing.add(task)
+            task.add_done_callback(self._undoing.discard)
+        self.unread.clear()
+
+
+async def _undone(undo: Undo) -> None:
+    with suppress(CodedError):
+        await undo()
+
+
+class UnreadAnswers:
+    """What was made for clients that name themselves, until they have said that they know of it.
+
+    What a client never learned of is undone when its connection closes. Use from one event loop.
+    """
+
+    def __init__(self) -> None:
+        #: Over which connection each is answered, by client and name of what was made.
+        self._peers: dict[tuple[str, str], ConnectionPeer] = {}
+        self._leaving = False
+
+    def expect(self, peer: ConnectionPeer, holder: str, name: str, undo: Undo) -> None:
+        """It is about to be answered; asked for again over another connection, it hangs on that."""
+        self.known(holder, [name])
+        if not self._leaving:
+            self._peers[holder, name] = peer
+            peer.unread[holder, name] = undo
+            if peer.gone:
+                peer.close()
+
+    def awaits(self, holder: str, name: str) -> bool:
+        """Whether nothing tells yet that the client knows of it."""
+        peer = self._peers.get((holder, name))
+        return peer is not None and (holder, name) in peer.unread
+
+    def known(self, holder: str, names: Iterable[str]) -> None:
+        """The client knows of these."""
+        for name in names:
+            if (peer := self._peers.pop((holder, name), None)) is not None:
+                peer.unread.pop((holder, name), None)
+
+    def leave(self) -> None:
+        """The gateway closes its connections itself from now on: what is there is the next one's."""
+        self._leaving = True
+        for holder, name in list(self._peers):
+            self.known(holder, [name])
 
 
 class ClientHold(NamedTuple):

@@ -784,7 +784,10 @@ OpeningLease = Annotated[
 
 Holder = Annotated[
     Name | None,
-    Meta(description="What the client calls itself: it lets go of what it holds by this name"),
+    Meta(
+        description="What the client calls itself: it lets go of what it holds by this name; and what is opened for it "
+        "ends with the connection, unless it renews the lease"
+    ),
 ]
 
 
@@ -796,6 +799,10 @@ class LeaseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     holder: Holder = None
     released: Annotated[
         tuple[Name, ...], Meta(max_length=LEASES_MAX, description="Which it lets go: those that no other holds end")
+    ] = ()
+    known: Annotated[
+        tuple[Name, ...],
+        Meta(max_length=LEASES_MAX, description="Snapshots and sessions made for this holder whose answers have come"),
     ] = ()
 
 
@@ -1189,6 +1196,7 @@ class SessionOpening(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     terminal: Annotated[
         SessionTerminal | None, Meta(description="A terminal of its own, so large; without, it has three pipes")
     ] = None
+    holder: Holder = None
 
 
 class SessionSteering(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -1826,6 +1834,12 @@ class ImagesWanted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Images to be pulled ahead of a run."""
 
     images: Annotated[tuple[Image, ...], Meta(min_length=1, max_length=10_000)]
+
+
+class SnapshotQuery(Struct, frozen=True, kw_only=True):
+    """Parameters of a snapshot that is to be taken."""
+
+    holder: Holder = None
 
 
 class SnapshotInfo(Struct, frozen=True, kw_only=True):

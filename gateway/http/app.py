@@ -25,7 +25,7 @@ from gateway.config.schema import ServerConfig
 from gateway.dashboard.files import WORKER, the_page
 from gateway.errors import MethodNotAllowed
 from gateway.http.endpoints import ROLE, HttpOperations
-from gateway.http.messages import body_chunks, problem_response, read_body, read_headers, read_query, respond
+from gateway.http.messages import body_chunks, peer_of, problem_response, read_body, read_headers, read_query, respond
 from gateway.http.openapi import Shapes, document
 from gateway.http.server import serve
 from gateway.http.streaming import GIVE_UP_STALLS
@@ -350,6 +350,9 @@ class HttpApp(GuardedApp):
         if scope["type"] != "http":
             await send({"type": "websocket.close"})  # before it was accepted: a 403
             return
+        peer = peer_of(scope)
+        if peer is not None and peer.unread and scope["http_version"] != "2":
+            peer.asks()
         path = scope["path"]
         await self.answer(scope, receive, send, checked=path not in self._open and not path.startswith(UI))
 

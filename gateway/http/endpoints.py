@@ -44,6 +44,7 @@ from gateway.errors import problem
 from gateway.http.messages import (
     attend,
     disconnected,
+    peer_of,
     read_call,
     read_item,
     record_headers,
@@ -96,6 +97,7 @@ from tangram.types import (
     SessionReadQuery,
     SessionRecord,
     SnapshotInfo,
+    SnapshotQuery,
     TrajectoryInfo,
     TrajectoryOpening,
     WaitQuery,
@@ -321,7 +323,9 @@ class HttpOperations:
             if not opened.joined:
                 await self._api.leases.release([id], body.holder or NOBODY)
 
-        return await while_connected(self._api.open_trajectory(id, body), disconnected(request.receive), undo)
+        return await while_connected(
+            self._api.open_trajectory(id, body, peer_of(request.scope)), disconnected(request.receive), undo
+        )
 
     @operation(
         "POST /v1/trajectories/{id}/snapshots",
@@ -331,7 +335,7 @@ class HttpOperations:
         problems=(404, 409, 413),
         next_ones=links("/snapshot", "id", "removeSnapshot"),
     )
-    async def take_snapshot(self, request: Request, id: TrajectoryId) -> SnapshotInfo:
+    async def take_snapshot(self, request: Request, id: TrajectoryId, query: SnapshotQuery) -> SnapshotInfo:
         """Keep the files of a trajectory's sandbox.
 
         As they are when all that was asked of it before has ended; they stay where the trajectory lives.
@@ -340,7 +344,9 @@ class HttpOperations:
         async def undo(taken: SnapshotInfo) -> None:
             await self._api.remove_snapshot(taken.snapshot)
 
-        return await while_connected(self._api.take_snapshot(id), disconnected(request.receive), undo)
+        taken = await while_connected(self._api.take_snapshot(id), disconnected(request.receive), undo)
+        self._api.expect(query.holder, taken.snapshot, peer_of(request.scope), partial(undo, taken))
+        return taken
 
     @operation(
         "POST /v1/trajectories/{id}/fork",
@@ -360,7 +366,10 @@ class HttpOperations:
             await asyncio.gather(*(self._api.engine.end_trajectory(each.trajectory) for each in forked.trajectories))
             await self._api.remove_snapshot(forked.snapshot.snapshot)
 
-        return await while_connected(self._api.fork_trajectory(id, body), disconnected(request.receive), undo)
+        peer = peer_of(request.scope)
+        forked = await while_connected(self._api.fork_trajectory(id, body, peer), disconnected(request.receive), undo)
+        self._api.expect(body.holder, forked.snapshot.snapshot, peer, partial(undo, forked))
+        return forked
 
     @operation("GET /v1/trajectories/{id}/files/{path:path}", "trajectories", _FILE, problems=(*FILE_PROBLEMS, 413))
     async def get_file(
@@ -409,7 +418,9 @@ class HttpOperations:
         },
         problems=(404, 409, 410, 429),
     )
-    async def open_session(self, id: TrajectoryId, headers: CallHeaders, body: SessionOpening) -> Response:
+    async def open_session(
+        self, request: Request, id: TrajectoryId, headers: CallHeaders, body: SessionOpening
+    ) -> Response:
         """Begin a command that somebody types to.
 
         In the trajectory's sandbox; it goes on without its caller.
@@ -417,6 +428,8 @@ class HttpOperations:
         call = read_call(headers, body.function, self._api.session_input(body), Mode.SYNC)
         call = replace(call, trajectory=id, detached=True)
         invocation = await self._api.begin_session(call)
+        cancel = partial(self._invocations.cancel, invocation.record.id)
+        self._api.expect(body.holder, invocation.record.id, peer_of(request.scope), cancel)
         return self._shown(invocation, 201, replayed=invocation.replays(call))
 
     @operation(

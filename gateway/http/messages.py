@@ -12,18 +12,21 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from gateway import serialization
 from gateway.api import JSON, Api, bounded_chunks
 from gateway.errors import error_status, problem, reason_status, retry_after
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Mode, Record
+from gateway.trajectory_records import ConnectionPeer
 from manager.errors import CodedError, InvalidInput, TooLarge
 from tangram.types import REPLAY, BatchItem, CallHeaders, Problem
 
 T = TypeVar("T", bound=Struct)
 R = TypeVar("R")
+#: Where the scope of a request has, below ``state``, the other end of its connection.
+PEER = "tangram.peer"
 
 
 def read_query(request: Request, kind: type[T]) -> T:
@@ -257,6 +260,12 @@ async def while_connected(
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def peer_of(scope: Scope) -> ConnectionPeer | None:
+    """Return the other end of a request's connection; None where it is not told."""
+    found: ConnectionPeer | None = scope.get("state", {}).get(PEER)
+    return found
 
 
 async def disconnected(receive: Receive) -> None:

@@ -30,8 +30,9 @@ from starlette.types import ASGIApp
 from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.errors import problem, retry_after
-from gateway.http.messages import PHRASES
+from gateway.http.messages import PEER, PHRASES
 from gateway.tls import HANDSHAKE_S, LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets, Turns
+from gateway.trajectory_records import ConnectionPeer
 from manager.errors import CodedError, Conflict, InvalidConfig
 
 #: Seconds in which a new request's headers must arrive, and for which an idle connection stays open.
@@ -95,7 +96,10 @@ class HttpConnection(TCPServer):
     """Hypercorn's connection, let go of the moment its peer has closed it, not when its keep-alive would have ended."""
 
     async def _read_data(self) -> None:
-        await super()._read_data()
+        try:
+            await super()._read_data()
+        finally:
+            self.state[PEER].close()
         await self.idle_task.stop()
 
 
@@ -128,7 +132,13 @@ async def serve(
                 return
             try:
                 await HttpConnection(
-                    wrapped, loop, config, context, LifespanState({TURNS: counted.turns}), reader, writer
+                    wrapped,
+                    loop,
+                    config,
+                    context,
+                    LifespanState({TURNS: counted.turns, PEER: ConnectionPeer()}),
+                    reader,
+                    writer,
                 )
             except* OSError:
                 pass  # the peer is gone; Hypercorn handles it everywhere but while it waits for the end

@@ -412,7 +412,10 @@ class AsyncTrajectory:
         Raises ConflictError while files are on their way, CapacityExceededError while its node is not reached.
         """
         self._living()
-        return await self._client._send(requests.take_snapshot(self.id))
+        heartbeats = self._client.heartbeats
+        taken = await self._client._send(requests.take_snapshot(self.id, heartbeats.holder))
+        heartbeats.know(taken.snapshot)
+        return taken
 
     async def fork(self, to: Sequence[str], *, step: int | None = None) -> Sequence[AsyncTrajectory]:
         """Open trajectories that begin with its files as they are now, and return their handles: all, or none.
@@ -429,6 +432,7 @@ class AsyncTrajectory:
             if requests.is_answer_lost(error):
                 heartbeats.give_up(to)
             raise
+        heartbeats.know(answer.snapshot.snapshot)
         return [self._forked(each.trajectory, answer.snapshot.snapshot) for each in answer.trajectories]
 
     def _forked(self, id: str, snapshot: str) -> AsyncTrajectory:
@@ -501,8 +505,10 @@ class AsyncTrajectory:
             task=self._task,
             timeout_s=timeout_s,
             living=self._living(),
+            holder=self._client.heartbeats.holder,
         )
         begun = await self._client._send(request)
+        self._client.heartbeats.know(begun.id)
         return AsyncSessionHandle(self._client, begun.id, begun=True)
 
     def _directory(self, cwd: str | None) -> str | None:

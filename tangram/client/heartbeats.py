@@ -63,8 +63,9 @@ class Heartbeats:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._handles: weakref.WeakSet[OpenHandle] = weakref.WeakSet()
-        #: What is to be let go: nobody knows whether it was opened.
+        #: What is to be let go: nobody knows whether it was opened. And what else is known to have been made.
         self._given_up: set[str] = set()
+        self._made: set[str] = set()
         self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,6 +89,7 @@ class Heartbeats:
             return
         with self._lock:
             self._handles.add(handle)
+            self._made.add(handle.id)  # also if the handle is gone before the next beat
             self._given_up.discard(handle.id)
             self._beat_soon()
 
@@ -105,6 +107,13 @@ class Heartbeats:
             if self._given_up:
                 self._beat_soon()
 
+    def know(self, name: str) -> None:
+        """Say soon that the answer came which told of a snapshot, or of a session."""
+        if self.holder is not None:
+            with self._lock:
+                self._made.add(name)
+                self._beat_soon()
+
     def _beat_soon(self) -> None:
         _ENDING.add(self)
         self._wake.set()
@@ -118,12 +127,13 @@ class Heartbeats:
             return
         with self._lock:
             released = self._given_up | {handle.id for handle in self._handles if not handle.shared}
+            known = sorted(self._made)
             self._handles.clear()
-            self._given_up = set()
+            self._given_up, self._made = set(), set()
         self._wake.set()
-        if released:
+        if released or known:
             with suppress(httpx.HTTPError, TangramError), self._connected(_END_TIMEOUT_S) as http:
-                self._told(http, [], sorted(released))
+                self._told(http, [], sorted(released), known)
 
     def _connected(self, timeout_s: float) -> httpx.Client:
         server, token, _, ca, cert = self._given
@@ -138,6 +148,7 @@ class Heartbeats:
                 if told:
                     with self._lock:
                         self._given_up.difference_update(named[1])
+                        self._made.difference_update(named[2])
                 self._wake.wait(self._lease_s_over(BEATS if told else BEATS_AFTER_FAILURE))
                 if self._wake.is_set():
                     threading.Event().wait(GATHER_S)
@@ -146,23 +157,24 @@ class Heartbeats:
     def _lease_s_over(self, beats: int) -> float:
         return (self._lease_s or LEASE_S) / beats
 
-    def _named(self) -> tuple[list[str], list[str]] | None:
-        """What is to be held, and let go; None once there is nothing, and the thread ends."""
+    def _named(self) -> tuple[list[str], list[str], list[str]] | None:
+        """What is to be held, let go and known; None once there is nothing, and the thread ends."""
         with self._lock:
             held = sorted({handle.id for handle in self._handles})
-            if not held and not self._given_up:
+            if not held and not self._given_up and not self._made:
                 self._thread = None
                 return None
-            return held, sorted(self._given_up)
+            return held, sorted(self._given_up), sorted(self._made)
 
-    def _told(self, http: httpx.Client, held: list[str], released: list[str]) -> bool:
-        for first in range(0, max(len(held), len(released)), LEASES_MAX):
+    def _told(self, http: httpx.Client, held: list[str], released: list[str], known: list[str]) -> bool:
+        for first in range(0, max(len(held), len(released), len(known)), LEASES_MAX):
             body = msgspec.json.encode(
                 LeaseRequest(
                     trajectories=tuple(held[first : first + LEASES_MAX]),
                     lease_s=self._lease_s or LEASE_S,
                     holder=self._holder,
                     released=tuple(released[first : first + LEASES_MAX]),
+                    known=tuple(known[first : first + LEASES_MAX]),
                 )
             )
             try:

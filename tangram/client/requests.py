@@ -917,6 +917,7 @@ def open_session(
     task: str | None,
     timeout_s: float | None,
     living: bool,
+    holder: str | None = None,
 ) -> ApiRequest[InvocationResult]:
     """Return the request that begins a session; it carries a key, so that it can be sent again."""
     argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
@@ -929,7 +930,7 @@ def open_session(
         path=f"{trajectory_path(trajectory)}/sessions",
         read=read_invocation,
         headers=JSON_BODY | given_headers(headers) | (LIVING if living else {}),
-        content=json_body({**options, "argv": argv, "function": function, "terminal": size}),
+        content=json_body({**options, "argv": argv, "function": function, "terminal": size, "holder": holder}),
     )
 
 
@@ -958,10 +959,11 @@ def steer_session(id: str, *, size: tuple[int, int] | None = None, signal: str |
     return sent("POST", f"{session_path(id)}/control", nothing, body, repeatable=signal is None)
 
 
-def take_snapshot(trajectory: str) -> ApiRequest[SnapshotInfo]:
+def take_snapshot(trajectory: str, holder: str | None = None) -> ApiRequest[SnapshotInfo]:
     """Return the request that keeps the files of a trajectory's sandbox; sent twice it would keep them twice."""
     path = f"/v1/trajectories/{quote(trajectory, safe='')}/snapshots"
-    return sent("POST", path, reader(SnapshotInfo), repeatable=False, patient=True, lane="lasting")
+    answer = reader(SnapshotInfo)
+    return sent("POST", path, answer, params={"holder": holder}, repeatable=False, patient=True, lane="lasting")
 
 
 def fork(

@@ -412,7 +412,10 @@ class Trajectory:
         Raises ConflictError while files are on their way, CapacityExceededError while its node is not reached.
         """
         self._living()
-        return self._client._send(requests.take_snapshot(self.id))
+        heartbeats = self._client.heartbeats
+        taken = self._client._send(requests.take_snapshot(self.id, heartbeats.holder))
+        heartbeats.know(taken.snapshot)
+        return taken
 
     def fork(self, to: Sequence[str], *, step: int | None = None) -> Sequence[Trajectory]:
         """Open trajectories that begin with its files as they are now, and return their handles: all, or none.
@@ -429,6 +432,7 @@ class Trajectory:
             if requests.is_answer_lost(error):
                 heartbeats.give_up(to)
             raise
+        heartbeats.know(answer.snapshot.snapshot)
         return [self._forked(each.trajectory, answer.snapshot.snapshot) for each in answer.trajectories]
 
     def _forked(self, id: str, snapshot: str) -> Trajectory:
@@ -501,8 +505,10 @@ class Trajectory:
             task=self._task,
             timeout_s=timeout_s,
             living=self._living(),
+            holder=self._client.heartbeats.holder,
         )
         begun = self._client._send(request)
+        self._client.heartbeats.know(begun.id)
         return SessionHandle(self._client, begun.id, begun=True)
 
     def _directory(self, cwd: str | None) -> str | None:

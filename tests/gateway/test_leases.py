@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.trajectory_records import NOBODY, Leases
+from gateway import trajectory_records
+from gateway.trajectory_records import NOBODY, ConnectionPeer, Leases, UnreadAnswers
 from manager.errors import Conflict
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 
@@ -93,6 +96,37 @@ async def test_what_several_hold_ends_with_the_last_of_them() -> None:
     world.leases.renew(["u"], 10.0, "two")
     assert await world.later(6.0) == {"u", "v"}, "one of both holds it yet"
     assert await world.later(6.0) == {"v"}, "whoever made it asked for no lease"
+
+
+async def test_what_its_client_never_learned_of_is_undone_when_the_connection_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trajectory_records, "UNREAD_S", 0.05)
+    answers, undone = UnreadAnswers(), list[str]()
+    first, second, third = ConnectionPeer(), ConnectionPeer(), ConnectionPeer()
+
+    def undo(name: str) -> Callable[[], Awaitable[object]]:
+        return partial(asyncio.to_thread, undone.append, name)
+
+    for name in ("lost", "known", "again", "late"):
+        answers.expect(first, "one", name, undo(name))
+    answers.known("one", ["known", "never made"])
+    answers.known("stranger", ["lost"])
+    answers.expect(second, "one", "again", undo("again"))
+    answers.expect(third, "one", "read", undo("read"))
+    third.asks()
+    assert [answers.awaits("one", name) for name in ("lost", "known", "again", "read")] == [True, False, True, False]
+    for peer in (first, third):
+        peer.close()
+    answers.known("one", ["late"])  # who lives speaks over another connection
+    await until(lambda: undone == ["lost"])
+    answers.expect(third, "one", "late", undo("late"))
+    await until(lambda: undone == ["lost", "late"])
+    answers.leave()
+    second.close()
+    assert not answers.awaits("one", "again"), "the gateway itself closes its connections"
+    await asyncio.sleep(0)
+    assert undone == ["lost", "late"]
 
 
 async def test_a_request_that_is_sent_again_joins_what_it_made() -> None:
