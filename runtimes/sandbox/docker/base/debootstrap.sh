@@ -7,11 +7,11 @@
 set -eu
 
 DOCKERFILE="$(dirname "$(readlink -f "$0")")/Dockerfile"
-RECIPE="$(sed -n 's/^LABEL tangram.recipe=//p' "$DOCKERFILE")"
+RECIPE="$(sed -n 's/^# Recipe //p' "$DOCKERFILE")"
 if [ "${TANGRAM_BASE_TOOLS:-yes}" = no ]; then WANTED=PACKAGES; else WANTED="PACKAGES\|TOOLS"; fi
 PACKAGES="$(sed -n "s/^ARG \($WANTED\)=\"\(.*\)\"\$/\2/p" "$DOCKERFILE" | tr ' \n' ,)"
 CHANGES="ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-$(grep -E '^(CMD|ENV|LABEL) ' "$DOCKERFILE")"
+$(grep -E '^(CMD|ENV) ' "$DOCKERFILE")"
 MIRROR="${TANGRAM_DEBIAN_MIRROR:-}" # empty: the default of debootstrap
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/tangram"
 TARBALL="$CACHE/base-bookworm-$(dpkg --print-architecture 2>/dev/null || uname -m)-$RECIPE-${TANGRAM_BASE_TOOLS:-yes}.tar"
@@ -43,8 +43,8 @@ build_tarball() {
 }
 
 NAME="${1:-tangram-base:bookworm}"
-LABEL='{{index .Config.Labels "tangram.recipe"}}'
-[ "$NAME" = --tarball ] || [ "$(docker image inspect --format "$LABEL" "$NAME" 2>/dev/null)" != "$RECIPE" ] || exit 0
+MESSAGE="tangram sandbox base, recipe $RECIPE"
+[ "$NAME" = --tarball ] || [ "$(docker image inspect --format '{{.Comment}}' "$NAME" 2>/dev/null)" != "$MESSAGE" ] || exit 0
 mkdir -p "$CACHE"
 [ -f "$TARBALL" ] || build_tarball
 if [ "$NAME" = --tarball ]; then
@@ -55,5 +55,5 @@ set --
 while read -r change; do set -- "$@" --change "$change"; done <<END
 $CHANGES
 END
-docker import "$@" --message "tangram sandbox base" "$TARBALL" "$NAME" >/dev/null
+docker import "$@" --message "$MESSAGE" "$TARBALL" "$NAME" >/dev/null
 say "$NAME is ready ($(docker image inspect --format '{{.Size}}' "$NAME") bytes)"
