@@ -440,13 +440,15 @@ class SimHistory:
             self.note(f"cancel of call {number}: {error}")
 
     async def _end(self, trajectory: str) -> None:
-        for call in self.calls.values():
-            if call.about["trajectory"] == trajectory:
-                call.cancelled = True
         try:
             await self._insist(lambda app: app.engine.end_trajectory(trajectory), 3)
         except (*LATER, CodedError) as error:
             self.note(f"end of {trajectory}: {error}")
+        finally:
+            # It may end what was asked for before it was answered, also what was asked for after it.
+            for call in self.calls.values():
+                if call.about["trajectory"] == trajectory:
+                    call.cancelled = True
 
     # --- the end
 

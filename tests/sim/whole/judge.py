@@ -99,7 +99,7 @@ def _end_of(history: SimHistory, call: Asked, mine: list[Run]) -> Iterator[str]:
             yield f"{what}: its result says {result.get('stdout')!r}, and it said {said!r}"
         log = "".join(call.log)
         whole = log.count(said) == 1 or "are missing" in log or "were dropped" in log
-        if said and not whole and len(mine) == 1 and not history.holes:
+        if said and of_try and not whole and len(mine) == 1 and not history.holes:
             yield f"{what}: its log is {log!r}, and it said {said!r}"
     if record.state == "cancelled" and not call.cancelled and call.kept:
         yield f"{what}: nobody cancelled it: {record.message}"
