@@ -877,11 +877,14 @@ class Api:
 
     @operation("GET /v1/functions/{name}", "functions", "The function", problems=(404,))
     async def get_function(self, name: FunctionName) -> FunctionInfo:
-        """One function, with what was learned of it."""
+        """One function.
+
+        With what was learned of it, and its changes.
+        """
         known = self.functions
         spec = known.get(name)
         learned = self.history.describe(name)
-        return function_info(spec, learned, known.readiness(name), known.source(name))
+        return function_info(spec, learned, known.readiness(name), known.source(name), known.changes(name))
 
     @operation("PUT /v1/functions/{name}", "functions", "The differences", problems=(409,), admin=True)
     async def put_function(self, name: NewFunctionName, query: FunctionQuery, body: FunctionUpload) -> ConfigDiff:

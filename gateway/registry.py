@@ -9,6 +9,8 @@ import hashlib
 import re
 import shutil
 import tempfile
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -51,6 +53,7 @@ from tangram.types import (
     FunctionInfo,
     FunctionUpload,
     LearnedInfo,
+    RevisionChange,
     UnitsInfo,
     UnsetType,
     ValueChange,
@@ -399,6 +402,7 @@ def function_info(
     learned: Mapping[str, object] | UnsetType = UNSET,
     readiness: Readiness | None = None,
     source: str | None = None,
+    changes: Sequence[RevisionChange] = (),
 ) -> FunctionInfo:
     """Return a registered function. What is not set is left out; secrets are references and stay so."""
     result = msgspec.to_builtins(spec, enc_hook=str)
@@ -411,6 +415,7 @@ def function_info(
         "own": {each.name: result[each.name] for each in fields(spec) if each.name not in _COMMON} or None,
         "learned": None if learned is UNSET else msgspec.convert(learned, Mapping[str, LearnedInfo]),
         "source": source,
+        "changes": list(changes) or None,
         "status": None if readiness is None else readiness.status,
         "problem": (readiness.problem or None) if readiness is not None else None,
     }
@@ -428,10 +433,37 @@ def _units(units: UnitSet) -> int | UnitsInfo:
     return UnitsInfo(min=units.minimum, max=units.maximum) if units.elastic else units.minimum
 
 
-#: Keys that are told of a change, and characters of a value.
-KEYS_MAX, VALUE_CHARS = 100, 400
+#: Changes that are kept of a function, keys that are told of one, and characters of a value.
+KEPT, KEYS_MAX, VALUE_CHARS = 20, 100, 400
 #: What is not of the definition, or differs with it anyway.
 _LEFT_OUT = frozenset({"revision"})
+
+
+class Revisions:
+    """The changes of every function that is served. Use from one event loop."""
+
+    def __init__(self, functions: Mapping[str, FunctionSpec], wall: Callable[[], float]) -> None:
+        self._functions, self._wall = functions, wall
+        self._changes: dict[str, deque[RevisionChange]] = {}
+
+    def of(self, name: str) -> tuple[RevisionChange, ...]:
+        """Return the changes of a function, the last one first."""
+        return tuple(self._changes.get(name, ()))
+
+    def switched(self, functions: Mapping[str, FunctionSpec]) -> None:
+        """These are served from now on."""
+        for name, new in functions.items():
+            old = self._functions.get(name)
+            if old is not None and old != new:
+                change = RevisionChange(
+                    at=serialization.instant(self._wall()),
+                    was=old.revision,
+                    now=new.revision,
+                    values=_differing(old, new),
+                )
+                self._changes.setdefault(name, deque(maxlen=KEPT)).appendleft(change)
+        self._changes = {name: changes for name, changes in self._changes.items() if name in functions}
+        self._functions = functions
 
 
 def _differing(old: FunctionSpec, new: FunctionSpec) -> dict[str, ValueChange]:
@@ -477,11 +509,14 @@ class Registry:
         paths: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
         kept: KeptFunctions | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         """``paths`` and ``env`` are what the server was started from, for `configure`, which tells ``kept``."""
         self.config = config
         self.preparation = Preparation(prepare)
         self.preparation.expect(config.functions.values())
+        #: What was changed since the start.
+        self.revisions = Revisions(config.functions, wall)
         self._nodes = nodes
         #: Are told of a new configuration the moment it is current; they must not wait or raise.
         self.on_switch: list[Callable[[GatewayConfig], None]] = []
@@ -532,6 +567,10 @@ class Registry:
         """Raise the typed error of those functions of the first configuration that this machine can never serve."""
         _raise_all(self._unsatisfiable(self.config, self.config.functions.values()))
 
+    def changes(self, name: str) -> tuple[RevisionChange, ...]:
+        """What was changed of a function since the start, the last first."""
+        return self.revisions.of(name)
+
     def source(self, name: str) -> Literal["files", "applied"]:
         """Where a function comes from."""
         return "applied" if self._applied is not None and f"functions.{name}" in self._applied else "files"
@@ -560,6 +599,7 @@ class Registry:
                 resources={**old.resources, **_of("resources", names, new.resources)},
                 origins={**old.origins, **_of("functions", names, new.origins)},
             )
+        self.revisions.switched(self.config.functions)
         self.preparation.expect(self.config.functions.values())
 
     async def put(self, name: str, upload: FunctionUpload, dry_run: bool) -> ConfigDiff:
@@ -664,6 +704,7 @@ class Registry:
         """Serve a configuration whose new functions are ready."""
         diff = self.plan(new)
         self.config = new
+        self.revisions.switched(new.functions)
         self.preparation.switched({*diff.added, *diff.changed}, new.functions)
         for switched in self.on_switch:
             switched(new)

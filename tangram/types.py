@@ -556,6 +556,18 @@ class ValueChange(Struct, frozen=True, kw_only=True):
     now: str
 
 
+class RevisionChange(Struct, frozen=True, kw_only=True):
+    """One change of a function's definition while the gateway ran."""
+
+    at: Instant
+    was: Annotated[str, Meta(description="Its revision before")]
+    now: Annotated[str, Meta(description="Its revision from then on")]
+    values: Annotated[
+        Mapping[str, ValueChange],
+        Meta(description="What differs, by the path of its key; empty where only a handler's source does"),
+    ] = {}
+
+
 class FunctionInfo(Struct, frozen=True, kw_only=True):
     """A registered function. What is not set is left out; secrets are references and stay so."""
 
@@ -601,6 +613,10 @@ class FunctionInfo(Struct, frozen=True, kw_only=True):
     ] = UNSET
     problem: Annotated[
         str | UnsetType, Meta(description="Why it is unavailable (it is tried again), or what is done to prepare it")
+    ] = UNSET
+    changes: Annotated[
+        tuple[RevisionChange, ...] | UnsetType,
+        Meta(description="What was changed since the gateway's start, the last first; left out in listings"),
     ] = UNSET
 
 
@@ -1953,6 +1969,7 @@ __all__ = [
     "ResidentInfo",
     "ResourcesInfo",
     "RetryInfo",
+    "RevisionChange",
     "SandboxChoice",
     "SandboxInfo",
     "SandboxesInfo",

@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -23,7 +23,7 @@ from gateway.config.load import GatewayConfig, load
 from gateway.config.schema import ServerConfig
 from gateway.http.app import HttpListener
 from gateway.http.server import listen
-from gateway.registry import Registry, function_info
+from gateway.registry import KEPT, Registry, Revisions, function_info
 from manager.config import NodeSpec
 from manager.errors import (
     CapacityExceeded,
@@ -402,6 +402,30 @@ async def test_the_files_of_a_registered_handler_come_with_the_record_wherever_i
         assert (await bench.sources(), kept("moved")) == ({"own": "files"}, [])
     with closing(sqlite3.connect(tmp_path / "moved" / "tangram.sqlite")) as record:
         assert record.execute("SELECT name FROM documents WHERE name LIKE 'handler:%'").fetchall() == []
+
+
+def spec(revision: str, **changed: object) -> FunctionSpec:
+    return replace(function("f"), revision=revision, **changed)  # type: ignore[arg-type]  # a test's keywords
+
+
+@pytest.fixture
+def revisions() -> Revisions:
+    return Revisions({"f": spec("a", timeout_s=1.0)}, lambda: 1000.0)
+
+
+def test_only_the_source_of_a_handler_is_a_change_without_values(revisions: Revisions) -> None:
+    revisions.switched({"f": spec("b", timeout_s=1.0)})
+    revisions.switched({"f": spec("b", timeout_s=1.0)})
+    (change,) = revisions.of("f")
+    assert change.values == {}
+
+
+def test_few_changes_are_kept_and_none_of_what_is_gone(revisions: Revisions) -> None:
+    for number in range(KEPT + 5):
+        revisions.switched({"f": spec(str(number))})
+    assert [change.now for change in revisions.of("f")] == [str(KEPT + 4 - each) for each in range(KEPT)]
+    revisions.switched({})
+    assert revisions.of("f") == ()
 
 
 class SlowToPrepare(ScriptedRuntime):

@@ -1,7 +1,7 @@
 // Functions: health first; one: what to send, a form that sends it, what was learned.
 
 import {curves} from "./curves.js";
-import {count, duration, fill, fillIfNew, h, link, panel, problem, share, swatch} from "./dom.js";
+import {age, count, duration, fill, fillIfNew, h, link, panel, problem, share, swatch} from "./dom.js";
 import {LogView} from "./log.js";
 import {ask, get, store} from "./net.js";
 import {json} from "./record.js";
@@ -40,9 +40,9 @@ const actOf = (seconds) => seconds === null ? "–" : duration(1000 * seconds);
 const cost = (each) => Object.entries(each.cost).map(([kind, units]) => `${units && typeof units === "object" ? units.choices ? units.choices.join("/") : `${units.min}–${units.max}` : units} ${kind}`).join(", ") || "nothing";
 
 export function functionView(view, go, params, name) {
-  const head = h("div", {class: "head"}), send = h("div"), learned = h("div"), facts = h("div"), recent = h("tbody"), told = h("div");
+  const head = h("div", {class: "head"}), send = h("div"), learned = h("div"), facts = h("div"), recent = h("tbody"), told = h("div"), changed = h("div");
   view.append(told, head, h("div", {class: "grid"}, h("div", {class: "col"}, panel("Send", "an invocation in mode async", send), panel("Latest", link(`/ui/invocations?q=fn:${name}`, "all"), recordTable(recent, true))),
-    h("div", {class: "col"}, panel("What was learned", "duration by units, log axes", learned), panel("Definition", "", facts))));
+    h("div", {class: "col"}, panel("What was learned", "duration by units, log axes", learned), panel("Changes", "since the gateway began", changed), panel("Definition", "", facts))));
   let log = null, gone = false;
   const load = async () => {
     try {
@@ -53,7 +53,8 @@ export function functionView(view, go, params, name) {
       fill(send, form(found));
       const runs = await get(`/v1/invocations?function=${encodeURIComponent(name)}&state=succeeded&limit=${RUNS_MAX}`);
       if (!gone) fill(learned, ...curves(found, runs.invocations, go));
-      fill(facts, json({...found, learned: undefined, input_schema: undefined, result_schema: undefined}), found.result_schema ? [h("h2", null, "Returns"), json(found.result_schema)] : null);
+      fill(changed, ...changes(found.changes || []));
+      fill(facts, json({...found, changes: undefined, learned: undefined, input_schema: undefined, result_schema: undefined}), found.result_schema ? [h("h2", null, "Returns"), json(found.result_schema)] : null);
     } catch (error) { fill(told, problem(error, error.status === 404 ? null : load)); }
   };
   const latest = async () => {
@@ -103,6 +104,13 @@ export function functionView(view, go, params, name) {
   latest();
   let looked = 0;
   return {tick: () => { if (Date.now() - looked > 2000) { looked = Date.now(); latest(); } }, end: () => { gone = true; log?.stop(); }};
+}
+
+function changes(list) {
+  if (!list.length) return [h("p", {class: "dim"}, "None.")];
+  return list.map((each) => h("details", {open: each === list[0]}, h("summary", null, h("span", {class: "mono"}, each.was === each.now ? each.now.slice(0, 8) : `${each.was.slice(0, 8)} → ${each.now.slice(0, 8)}`), h("span", {class: "dim"}, `  ${age(Date.parse(each.at), store.now())}`)),
+    Object.keys(each.values).length ? h("div", {class: "scroll"}, h("table", null, h("thead", null, h("tr", null, ...["Key", "Was", "Became"].map((name) => h("th", null, name)))), h("tbody", null, ...Object.entries(each.values).map(([key, value]) =>
+      h("tr", null, h("td", {class: "mono"}, key), h("td", {class: "mono dim"}, value.was || "–"), h("td", {class: "mono"}, value.now || "–")))))) : h("p", {class: "dim"}, "The handler's source.")));
 }
 
 const blank = (about) => ({string: "", integer: 0, number: 0, boolean: false, array: [], object: {}})[Array.isArray(about.type) ? about.type[0] : about.type] ?? null;
