@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 #   quick     at most 1 minute   format, lint, and what needs no Docker, no sandbox and no network
 #   check     seconds            format, lint, types (the first run fills mypy's cache: a minute)
 #   test      at most 8 minutes  check, and every test that is neither marked slow nor in a folder of test-all
-#   test-all  at most 85 minutes   everything else, one part after the other
+#   test-all  at most 90 minutes   everything else, one part after the other
 QUICK := tests/house tests/manager tests/gateway
 # Other doors, and what runs in sandboxes or plays whole workloads.
 NOT_QUICK := tests/gateway/facades tests/gateway/grpc tests/gateway/http/test_snapshots.py tests/gateway/test_steps.py \
