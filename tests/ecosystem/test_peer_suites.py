@@ -23,7 +23,7 @@ from tangram.types import INVOKE
 from tests.e2e.gateway import GatewayProcess, document
 from tests.ecosystem.environments import CLIENTS, KEPT, ClientEnvironment
 
-pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.docker]
+pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.docker, pytest.mark.far]
 PEERS = Path(__file__).parent / "peers"
 #: Seconds for the source archive, for one of its tests, and for all of them.
 FETCH_S, TEST_S, SUITE_S = 120, 15, 600
