@@ -84,6 +84,9 @@ class StandInHandler(BaseHTTPRequestHandler):
             engine.awake.wait()
             if "die" in faults:
                 os._exit(3)
+            if "slow" in faults:
+                engine.note("slow", engine.name)
+                time.sleep(0.5)
             rows = [{"index": i, "probs": [len(each) / 100 + engine.drift]} for i, each in enumerate(body["input"])]
             self.answer(200, {"data": rows})
 

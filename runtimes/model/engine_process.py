@@ -21,9 +21,10 @@ _TAIL_CHARS = 20_000
 #: Seconds until the keeper is killed itself.
 _END_S = 10.0
 #: Adopts what the engine leaves behind, and kills the whole tree when the gateway closes the pipe, dies, or the engine
-#: has ended. A multiprocessing resource tracker goes last: it removes the shared memory of the dead.
+#: has ended. A multiprocessing resource tracker goes last: it removes the shared memory of the dead. Of a gateway that
+#: is gone it removes the directory, too.
 _KEEPER = """
-import ctypes, os, select, signal, subprocess, sys, time
+import ctypes, os, select, shutil, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
@@ -31,7 +32,7 @@ child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 poll = select.poll()
 poll.register(0, select.POLLIN)
 poll.register(os.pidfd_open(child.pid), select.POLLIN)
-poll.poll()
+let_go = 0 in dict(poll.poll())
 def tree():
     parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -67,6 +68,8 @@ while True:
         os.waitpid(-1, 0)
     except ChildProcessError:
         break
+if let_go:
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 sys.exit(status if status >= 0 else 128 - status)
 """
 
@@ -97,9 +100,9 @@ class EngineProcess:
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TANGRAM_")},
             "VLLM_SERVER_DEV_MODE": "1",  # without it there is no sleep and no wake
-            "TMPDIR": str(self._directory),
             **devices,
             **model.engine.environment,
+            "TMPDIR": str(self._directory),
         }
         self._keeper: asyncio.subprocess.Process | None = None
 

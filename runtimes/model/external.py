@@ -103,7 +103,7 @@ def engine_problems(engine: EngineSpec) -> Iterator[str]:
 
 
 class ExternalBackend:
-    """Implements `contract.ModelBackend` by HTTP calls."""
+    """Implements `runtimes.model.engine.ModelBackend` by HTTP calls."""
 
     def __init__(self, settings: ModelSettings, on_residency: Callable[[], None], on_footprint: OnFootprint) -> None:
         self._settings = settings
@@ -244,6 +244,8 @@ class ExternalBackend:
     async def _wake_or_start(self, server: _Server, chunk: Chunk) -> None:
         """Wake what was started, or start it: on another chunk, after its end, and where it does not wake as it was."""
         process = server.process
+        if process is not None and process.chunk != chunk and server.calls:
+            await server.quiet.wait()  # to move it ends it, and with it the calls in flight
         if process is not None and process.chunk == chunk and not process.is_over and not server.doubtful:
             try:
                 await self._wake_and_check(server)

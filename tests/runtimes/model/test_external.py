@@ -345,6 +345,19 @@ async def test_an_engine_that_does_not_wake_as_it_was_is_started_anew(engines: S
     assert await engines.score(asked, asked) == {"scores": [0.03]}, "never another number"
 
 
+async def test_an_engine_is_moved_to_another_device_when_its_calls_have_ended(
+    engines: StandInWorld,
+) -> None:
+    asked = engines.function("one")
+    await engines.score(asked)
+    engines.fault("slow")
+    first = asyncio.create_task(engines.score(asked))
+    await asyncio.to_thread(appears, engines.directory / "slow")
+    moved = engines.runtime.execute(execution(asked, {"texts": ["abc"]}, (1, 1)))
+    assert (await moved).value == {"scores": [0.03]}
+    assert await first == {"scores": [0.03]}
+
+
 async def test_an_engine_that_cannot_be_put_to_sleep_is_ended(engines: StandInWorld) -> None:
     one, two = engines.function("one"), engines.function("two")
     await engines.score(one)
@@ -397,4 +410,5 @@ async def test_nothing_of_an_engine_outlives_a_gateway_that_is_killed(tmp_path: 
     keeper.stdin.close()
     await asyncio.wait_for(process.wait(), 30)
     assert processes_of(tmp_path) == {}
+    assert not process._directory.exists()
     await process.end()
