@@ -6,8 +6,8 @@ import asyncio
 import gc
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -302,6 +302,7 @@ class App:
 
     async def open(self, closers: AsyncExitStack) -> None:
         """Start the engine, take up what an earlier gateway left, and open the gRPC server."""
+        closers.enter_context(self._stopped_by_signals())
         await self.engine.start()
         self._models.report()
         self.machines.begin(self.engine, self.restart.awaited_on, self.registry.all, self._models)
@@ -330,10 +331,6 @@ class App:
         )
         for chore in chores:
             closers.push_async_callback(ended_chore, asyncio.create_task(chore))
-        loop = asyncio.get_running_loop()
-        if threading.current_thread() is threading.main_thread():  # signals arrive nowhere else
-            loop.add_signal_handler(signal.SIGTERM, self.stop, True)
-            loop.add_signal_handler(signal.SIGINT, self.stop)
         self._announce(recovered)
 
     async def serve(self) -> None:
@@ -351,6 +348,23 @@ class App:
             await asyncio.gather(self._listener.close(), self.facades.close())
         if self.engine.fault is not None:
             raise CodedError(f"{self.engine.fault}; the log tells more", component="engine")
+
+    @contextmanager
+    def _stopped_by_signals(self) -> Iterator[None]:
+        """Let SIGTERM and SIGINT stop this gateway; a program around it has its own handlers back afterwards."""
+        if threading.current_thread() is not threading.main_thread():  # signals arrive nowhere else
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        loop.add_signal_handler(signal.SIGTERM, self.stop, True)
+        loop.add_signal_handler(signal.SIGINT, self.stop)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
 
     def stop(self, keep_environments: bool = False) -> None:
         """Take no new work, let what runs end within the grace, keep the rest for the next gateway.

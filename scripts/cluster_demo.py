@@ -234,7 +234,7 @@ class DemoRun:
 
 def main() -> int:
     """Run it; the exit status says whether everything ended as promised."""
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # it leaves nothing behind then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it leaves nothing behind then, too
     run = DemoRun()
     directory = Path(tempfile.mkdtemp(prefix="tcd-", dir="/tmp"))  # sockets have short names
     kept = ROOT / ".demo" / "cluster"

@@ -41,7 +41,7 @@ class Ports:
 
 def main() -> int:
     """Run the demo; the exit status says whether everything ended as it should."""
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # it leaves no sandbox behind then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it leaves no sandbox behind then, too
     ports = Ports(http=free_port(), grpc=free_port(), search=free_port())
     step("models: two tiny checkpoints (trained once, a few seconds)")
     checkpoints()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sqlite3
 import struct
 import subprocess
@@ -77,6 +78,14 @@ async def test_after_a_bug_callers_are_answered_the_process_fails_and_the_next_o
         (record,) = (await second.http.get("/v1/invocations")).json()["invocations"]
         ended = (await second.http.get(f"/v1/invocations/{record['id']}?wait=5s")).json()
         assert ended["state"] == "succeeded"
+
+
+async def test_a_program_has_its_own_signal_handlers_back_when_a_gateway_in_it_ends(tmp_path: Path) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    async with serving(GatewayBench(tmp_path)):
+        assert [signal.getsignal(number) for number in numbers] != before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 async def ask_port(port: int, head: str) -> bytes:
