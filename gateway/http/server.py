@@ -20,6 +20,7 @@ from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.events import Closed, RawData
 from hypercorn.events import Event as WireEvent
+from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.typing import ASGIFramework, H11SendableEvent, LifespanState
@@ -66,6 +67,8 @@ class BoundedResets(H2Protocol):
         """Read what has come piece by piece: each may hold dozens of frames."""
         if not isinstance(event, RawData):
             await super().handle(event)
+            for buffer in [*self.stream_buffers.values()]:  # nothing is sent any more: an answer must not wait for it
+                await buffer.close()
             return
         turns: Turns = self.connection_state[TURNS]
         try:
@@ -73,6 +76,11 @@ class BoundedResets(H2Protocol):
                 await super().handle(RawData(piece))
         except StreamClosedError:  # Hypercorn refuses a call whose peer has reset it already
             await self.send(Closed())
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        """Drop what an answer sends after its connection is closed."""
+        if not self.closed:
+            await super().stream_send(event)
 
     async def _handle_events(self, events: list[Event]) -> None:
         resets = sum(isinstance(event, StreamReset) for event in events)

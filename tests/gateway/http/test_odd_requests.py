@@ -254,6 +254,7 @@ async def test_a_call_that_is_refused_and_reset_at_once_closes_its_connection_at
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "STREAMS_MAX", 1)
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 10 * DEADLINE_S)
     async with serving(GatewayBench(tmp_path)) as gateway, http2(gateway) as rapid:
         for _ in range(50):
             rapid.drop(rapid.send(HEAD, b'{"held": true}'))
