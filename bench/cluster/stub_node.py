@@ -1,4 +1,4 @@
-"""A real daemon with a runtime that does nothing: ``python -m bench.cluster.stub_node HOST PORT FINGERPRINT NAME TICKET
+"""A real daemon with a runtime that does no work: ``python -m bench.cluster.stub_node HOST PORT FINGERPRINT NAME TICKET
 DIRECTORY CORES``. It prints when its first action began.
 """
 
@@ -16,10 +16,11 @@ from manager.config import NodeSpec
 from manager.function import FunctionSpec
 from runtimes.executor import LocalExecutor
 from runtimes.node.daemon import DaemonSettings, NodeDaemon, NodeRuntimes
+from runtimes.runtime import Runtime
 
 
-def main() -> None:
-    """Join, and serve until killed."""
+def serve_node(runtime: Runtime) -> None:
+    """Join as the command line says, and serve with this runtime for every function until killed."""
     host, port, fingerprint, name, ticket, directory, cores = sys.argv[1:]
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
@@ -34,10 +35,9 @@ def main() -> None:
             fingerprint=fingerprint,
             ticket=ticket,
             state_dir=Path(directory),
-            spec=NodeSpec(name=name, numa=(tuple(range(int(cores))),), memory_bytes=2**40),
+            spec=NodeSpec(name=name, numa=(tuple(range(int(cores))),), memory_bytes=2**41),
         )
-        runtime = StubRuntime(lambda began_s: print(began_s, flush=True))
-        executor = LocalExecutor({"exec": runtime, "handler": runtime})
+        executor = LocalExecutor(dict.fromkeys(("exec", "handler", "pytest"), runtime))
         parts = NodeRuntimes(executor=executor, environments=NoEnvironments(), prepare=check, close=close)
         await NodeDaemon(settings, parts).run()
 
@@ -45,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_node(StubRuntime(lambda began_s: print(began_s, flush=True)))

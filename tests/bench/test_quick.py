@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from bench import scale
 from bench.cluster import channel, fleet, strains
 from bench.report import BenchReport
 from tests.house.source import ROOT
@@ -105,6 +106,17 @@ def test_a_crowd_joins_a_real_gateway_and_idempotent_actions_outlive_a_node() ->
     assert found["node_loss_lost_idempotent"] == 0
     loss = report.figures["node_loss"]
     assert isinstance(loss, dict) and loss["succeeded"] == 100 and int(str(loss["run_elsewhere"])) > 0
+
+
+@pytest.mark.docker
+@pytest.mark.usefixtures("docker")
+def test_a_batch_is_played_in_real_time_and_in_the_simulator() -> None:
+    report = BenchReport("scale")
+    uvloop.run(scale.batch(report, 60, 8.0))
+    assert values(report)["lost_60"] == 0, report.notes
+    found = report.figures["coding_60"]
+    assert isinstance(found, dict)
+    assert 0 < int(str(found["actions"])) <= 1.1 * int(str(found["actions_simulated"]))
 
 
 @pytest.mark.docker
