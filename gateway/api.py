@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import posixpath
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
@@ -43,6 +43,8 @@ from gateway.store.maintenance import StateDirectory
 from gateway.store.store import Filter, Store
 from gateway.trajectory_records import NOBODY, ConnectionPeer, Leases, SnapshotCatalogue, UnreadAnswers
 from manager.action import State
+from manager.core.outside import OutsideWait
+from manager.core.state import Cause
 from manager.engine import Engine
 from manager.errors import ActionFailed, CodedError, Conflict, InvalidInput, NotFound, Reason, TooLarge, Unsupported
 from manager.function import FunctionSpec
@@ -473,7 +475,8 @@ class Api:
             self._require_images(body.sandbox)
             function = with_choice(function, body.sandbox)
         if body.sandbox is not None and body.sandbox.image is not None and images is not None:
-            await images.require(body.sandbox.image)  # before it holds memory or a core
+            with self.waiting("opening", body.sandbox.image, task, id):  # before it holds memory or a core
+                await images.require(body.sandbox.image)
         self.functions.task(task)
         await self.engine.until_ended(id)
         lived = self.engine.trajectory(id) is not None
@@ -493,6 +496,22 @@ class Api:
         if body.step is not None:
             await self.steps.opened(id, task, body.step)
         return replaced(await self.get_trajectory(id), joined=joined)
+
+    @contextmanager
+    def waiting(self, what: str, image: str, task: str, trajectory: str | None = None) -> Iterator[None]:
+        """Show while this lasts that an opening, or a pull, waits for an image."""
+        outside = self.engine.outside
+        wait = OutsideWait(
+            id=f"{what}-{trajectory or image}",
+            function=f"({what})",
+            task=task,
+            trajectory=trajectory,
+            since_s=outside.now(),
+            what=("image", image),
+            why=lambda: Cause(kind="image", text=f"image {image}"),
+        )
+        with outside.waiting(wait):
+            yield
 
     def _begun_with(self, function: FunctionSpec, opening: TrajectoryOpening) -> FunctionSpec:
         """Return the function with a sandbox that begins with a snapshot, on the machine that has it.
@@ -938,8 +957,10 @@ class Api:
         for image in wanted:
             if not {image, f"{image}:latest"} & present:
                 keeper.begin(image)
-        if wait_s:
-            await keeper.settled(wanted, wait_s)
+        with ExitStack() as waits:
+            for image in filter(keeper.pulls, wanted if wait_s else ()):
+                waits.enter_context(self.waiting("pull", image, ""))
+            await keeper.settled(wanted, wait_s or 0.0)
         names = {name for image in wanted for name in (image, f"{image}:latest")}
         return _image_list([state for state in await keeper.states() if state.image in names], keeper)
 

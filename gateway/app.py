@@ -49,6 +49,7 @@ from gateway.tls import Connections, address_of, ended_chore
 from gateway.trajectory_records import Leases, SnapshotCatalogue, UnreadAnswers
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
+from manager.core.outside import OutsideQueue
 from manager.engine import Engine
 from manager.errors import CodedError
 from manager.events import Reconfigured
@@ -98,6 +99,7 @@ class App:
 
     def __init__(self, config: GatewayConfig, wall: Callable[[], float]) -> None:
         self.config, self.wall, self._clock = config, wall, MonotonicClock()
+        self._outside = OutsideQueue(self._clock.now)
         self._log = structlog.get_logger("gateway")
         self._stopping = asyncio.Event()
 
@@ -134,6 +136,8 @@ class App:
             config,
             prepare=self.machines.preparing(self._models.prepare),
             nodes=lambda: (self.machines.here,),
+            outside=self._outside,
+            pulled=lambda image: (images := self.runtimes.provider.images) is not None and images.pulls(image),
             paths=paths,
             env=env,
             kept=KeptFunctions(applied, HandlerUploads(server.state_dir / UPLOADS)),
@@ -200,6 +204,7 @@ class App:
             logs=self.logs,
             admission=self.admission,
             held=self.held,
+            outside=self._outside,
             now=self._clock.now,
             wall=self.wall,
         )
@@ -252,7 +257,7 @@ class App:
             pass_trace=None if self.traces is None else self.traces.passed_on,
         )
         return Engine(
-            build_core(spec, function_bounds=_bounds(self.registry.config)),
+            build_core(spec, function_bounds=_bounds(self.registry.config), outside=self._outside),
             dispatcher,
             clock=self._clock,
             history=self.history,

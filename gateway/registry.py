@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, TypeVar
 
@@ -30,6 +31,8 @@ from gateway.config.schema import ClusterConfig, key_of, suggestion
 from gateway.store.store import Store
 from manager.action import UnitSet
 from manager.config import NodeSpec, TaskSpec
+from manager.core.outside import OutsideQueue, OutsideWait
+from manager.core.state import Cause
 from manager.errors import (
     CapacityExceeded,
     CodedError,
@@ -509,15 +512,21 @@ class Registry:
         paths: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
         kept: KeptFunctions | None = None,
+        outside: OutsideQueue | None = None,
+        pulled: Callable[[str], bool] = lambda image: False,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """``paths`` and ``env`` are what the server was started from, for `configure`, which tells ``kept``."""
+        """``paths`` and ``env`` are what the server was started from, for `configure`, which tells ``kept``.
+
+        Who registers stands in ``outside`` meanwhile. ``pulled`` tells whether an image is just being pulled.
+        """
         self.config = config
         self.preparation = Preparation(prepare)
         self.preparation.expect(config.functions.values())
         #: What was changed since the start.
         self.revisions = Revisions(config.functions, wall)
         self._nodes = nodes
+        self._outside, self._pulled = OutsideQueue(time.monotonic) if outside is None else outside, pulled
         #: Are told of a new configuration the moment it is current; they must not wait or raise.
         self.on_switch: list[Callable[[GatewayConfig], None]] = []
         self._paths = tuple(paths)
@@ -554,6 +563,18 @@ class Registry:
     def readiness(self, name: str) -> Readiness:
         """Whether the function's actions may start."""
         return self.preparation.of(name)
+
+    def missing(self, function: FunctionSpec) -> Cause:
+        """Return what a function that is not ready waits for."""
+        known = self.readiness(function.name)
+        if known.status == "unavailable" and self.config.functions.get(function.name) == function:
+            return Cause(kind="function", text=f"function {function.name}, which is unavailable: {known.problem}")
+        image = "" if function.sandbox is None else function.sandbox.image
+        if image and self._pulled(image):
+            return Cause(kind="image", text=f"image {image}")
+        if function.handler is not None and function.handler.requirements:
+            return Cause(kind="requirements", text=f"requirements of function {function.name}")
+        return Cause(kind="function", text=f"function {function.name}, which is being prepared")
 
     def health(self) -> dict[str, tuple[str, str]]:
         """Return the readiness of every function, and what is wrong with it, by name."""
@@ -773,8 +794,17 @@ class Registry:
         errors = self._unsatisfiable(config, functions)
 
         async def make_ready(function: FunctionSpec) -> None:
+            wait = OutsideWait(
+                id=f"registration-{function.name}",
+                function="(registration)",
+                task="",
+                since_s=self._outside.now(),
+                what=("function", function.name),
+                why=partial(self.missing, function),
+            )
             try:
-                await self.preparation.one(function)
+                with self._outside.waiting(wait):
+                    await self.preparation.one(function)
             except CodedError as error:
                 errors.append(_placed(config, function, error))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from manager.config import ManagerSpec, SchedulerSpec
 from manager.core.core import Core
 from manager.core.executing import Executing
+from manager.core.outside import OutsideQueue
 from manager.core.queue import Bounds, FairShare, Queue
 from manager.core.state import SchedulerState
 from manager.resources.cores import CpuPool
@@ -26,8 +27,11 @@ def build_core(
     *,
     policies: Mapping[str, Policy] | None = None,
     function_bounds: Mapping[str, int] | None = None,
+    outside: OutsideQueue | None = None,
 ) -> Core:
     """Build the core that ``spec`` describes; ``policies`` by resource kind replace those that it names.
+
+    ``outside`` is shown beside its queue.
 
     Raises InvalidConfig if a policy is unknown.
     """
@@ -48,7 +52,7 @@ def build_core(
         fair=FairShare(frozenset(pool.kind for pool in resources.timed)),
         policies={**_policies(spec.scheduler), **(policies or {})},
     )
-    return Core(state)
+    return Core(state, outside)
 
 
 def _policies(spec: SchedulerSpec) -> dict[str, Policy]:

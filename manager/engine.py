@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 from manager.action import Action, Chunk, Lease, Outcome, Settlement, State
 from manager.clock import Clock, MonotonicClock
 from manager.core.core import Core
+from manager.core.outside import OutsideQueue
 from manager.core.views import (
     queue_view,
     replicas_view,
@@ -478,6 +479,11 @@ class Engine:
     def queue(self, limit: int = QUEUE_PAGE, cursor: str | None = None) -> dict[str, object]:
         """Return how many wait, and a page of them in order of service; raise InvalidInput for a bad cursor."""
         return queue_view(self._seen(), limit, cursor)
+
+    @property
+    def outside(self) -> OutsideQueue:
+        """Return who waits outside the queue, which is shown with it."""
+        return self._core.outside
 
     def summary(self) -> dict[str, object]:
         """Return what fits a screen: pools with holders, causes of waiting, tasks, the longest running."""

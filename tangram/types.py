@@ -1641,7 +1641,8 @@ class WaitCause(Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="units, devices, quota, memory, trajectory (an earlier action of it), task_cap, hold (the "
-            "policy waits on purpose) or turn (what is free is kept for earlier actions)"
+            "policy waits on purpose), turn (what is free is kept for earlier actions), or what is being made: image, "
+            "requirements or function"
         ),
     ]
     text: Annotated[str, Meta(description="The same for people")]
@@ -1665,8 +1666,8 @@ class QueueEntry(Struct, frozen=True, kw_only=True):
     """A waiting action."""
 
     id: str
-    function: str
-    task: str
+    function: Annotated[str, Meta(description="Or (opening), (snapshot), (registration), (pull)")]
+    task: Annotated[str, Meta(description="Empty for an operator's")]
     trajectory: str | None
     age_s: Annotated[float, Meta(description="Seconds since it was submitted")]
     cost: Annotated[Mapping[str, tuple[int, int]], Meta(description="Least and most units by resource kind")]

@@ -188,6 +188,9 @@ def verdict(
         "turn": "for their turn",
         "memory": "for memory",
         "node": "for a node that is open to them",
+        "image": "for images that are pulled",
+        "requirements": "for requirements that are installed",
+        "function": "for functions that are prepared",
     }.get(kind, f"for {_unit(seen, pools.get(kind, ''))}")
     message = f"{counts.get(kind, 0)} of {waiting} waiting actions wait {what}{_use(seen, pools.get(kind, ''))}"
     return bound, f"{message}{_drain(waiting, ended)}"

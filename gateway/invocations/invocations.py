@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,6 +28,8 @@ from gateway.registry import Registry
 from gateway.store.store import Filter, Store, require
 from manager.action import Action, Lease, Outcome, Settlement, State
 from manager.config import share_of
+from manager.core.outside import OutsideQueue, OutsideWait
+from manager.core.state import Cause
 from manager.engine import Engine, Submission
 from manager.errors import (
     CANCEL_ASKED,
@@ -310,12 +313,18 @@ class PendingFunctions:
     """Queued invocations that the scheduler does not know of yet; ``expire`` ends one at its queue_timeout."""
 
     def __init__(
-        self, functions: Registry, expire: Callable[[LiveInvocation, str], None], now: Callable[[], float]
+        self,
+        functions: Registry,
+        outside: OutsideQueue,
+        expire: Callable[[LiveInvocation, str], None],
+        now: Callable[[], float],
     ) -> None:
         self._functions = functions
+        self._outside = outside
         self._expire = expire
         self._now = now
-        self._held: dict[int, LiveInvocation] = {}
+        #: Each with what is shown of it.
+        self._held: dict[int, tuple[LiveInvocation, OutsideWait]] = {}
         #: Since when each has waited, also after it was let go, until it is asked for.
         self._since_s: dict[int, float] = {}
         #: Their trajectories, whose later actions wait behind them.
@@ -333,15 +342,31 @@ class PendingFunctions:
         since_s = self._since_s.setdefault(record.seq, self._now() if action is None else action.submitted_s)
         timeout_s = function.queue_timeout_s if action is None else action.queue_timeout_s
         left_s = max(0.0, since_s + timeout_s - self._now())
-        self._held[record.seq] = invocation
+        wait = OutsideWait(
+            id=record.id,
+            function=record.function,
+            task=record.task,
+            trajectory=record.trajectory,
+            since_s=since_s,
+            what=("trajectory", record.trajectory) if ready else ("function", record.function),
+            why=partial(self._missing, function, record.trajectory),
+        )
+        self._outside.enter(wait)
+        self._held[record.seq] = invocation, wait
         self._trajectories[record.trajectory] += 1
         invocation.retry = asyncio.get_running_loop().call_later(left_s, self._late, invocation, timeout_s)
         return True
 
+    def _missing(self, function: FunctionSpec, trajectory: str | None) -> Cause:
+        if self._functions.readiness(function.name).status == "ready":
+            return Cause(kind="trajectory", text=f"the earlier actions of trajectory {trajectory}")
+        return self._functions.missing(function)
+
     def leave(self, invocation: LiveInvocation) -> float | None:
         """It starts or has ended; since when it waited, if it was held back."""
         seq = invocation.record.seq
-        if self._held.pop(seq, None) is not None:
+        if (held := self._held.pop(seq, None)) is not None:
+            self._outside.leave(held[1])
             self._trajectories[invocation.record.trajectory] -= 1
         return self._since_s.pop(seq, None)
 
@@ -350,7 +375,9 @@ class PendingFunctions:
 
         What waited for a function that has changed meanwhile is of the new one.
         """
-        held = list(self._held.values())
+        held = [invocation for invocation, _ in self._held.values()]
+        for _, wait in self._held.values():
+            self._outside.leave(wait)
         self._held.clear()
         self._trajectories.clear()
         for invocation in held:
@@ -618,6 +645,7 @@ class Invocations:
         logs: Logs,
         admission: Admission,
         held: HeldInputs,
+        outside: OutsideQueue,
         now: Callable[[], float],
         wall: Callable[[], float] = time.time,
         chance: Callable[[], float] = CHANCE.random,
@@ -637,7 +665,7 @@ class Invocations:
         self._living: dict[int, LiveInvocation] = {}
         self._by_action: dict[str, LiveInvocation] = {}
         self._keys = Keys(store, server.idempotency_ttl_s, wall)
-        self.pending_functions = PendingFunctions(functions, self._late, now)
+        self.pending_functions = PendingFunctions(functions, outside, self._late, now)
         self._closing = False
         self._losses = LostSandboxes(lambda: self.living, self._stop)
         #: Called with each record that is accepted or recovered, that starts, and that has ended.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from manager.action import Action, Outcome, State
 from manager.config import NodeSpec, share_of
 from manager.core.executing import Running
+from manager.core.outside import OutsideQueue
 from manager.core.queue import Waiting
 from manager.core.scheduling_pass import SchedulingPass
 from manager.core.state import SchedulerState, Settling, TrajectoryOrder, cause_of
@@ -169,8 +170,10 @@ _RETRY_AFTER_S = (1.0, 60.0)
 class Core:
     """The state machine. ``step`` is ``apply`` (what happened) and then ``schedule`` (what to do about it)."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, outside: OutsideQueue | None = None) -> None:
         self.state = self._state = state
+        #: What is shown beside the queue.
+        self.outside = OutsideQueue(lambda: state.now_s) if outside is None else outside
         self._scheduling = SchedulingPass(state)
         self._replication = Replication(state)
         self._order = TrajectoryOrder(state)

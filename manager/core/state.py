@@ -234,7 +234,20 @@ class Dispatcher:
         return mates
 
 
-CauseKind = Literal["units", "devices", "quota", "memory", "node", "trajectory", "task_cap", "hold", "turn"]
+CauseKind = Literal[
+    "units",
+    "devices",
+    "quota",
+    "memory",
+    "node",
+    "trajectory",
+    "task_cap",
+    "hold",
+    "turn",
+    "image",
+    "requirements",
+    "function",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

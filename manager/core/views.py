@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,8 +13,9 @@ from typing import cast
 from manager.config import TaskSpec
 from manager.core.core import Core
 from manager.core.executing import Running
+from manager.core.outside import OutsideWait
 from manager.core.queue import Key, TrajectoryState, Waiting
-from manager.core.state import Cause, cause_of, counted_causes
+from manager.core.state import Cause, CauseTally, cause_of, counted_causes
 from manager.errors import InvalidInput
 from manager.resources.cores import PlacedPool
 from manager.resources.pools import KINDS, Pool, TimedPool
@@ -32,11 +34,11 @@ LONGEST_MAX = 8
 def summary(core: Core) -> dict[str, object]:
     """Return a JSON-able view: ``now_s`` is the core's instant, all others are seconds relative to it."""
     state, now_s = core.state, core.state.now_s
-    causes = counted_causes(state)
+    causes = _counted_causes(core)
     running = state.executing.all()
     return {
         "now_s": now_s,
-        "waiting": len(state.queue),
+        "waiting": len(state.queue) + len(core.outside),
         "running": len(running),
         "paused": state.paused,
         "pools": {pool.name: _pool(core, pool) for pool in state.resources},
@@ -123,19 +125,24 @@ def _tasks(core: Core, running: Iterable[Running]) -> dict[str, object]:
     """Return queued, running, settled and weight of the tasks that have most to do now."""
     state = core.state
     at_work = Counter(one.action.task for one in running)
-    busy = {name: state.queue.by_task(name) + at_work[name] for name in _known(core, at_work)}
+    queued = {name: _queued(core, name) for name in _known(core, at_work)}
+    busy = {name: count + at_work[name] for name, count in queued.items()}
     chosen = heapq.nlargest(ROWS_MAX, busy, key=lambda name: (busy[name], name))
     tasks: dict[str, object] = {}
     for name in sorted(chosen):
         account = core.accounts.get(name)
         settled = {} if account is None else dict(account.settled)
-        tasks[name] = [state.queue.by_task(name), at_work[name], settled, state.tasks.get(name, TaskSpec()).weight]
+        tasks[name] = [queued[name], at_work[name], settled, state.tasks.get(name, TaskSpec()).weight]
     return tasks
 
 
 def _known(core: Core, at_work: Iterable[str]) -> set[str]:
     """Return the tasks that are configured, have actions or had some."""
-    return {*core.state.tasks, *core.accounts, *core.state.queue.tasks(), *at_work}
+    return {*core.state.tasks, *core.accounts, *core.state.queue.tasks(), *core.outside.tasks(), *at_work}
+
+
+def _queued(core: Core, task: str) -> int:
+    return core.state.queue.by_task(task) + core.outside.by_task(task)
 
 
 def _running(core: Core, one: Running) -> dict[str, object]:
@@ -221,33 +228,49 @@ def replicas_view(core: Core) -> dict[str, int]:
 def queue_view(core: Core, limit: int, cursor: str | None) -> dict[str, object]:
     """Return how many wait, and ``limit`` of them in order of service, each with what it waits for.
 
-    ``cursor`` is the ``next_cursor`` of the page before; raises InvalidInput for any other.
+    Behind the queue comes what waits outside of it, in the order of its coming. ``cursor`` is the ``next_cursor`` of
+    the page before; raises InvalidInput for any other.
     """
     after = None if cursor is None else _place_of(cursor)
     queue = core.state.queue
-    behind = (waiting for waiting in queue if after is None or waiting.order > after)
-    page = heapq.nsmallest(limit + 1, behind, key=lambda waiting: waiting.order)
+    listed: Iterable[tuple[tuple[Key, int], Waiting | OutsideWait]] = ((waiting.order, waiting) for waiting in queue)
+    every = itertools.chain(listed, core.outside.ordered())
+    behind = (each for each in every if after is None or each[0] > after)
+    page = heapq.nsmallest(limit + 1, behind, key=lambda each: each[0])
     return {
-        "waiting": len(queue),
-        "causes": causes_view(core),
-        "queue": [_waiting_view(core, waiting) for waiting in page[:limit]],
-        "next_cursor": _cursor(page[limit - 1]) if len(page) > limit else None,
+        "waiting": len(queue) + len(core.outside),
+        "causes": [
+            {"cause": _cause_view(each.cause), "task": each.task, "count": each.count, "oldest_s": each.oldest_s}
+            for each in _counted_causes(core)
+        ],
+        "queue": [_waiting_view(core, waiting) for _, waiting in page[:limit]],
+        "next_cursor": _cursor(page[limit - 1][0]) if len(page) > limit else None,
     }
 
 
-def causes_view(core: Core) -> list[dict[str, object]]:
-    """Return what the queue waits for, by cause and task, the most frequent first."""
-    return [
-        {"cause": _cause_view(each.cause), "task": each.task, "count": each.count, "oldest_s": each.oldest_s}
-        for each in counted_causes(core.state)
-    ]
+def _counted_causes(core: Core) -> list[CauseTally]:
+    """Return what the queue and those outside of it wait for, by cause and task, the most frequent first."""
+    counted = [*counted_causes(core.state), *core.outside.counted(core.state.now_s)]
+    return sorted(counted, key=lambda each: -each.count)
 
 
 def _cause_view(cause: Cause) -> dict[str, object]:
     return {field.name: getattr(cause, field.name) for field in fields(cause)}
 
 
-def _waiting_view(core: Core, waiting: Waiting) -> dict[str, object]:
+def _waiting_view(core: Core, waiting: Waiting | OutsideWait) -> dict[str, object]:
+    if isinstance(waiting, OutsideWait):
+        cause = waiting.why()
+        return {
+            "id": waiting.id,
+            "function": waiting.function,
+            "task": waiting.task,
+            "trajectory": waiting.trajectory,
+            "age_s": max(0.0, core.state.now_s - waiting.since_s),
+            "cost": {},
+            "waits_for": cause.text,
+            "cause": _cause_view(cause),
+        }
     cause = cause_of(core.state, waiting)
     return {
         "id": waiting.id,
@@ -262,8 +285,8 @@ def _waiting_view(core: Core, waiting: Waiting) -> dict[str, object]:
     }
 
 
-def _cursor(waiting: Waiting) -> str:
-    return _PLACE.pack(*waiting.key, waiting.seq).hex()
+def _cursor(place: tuple[Key, int]) -> str:
+    return _PLACE.pack(*place[0], place[1]).hex()
 
 
 def _place_of(cursor: str) -> tuple[Key, int]:
@@ -314,7 +337,7 @@ def tasks_view(core: Core, more: Iterable[str] = ()) -> list[dict[str, object]]:
                 "weight": spec.weight,
                 "max_queued": spec.max_queued,
                 "caps": dict(spec.caps),
-                "queued": state.queue.by_task(name),
+                "queued": _queued(core, name),
                 "running": at_work[name],
                 **_measured(core, {} if account is None else account.used),
                 **({} if account is None else account.describe()),

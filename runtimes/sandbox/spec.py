@@ -519,6 +519,10 @@ class ImageKeeper(Protocol):
         """Begin to pull an image unless that is under way; `states` tells what becomes of it."""
         ...
 
+    def pulls(self, image: str) -> bool:
+        """Return whether an image is being pulled just now."""
+        ...
+
     async def settled(self, images: Sequence[str], within_s: float) -> None:
         """Return when none of these is being pulled any more, or after so many seconds."""
         ...

@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from gateway import registry
 from gateway.app import gateway as opened_gateway
 from gateway.config.load import GatewayConfig, load
 from gateway.config.schema import ServerConfig
+from gateway.dashboard.stream import Troubles, verdict
 from gateway.http.app import HttpListener
 from gateway.http.server import listen
 from gateway.registry import KEPT, Registry, Revisions, function_info
@@ -33,7 +34,8 @@ from manager.errors import (
     Unsatisfiable,
     Unsupported,
 )
-from manager.function import FunctionSpec
+from manager.function import FunctionSpec, SandboxSpec
+from runtimes.sandbox.spec import ImageState, require_image_name
 from runtimes.testing import ScriptedRuntime
 from tangram.types import ValueChange
 from tests.gateway.conftest import (
@@ -494,6 +496,85 @@ async def test_what_is_accepted_for_a_function_that_is_being_prepared_runs_in_or
     assert [(await slow_gateway.record(each, "5s"))["state"] for each in ids] == ["succeeded"] * 3
     assert slow_gateway.executed()[1:] == ids
     assert await slow_gateway.status("slow") == ("ready", None)
+
+
+async def test_what_waits_for_its_function_stands_in_the_queue_with_task_cause_and_age(
+    slow_gateway: SlowGateway,
+) -> None:
+    app = slow_gateway.gateway.app
+    first = await slow_gateway.submit("slow", 1, **{"X-Trajectory-Id": "t", "X-Task": "rl"})
+    second = await slow_gateway.submit("echo", 2, **{"X-Trajectory-Id": "t", "X-Task": "rl"})
+    changed = replace(app.config, functions={**app.config.functions, "slow": function("slow", timeout_s=7.0)})
+    applying = asyncio.create_task(app.registry.apply(changed))
+    await until(lambda: app.engine.queue()["waiting"] == 3)
+    page = (await slow_gateway.gateway.http.get("/v1/queue")).json()
+    assert [(row["id"], row["function"], row["task"], row["waits_for"]) for row in page["queue"]] == [
+        (first, "slow", "rl", "function slow, which is being prepared"),
+        (second, "echo", "rl", "the earlier actions of trajectory t"),
+        ("registration-slow", "(registration)", "", "function slow, which is being prepared"),
+    ]
+    assert {row["cause"]["kind"] for row in page["queue"]} == {"function", "trajectory"}
+    assert all(0 <= row["age_s"] < DEADLINE_S for row in page["queue"])
+    tasks = (await slow_gateway.gateway.http.get("/v1/tasks")).json()["tasks"]
+    assert {each["task"]: each["queued"] for each in tasks}["rl"] == 2
+    slow_gateway.runtime.gate.set()
+    await applying
+    assert (await slow_gateway.record(second, "5s"))["state"] == "succeeded"
+    assert (await slow_gateway.gateway.http.get("/v1/queue")).json()["waiting"] == 0
+
+
+class GatedImages:
+    """`ImageKeeper` of a registry that answers when it is let, and has no image."""
+
+    bound_bytes = 0
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    def pulls(self, image: str) -> bool:
+        return not self.gate.is_set()
+
+    def begin(self, image: str) -> None:
+        require_image_name(image)
+
+    async def settled(self, images: Sequence[str], within_s: float) -> None:
+        await self.gate.wait()
+
+    async def require(self, image: str) -> object:
+        await self.gate.wait()
+        raise InvalidConfig(f"there is no image {image}", component="images")
+
+    async def states(self) -> list[ImageState]:
+        return []
+
+
+async def test_what_waits_for_an_image_stands_in_the_queue_and_on_the_page(
+    slow_gateway: SlowGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http, app, keeper = slow_gateway.gateway.http, slow_gateway.gateway.app, GatedImages()
+    provider = app.runtimes.provider
+    monkeypatch.setattr(provider, "images", keeper, raising=False)
+    info = replace(provider.info, kind="container")
+    monkeypatch.setattr(type(provider), "info", property(lambda _: info))
+    choosy = SandboxSpec(images=("far/*",))
+    app.registry.config = replace(
+        app.config, functions={**app.config.functions, "choosy": function("choosy", sandbox=choosy)}
+    )
+    body = {"function": "choosy", "task": "rl", "sandbox": {"image": "far/big:1"}}
+    opening = asyncio.create_task(http.put("/v1/trajectories/u", json=body))
+    pulling = asyncio.create_task(http.put("/v1/images", params={"wait": "60s"}, json={"images": ["far/big:1"]}))
+    await until(lambda: opening.done() or pulling.done() or app.engine.queue()["waiting"] == 2)
+    page = (await http.get("/v1/queue")).json()
+    assert {(row["id"], row["function"], row["task"], row["waits_for"]) for row in page["queue"]} == {
+        ("opening-u", "(opening)", "rl", "image far/big:1"),
+        ("pull-far/big:1", "(pull)", "", "image far/big:1"),
+    }
+    said = verdict(app.engine.summary(), Troubles(None, []), {}, 0)
+    assert said == ("waiting", "2 of 2 waiting actions wait for images that are pulled")
+    keeper.gate.set()
+    assert (await opening).json()["detail"] == "there is no image far/big:1"
+    assert (await pulling).status_code == 200
+    assert app.engine.queue()["waiting"] == 0
 
 
 async def test_what_waits_behind_it_in_its_trajectory_waits_too_and_what_is_cancelled_never_runs(

@@ -1016,7 +1016,8 @@ class DockerEngineApi:
             if not here.isdisjoint(image_names(named)):
                 await _send_progress(exchange, {"status": f"Status: Image is up to date for {named}"})
             else:
-                await self._pull(exchange, keeper, named, tag or "latest")
+                with self._api.waiting("pull", named, ""):
+                    await self._pull(exchange, keeper, named, tag or "latest")
 
     async def _pull(self, exchange: DockerExchange, keeper: ImageKeeper, name: str, tag: str) -> None:
         keeper.begin(name)

@@ -240,6 +240,9 @@ class ImageStore:
             task = self._pulls[image] = asyncio.create_task(self._pull(image))
             task.add_done_callback(lambda done: self._ended(image, done))
 
+    def pulls(self, image: str) -> bool:
+        return image in self._pulls
+
     async def settled(self, images: Sequence[str], within_s: float) -> None:
         under_way = [self._pulls[image] for image in images if image in self._pulls]
         if under_way:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from manager.action import Action, UnitSet
 from manager.config import ManagerSpec, TaskSpec
 from manager.core.core import Core
+from manager.core.outside import OutsideWait
 from manager.core.state import Cause, cause_of, counted_causes
 from manager.core.views import CELLS_MAX, queue_view, resources_view, summary, tasks_view, trajectories_view
 from manager.errors import InvalidInput
@@ -29,6 +30,7 @@ from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from tests.manager.conftest import DONE, CoreDriver, action, node, spec
 
 Drive = Callable[[ManagerSpec], CoreDriver]
+Rows = list[dict[str, object]]
 
 
 def page(core: Core, limit: int, cursor: str | None = None) -> tuple[list[str], str | None]:
@@ -45,6 +47,39 @@ def pages(core: Core, limit: int) -> Iterator[list[str]]:
     while cursor is not None:
         ids, cursor = page(core, limit, cursor)
         yield ids
+
+
+def test_what_waits_outside_the_queue_is_told_with_it(drive: Drive) -> None:
+    driver = drive(spec(node(cores=1)))
+    driver.step(0.0, *submits(*(action(f"a{n}") for n in range(3))))
+    core = driver.core
+    told = Cause(kind="image", text="image big:1")
+
+    def wait(number: int) -> OutsideWait:
+        return OutsideWait(
+            id=f"o{number}", function="(opening)", task="rl", since_s=float(number), what="big:1", why=lambda: told
+        )
+
+    waits = [wait(number) for number in range(3)]
+    for each in waits:
+        core.outside.enter(each)
+    driver.step(9.0)
+    for limit in (1, 2, 3, 5):
+        assert [each for ids in pages(core, limit) for each in ids] == ["a1", "a2", "o0", "o1", "o2"], limit
+    view = queue_view(core, 9, None)
+    assert view["waiting"] == summary(core)["waiting"] == 5
+    assert [(row["age_s"], row["waits_for"]) for row in cast(Rows, view["queue"])[2:]] == [
+        (9.0, "image big:1"),
+        (8.0, "image big:1"),
+        (7.0, "image big:1"),
+    ]
+    (first, _) = cast(Rows, view["causes"])
+    assert (first["count"], first["oldest_s"], first["task"]) == (3, 9.0, "rl")
+    assert {each["task"]: each["queued"] for each in tasks_view(core)} == {"default": 2, "rl": 3}
+    for each in waits:
+        core.outside.leave(each)
+        core.outside.leave(each)
+    assert queue_view(core, 9, None)["waiting"] == 2
 
 
 def test_the_pages_of_the_queue_hold_every_action_once_in_order_of_service(
