@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 
 from manager.action import Action, Chunk, Lease, Outcome, State
 from manager.clock import Clock, MonotonicClock
@@ -24,7 +24,7 @@ from manager.errors import (
 )
 from manager.executor import Call
 from manager.function import FunctionSpec
-from runtimes.runtime import Execution, Result, Runtime
+from runtimes.runtime import Execution, Result, Runtime, unheard
 
 logger = logging.getLogger("runtimes.executor")
 
@@ -93,25 +93,44 @@ class LocalExecutor:
                 message=f"no runtime serves {kind} functions here",
                 component=COMPONENT,
             )
-        execution = _Watched(action=action, lease=lease, call=call, clock=self._clock)
-        watch = _Watch(execution, self._deadlines)
-        task = watch.begin(runtime)
+        execution = Execution(action=action, lease=lease, call=call, clock=self._clock)
+        task = asyncio.create_task(runtime.execute(execution), name=f"execute {action.id}")
         self._running[action.id] = runtime
+        overrun, cancelled = "", False
         try:
-            await watch.end()
+            async with asyncio.timeout(self._deadlines.prepare_s) as deadline:
+                execution.on_phase = lambda: self._rearm(execution, deadline)
+                await asyncio.wait([task])
+        except TimeoutError:
+            overrun = self._missed(execution)
         except asyncio.CancelledError:
-            await watch.kill()
-            execution.end()
-            return _failure(Reason.CANCELLED, "cancelled", execution)
+            cancelled = True
         finally:
+            execution.on_phase = unheard
+            if not task.done():
+                await _kill(task, self._deadlines.kill_s)
             del self._running[action.id]
             if not task.done():
                 logger.error("action %s outlived its kill by %g s", action.id, self._deadlines.kill_s)
                 self._left_behind.add(task)
                 task.add_done_callback(self._left_behind.discard)
-        if execution.ended_s is None:
-            execution.end()
-        return _outcome(task, execution, watch.overrun)
+        execution.end()
+        return _failure(Reason.CANCELLED, "cancelled", execution) if cancelled else _outcome(task, execution, overrun)
+
+    def _rearm(self, execution: Execution, deadline: asyncio.Timeout) -> None:
+        """Let the deadline be that of the phase that begins, unless it was missed just now."""
+        if not deadline.expired():
+            running = execution.ended_s is None
+            left_s = execution.action.timeout_s - execution.execution_s if running else self._deadlines.finish_s
+            deadline.reschedule(asyncio.get_running_loop().time() + left_s)
+
+    def _missed(self, execution: Execution) -> str:
+        """Return which deadline was missed, as its action is told."""
+        if execution.ended_s is not None:
+            return f"its runtime did not return within {self._deadlines.finish_s:g} s of its end"
+        if execution.began_s is not None:
+            return f"ran longer than timeout, {execution.action.timeout_s:g} s"
+        return f"was not ready to begin within {self._deadlines.prepare_s:g} s"
 
     async def resize(self, action: Action, lease: Lease) -> None:
         """Pass the new lease on; a no-op once the action has ended."""
@@ -156,114 +175,14 @@ class LocalExecutor:
                 closers.push_async_callback(runtime.close)
 
 
-def _unheard() -> None:
-    """Nobody listens."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Watched(Execution):
-    """An execution that tells when its phase changes, so that the right deadline is armed."""
-
-    on_phase: Callable[[], None] = field(default=_unheard)
-
-    def begin(self, ran_s: float = 0.0) -> None:
-        Execution.begin(self, ran_s)
-        self.on_phase()
-
-    def end(self) -> None:
-        if self.began_s is not None and self.ended_s is None:
-            self.ended_s = self.clock.now()
-            self.on_phase()
-
-
-class _Watch:
-    """The work of one execution, and its deadlines: to get ready, to run, to come to an end, and to die."""
-
-    def __init__(self, execution: _Watched, deadlines: Deadlines) -> None:
-        self._execution = execution
-        self._deadlines = deadlines
-        self._timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
-        #: Made anew whenever a cancellation takes its waiter away.
-        self._over: asyncio.Future[None] = self._loop.create_future()
-        #: None before it begins, and once it is over: an error's traceback leads here, and must not lead back.
-        self._task: asyncio.Task[Result] | None = None
-        #: The message of the deadline that was missed; empty where none was.
-        self.overrun = ""
-        self._killing = False
-
-    def begin(self, runtime: Runtime) -> asyncio.Task[Result]:
-        """Set it to work."""
-        name = f"execute {self._execution.action.id}"
-        task = self._task = self._loop.create_task(self._work(runtime), name=name)
-        self._execution.on_phase = self._arm
-        self._arm()
-        return task
-
-    async def _work(self, runtime: Runtime) -> Result:
-        try:
-            return await runtime.execute(self._execution)
-        finally:
-            self._finish()
-
-    def end(self) -> asyncio.Future[None]:
-        """Return what is done when the work is over, or was killed and will not die."""
-        return self._over
-
-    async def kill(self) -> None:
-        """Cancel the work and wait for its end (bounded); further cancellations change nothing."""
-        self._kill()
-        while self._task is not None:
-            self._over = self._loop.create_future()
-            try:
-                await self._over
-            except asyncio.CancelledError:
-                continue
-
-    def _arm(self) -> None:
-        if self._killing or self._task is None:
-            return
-        execution = self._execution
-        if execution.ended_s is not None:
-            left_s = self._deadlines.finish_s
-        elif execution.began_s is not None:
-            left_s = execution.action.timeout_s - execution.execution_s
-        else:
-            left_s = self._deadlines.prepare_s
-        self._ring(max(0.0, left_s), self._missed)
-
-    def _ring(self, wait_s: float, ring: Callable[[], None]) -> None:
-        """Call ``ring`` in so many seconds, in place of what was to be called."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(wait_s, ring)
-
-    def _missed(self) -> None:
-        execution, deadlines = self._execution, self._deadlines
-        if execution.ended_s is not None:
-            self.overrun = f"its runtime did not return within {deadlines.finish_s:g} s of its end"
-        elif execution.began_s is not None:
-            self.overrun = f"ran longer than timeout, {execution.action.timeout_s:g} s"
-        else:
-            self.overrun = f"was not ready to begin within {deadlines.prepare_s:g} s"
-        self._kill()
-
-    def _kill(self) -> None:
-        if self._killing or self._task is None:
-            return
-        self._killing = True
-        self._task.add_done_callback(lambda _: self._finish())  # one that never began does not tell its end itself
-        self._task.cancel()
-        self._ring(self._deadlines.kill_s, self._finish)
-
-    def _finish(self) -> None:
-        self._task = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._execution.on_phase = _unheard  # else both would hold each other until the collector comes
-        if not self._over.done():
-            self._over.set_result(None)
+async def _kill(task: asyncio.Task[Result], within_s: float) -> None:
+    """Cancel work and wait for its end, so long at most; a cancellation meanwhile changes nothing."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + within_s
+    task.cancel()
+    while not task.done() and (left_s := until_s - loop.time()) > 0:
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([task], timeout=left_s)
 
 
 def _outcome(task: asyncio.Task[Result], execution: Execution, overrun: str) -> Outcome:

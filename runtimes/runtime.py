@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,6 +13,10 @@ from manager.action import Action, Chunk, Lease
 from manager.clock import Clock, MonotonicClock
 from manager.executor import Call
 from manager.function import FunctionSpec
+
+
+def unheard() -> None:
+    """Nobody listens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,16 +33,20 @@ class Execution:
     clock: Clock = field(default_factory=MonotonicClock)
     began_s: float | None = None
     ended_s: float | None = None
+    #: Called when the work has begun, and when it has ended.
+    on_phase: Callable[[], None] = unheard
 
     def begin(self, ran_s: float = 0.0) -> None:
         """``ran_s``: seconds that it has run already, under an earlier gateway."""
         if self.began_s is None:
             self.began_s = self.clock.now() - ran_s
             self.call.hooks.begun()
+            self.on_phase()
 
     def end(self) -> None:
         if self.began_s is not None and self.ended_s is None:
             self.ended_s = self.clock.now()
+            self.on_phase()
 
     @property
     def execution_s(self) -> float:
