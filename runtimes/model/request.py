@@ -5,24 +5,87 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypedDict
+
+import msgspec
+from msgspec import Meta
 
 from manager.errors import InvalidInput
 from manager.function import FunctionSpec, ModelAction, ModelSpec, Setting
+from tangram.types import explained
 
 _COMPONENT = "model.request"
-_KINDS = ("texts", "token_ids", "messages")
-#: Besides the sequences.
-_OPTIONS: Mapping[ModelAction, tuple[str, ...]] = {
-    ModelAction.GENERATE: ("max_new_tokens", "temperature", "top_p", "seed"),
-    ModelAction.LOGPROBS: ("top_logprobs",),
-    ModelAction.EMBED: ("prompt_name",),
-    ModelAction.STEP_SCORES: ("step_token_id", "positions"),
+
+TokenId = Annotated[int, Meta(ge=0)]
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class ModelInputFields(TypedDict, total=False):
+    """Sequences: exactly one of ``texts``, ``token_ids`` and ``messages``."""
+
+    texts: Annotated[tuple[Text, ...], Meta(min_length=1, description="Texts, one sequence each")]
+    token_ids: Annotated[
+        tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1)], ...],
+        Meta(min_length=1, description="Token ids, one list for each sequence"),
+    ]
+    messages: Annotated[
+        list[dict[str, Any] | list[Any]],
+        Meta(min_length=1, description="One conversation (messages with role and content), or a list of them"),
+    ]
+
+
+class GenerateInputFields(ModelInputFields, total=False):
+    """Sequences to continue, and how to sample: exactly one of ``texts``, ``token_ids`` and ``messages``."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1, description="At most the function's max_new_tokens, its default")]
+    temperature: Annotated[float, Meta(ge=0, le=100, description="0, the default, takes the likeliest token")]
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Mass of the likeliest tokens to draw from; 1 by default")]
+    seed: Annotated[
+        int, Meta(ge=0, le=2**63 - 1, description="Seed of the draws; a random one by default, told in the result")
+    ]
+
+
+class EmbedInputFields(ModelInputFields, total=False):
+    """Sequences to embed: exactly one of ``texts``, ``token_ids`` and ``messages``."""
+
+    prompt_name: Annotated[
+        str, Meta(description="Prompt of the checkpoint, put before each text; its default one where none is named")
+    ]
+
+
+class StepScoresInputFields(ModelInputFields, total=False):
+    """Sequences to judge step by step: exactly one of ``texts``, ``token_ids`` and ``messages``."""
+
+    step_token_id: Annotated[
+        int, Meta(ge=0, description="The token that ends a step; every token is told without it and positions")
+    ]
+    positions: Annotated[
+        tuple[tuple[TokenId, ...], ...],
+        Meta(description="Where steps end, a list for each sequence of token_ids, instead"),
+    ]
+
+
+class LogprobsInputFields(ModelInputFields, total=False):
+    """Sequences to judge token by token: exactly one of ``texts``, ``token_ids`` and ``messages``."""
+
+    top_logprobs: Annotated[
+        int,
+        Meta(ge=0, le=128, description="Also tell ids, ranks and so many of the likeliest tokens"),
+    ]
+
+
+#: What each action takes.
+INPUTS: Mapping[ModelAction, type] = {
+    ModelAction.SCORE: ModelInputFields,
+    ModelAction.STEP_SCORES: StepScoresInputFields,
+    ModelAction.LOGPROBS: LogprobsInputFields,
+    ModelAction.EMBED: EmbedInputFields,
+    ModelAction.GENERATE: GenerateInputFields,
 }
-#: Likeliest tokens that are told of each position.
-TOP_LOGPROBS_MAX = 128
+#: The forms of its sequences, one of which is given.
+SEQUENCES = tuple(ModelInputFields.__annotations__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,95 +126,68 @@ def model_of(function: FunctionSpec) -> ModelSpec:
 
 
 def parse_input(function: FunctionSpec, value: Mapping[str, object], sequences_max: int) -> ModelInput:
-    """Check the shape of an input; raises InvalidInput whose ``detail["path"]`` is the JSON path at fault."""
-    kinds = [kind for kind in _KINDS if kind in value]
-    if len(kinds) != 1:
-        raise _invalid("$", f"needs exactly one of {', '.join(_KINDS)}")
-    action = model_of(function).action
+    """Check an input; raises InvalidInput whose ``detail["path"]`` is the JSON path at fault."""
+    forms = [form for form in SEQUENCES if form in value]
+    if len(forms) != 1:
+        raise _invalid("$", f"needs exactly one of {', '.join(SEQUENCES)}")
+    model = model_of(function)
+    fields = INPUTS[model.action]
     for name in value:
-        if name not in (*_KINDS, *_OPTIONS.get(action, ())):
+        if name not in fields.__annotations__:
             raise _invalid(f"$.{name}", "is not known to this function")
-    options = _options(value, model_of(function))
-    kind = kinds[0]
-    rows = value[kind]
-    if kind == "messages" and isinstance(rows, list) and rows and isinstance(rows[0], dict):
+    try:
+        known: Any = msgspec.convert(value, fields)
+    except msgspec.ValidationError as error:
+        message, place = explained(error)
+        raise _invalid(f"${place}", f"is not as declared: {message}") from None
+    rows = known[forms[0]]
+    if "messages" in known and isinstance(rows[0], dict):
         rows = [rows]  # a single conversation
-    if not isinstance(rows, list) or not rows:
-        raise _invalid(f"$.{kind}", "must be a list that is not empty")
     if len(rows) > sequences_max:
-        raise _invalid(f"$.{kind}", f"has {len(rows)} sequences, more than {sequences_max}")
-    if kind == "texts":
-        return replace(options, texts=tuple(_text(row, i) for i, row in enumerate(rows)))
-    if kind == "token_ids":
-        return replace(options, token_ids=tuple(_ids(row, i) for i, row in enumerate(rows)))
-    return replace(options, conversations=tuple(_chat(row, i) for i, row in enumerate(rows)))
-
-
-def _options(inputs: Mapping[str, object], model: ModelSpec) -> ModelInput:
-    """Return an input without its sequences."""
-    if model.action is ModelAction.GENERATE:
-        return ModelInput(sampling=_sampling(inputs, model))
-    if model.action is ModelAction.STEP_SCORES:
-        return _steps(inputs)
-    if "prompt_name" in inputs:
-        name = inputs["prompt_name"]
-        if not isinstance(name, str) or "texts" not in inputs:
-            raise _invalid("$.prompt_name", "must be a name, and goes with texts")
-        return ModelInput(prompt_name=name)
-    if "top_logprobs" not in inputs:
-        return ModelInput()
-    count = _number(inputs, "top_logprobs", 0, 0, TOP_LOGPROBS_MAX)
-    if count != int(count):
-        raise _invalid("$.top_logprobs", "must be a whole number")
-    return ModelInput(top_logprobs=int(count))
-
-
-def _steps(inputs: Mapping[str, object]) -> ModelInput:
-    """Return where the steps end."""
-    token, rows = inputs.get("step_token_id"), inputs.get("positions")
-    if token is not None:
-        if not isinstance(token, int) or isinstance(token, bool) or token < 0 or rows is not None:
-            raise _invalid("$.step_token_id", "must be a token id, and goes without positions")
-        return ModelInput(step_token_id=token)
-    if rows is None:
-        return ModelInput()
-    sequences = inputs.get("token_ids")
-    if not isinstance(rows, list) or not isinstance(sequences, list) or len(rows) != len(sequences):
-        raise _invalid("$.positions", "goes with token_ids: a list for each sequence")
-    for index, (row, ids) in enumerate(zip(rows, sequences, strict=True)):
-        known = len(ids) if isinstance(ids, list) else 0
-        if not isinstance(row, list) or not all(type(each) is int and 0 <= each < known for each in row):
-            raise _invalid(f"$.positions[{index}]", f"must be positions in a sequence of {known} tokens")
-    return ModelInput(positions=tuple(tuple(row) for row in rows))
-
-
-def _sampling(inputs: Mapping[str, object], model: ModelSpec) -> Sampling:
-    """Return the sampling options. An unseeded draw gets a seed here, so that every rank (and a retry) draws alike."""
-    return Sampling(
-        max_new_tokens=int(_number(inputs, "max_new_tokens", model.max_new_tokens, 1, model.max_new_tokens)),
-        temperature=_number(inputs, "temperature", 0.0, 0.0, 100.0),
-        top_p=_number(inputs, "top_p", 1.0, 1e-6, 1.0),
-        seed=int(_number(inputs, "seed", secrets.randbits(32), 0, 2**63 - 1)),
+        raise _invalid(f"$.{forms[0]}", f"has {len(rows)} sequences, more than {sequences_max}")
+    if "prompt_name" in known and "texts" not in known:
+        raise _invalid("$.prompt_name", "goes with texts")
+    return ModelInput(
+        texts=known.get("texts", ()),
+        token_ids=known.get("token_ids", ()),
+        conversations=tuple(_chat(row, index) for index, row in enumerate(rows)) if "messages" in known else (),
+        sampling=_sampling(known, model),
+        top_logprobs=known.get("top_logprobs"),
+        prompt_name=known.get("prompt_name"),
+        step_token_id=known.get("step_token_id"),
+        positions=_positions(known),
     )
 
 
-def _number(inputs: Mapping[str, object], name: str, default: float, low: float, high: float) -> float:
-    value = inputs.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise _invalid(f"$.{name}", f"must be a number between {low} and {high}")
-    return value
+def _positions(known: Mapping[str, Any]) -> tuple[tuple[int, ...], ...] | None:
+    """Return where the steps end, if the input says so."""
+    rows: tuple[tuple[int, ...], ...] | None = known.get("positions")
+    if rows is None:
+        return None
+    if "step_token_id" in known:
+        raise _invalid("$.step_token_id", "goes without positions")
+    sequences = known.get("token_ids", ())
+    if len(rows) != len(sequences):
+        raise _invalid("$.positions", "goes with token_ids: a list for each sequence")
+    for index, (row, ids) in enumerate(zip(rows, sequences, strict=True)):
+        if max(row, default=-1) >= len(ids):
+            raise _invalid(f"$.positions[{index}]", f"must be positions in a sequence of {len(ids)} tokens")
+    return rows
 
 
-def _text(row: object, index: int) -> str:
-    if not isinstance(row, str) or not row:
-        raise _invalid(f"$.texts[{index}]", "must be a text that is not empty")
-    return row
-
-
-def _ids(row: object, index: int) -> tuple[int, ...]:
-    if not isinstance(row, list) or not row or not all(type(token) is int and token >= 0 for token in row):
-        raise _invalid(f"$.token_ids[{index}]", "must be a list of token ids that is not empty")
-    return tuple(row)
+def _sampling(known: Mapping[str, Any], model: ModelSpec) -> Sampling:
+    """Return the sampling options. An unseeded draw gets a seed here, so that every rank (and a retry) draws alike."""
+    if model.action is not ModelAction.GENERATE:
+        return Sampling(max_new_tokens=0)
+    most = known.get("max_new_tokens", model.max_new_tokens)
+    if most > model.max_new_tokens:
+        raise _invalid("$.max_new_tokens", f"must be {model.max_new_tokens} at most")
+    return Sampling(
+        max_new_tokens=most,
+        temperature=known.get("temperature", 0.0),
+        top_p=known.get("top_p", 1.0),
+        seed=known.get("seed", secrets.randbits(32)),
+    )
 
 
 def _chat(row: object, index: int) -> tuple[Mapping[str, object], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 from msgspec import Meta
 
@@ -18,7 +18,7 @@ from runtimes.model.checkpoint import checkpoint_problem, fingerprint
 from runtimes.model.engine import BatchJob, BatchMember, ModelBackend, ModelRequest, OnFootprint, require_torch
 from runtimes.model.external import ExternalBackend, engine_problems
 from runtimes.model.processes import ForkServer
-from runtimes.model.request import ModelSettings, model_of, parse_input
+from runtimes.model.request import INPUTS, SEQUENCES, ModelSettings, model_of, parse_input
 from runtimes.model.torch_backend import ModelStats, TorchBackend
 from runtimes.runtime import Execution, Result, Runtime
 
@@ -208,66 +208,11 @@ def _batch_key(execution: Execution) -> tuple[str, ...]:
     return execution.lease.batch or (execution.action.id,)
 
 
-TokenId = Annotated[int, Meta(ge=0)]
-Text = Annotated[str, Meta(min_length=1)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKeys:
     """The keys of a model function."""
 
     model: Annotated[ModelSpec, Setting("the checkpoint and what is asked of it")]
-
-
-class ModelInputFields(TypedDict, total=False):
-    """Sequences: exactly one of ``texts``, ``token_ids`` and ``messages``."""
-
-    texts: Annotated[list[Text], Meta(min_length=1, description="Texts, one sequence each")]
-    token_ids: Annotated[
-        list[Annotated[list[TokenId], Meta(min_length=1)]],
-        Meta(min_length=1, description="Token ids, one list for each sequence"),
-    ]
-    messages: Annotated[
-        list[dict[str, Any] | list[Any]],
-        Meta(min_length=1, description="One conversation (messages with role and content), or a list of them"),
-    ]
-
-
-class GenerateInputFields(ModelInputFields, total=False):
-    """Sequences to continue, and how to sample: exactly one of ``texts``, ``token_ids`` and ``messages``."""
-
-    max_new_tokens: Annotated[int, Meta(ge=1, description="At most the function's max_new_tokens, its default")]
-    temperature: Annotated[float, Meta(ge=0, le=100, description="0, the default, takes the likeliest token")]
-    top_p: Annotated[float, Meta(gt=0, le=1, description="Mass of the likeliest tokens to draw from; 1 by default")]
-    seed: Annotated[int, Meta(ge=0, description="Seed of the draws; a random one by default, told in the result")]
-
-
-class EmbedInputFields(ModelInputFields, total=False):
-    """Sequences to embed: exactly one of ``texts``, ``token_ids`` and ``messages``."""
-
-    prompt_name: Annotated[
-        str, Meta(description="Prompt of the checkpoint, put before each text; its default one where none is named")
-    ]
-
-
-class StepScoresInputFields(ModelInputFields, total=False):
-    """Sequences to judge step by step: exactly one of ``texts``, ``token_ids`` and ``messages``."""
-
-    step_token_id: Annotated[
-        int, Meta(ge=0, description="The token that ends a step; every token is told without it and positions")
-    ]
-    positions: Annotated[
-        list[list[TokenId]], Meta(description="Where steps end, a list for each sequence of token_ids, instead")
-    ]
-
-
-class LogprobsInputFields(ModelInputFields, total=False):
-    """Sequences to judge token by token: exactly one of ``texts``, ``token_ids`` and ``messages``."""
-
-    top_logprobs: Annotated[
-        int,
-        Meta(ge=0, le=128, description="Also tell ids, ranks and so many of the likeliest tokens"),
-    ]
 
 
 class ModelResult(TypedDict):
@@ -329,18 +274,17 @@ class GenerateResult(ModelResult):
     seed: Annotated[int, Meta(description="The seed that was used")]
 
 
-_ONE_OF = [{"required": [kind]} for kind in ModelInputFields.__annotations__]
-_SEQUENCES = schema_of(ModelInputFields, oneOf=_ONE_OF, additionalProperties=False)
-_EMBED = schema_of(EmbedInputFields, oneOf=_ONE_OF, additionalProperties=False)
-_STEPS = schema_of(StepScoresInputFields, oneOf=_ONE_OF, additionalProperties=False)
-_LOGPROBS = schema_of(LogprobsInputFields, oneOf=_ONE_OF, additionalProperties=False)
-_GENERATE = schema_of(GenerateInputFields, oneOf=_ONE_OF, additionalProperties=False)
+_ONE_OF = [{"required": [kind]} for kind in SEQUENCES]
+_RESULTS: Mapping[ModelAction, type] = {
+    ModelAction.SCORE: ScoreResult,
+    ModelAction.STEP_SCORES: StepScoresResult,
+    ModelAction.LOGPROBS: LogprobsResult,
+    ModelAction.EMBED: EmbedResult,
+    ModelAction.GENERATE: GenerateResult,
+}
 _SHOWN: Mapping[str, tuple[Schema, Schema]] = {
-    ModelAction.SCORE: (_SEQUENCES, schema_of(ScoreResult)),
-    ModelAction.STEP_SCORES: (_STEPS, schema_of(StepScoresResult)),
-    ModelAction.LOGPROBS: (_LOGPROBS, schema_of(LogprobsResult)),
-    ModelAction.EMBED: (_EMBED, schema_of(EmbedResult)),
-    ModelAction.GENERATE: (_GENERATE, schema_of(GenerateResult)),
+    action: (schema_of(INPUTS[action], oneOf=_ONE_OF, additionalProperties=False), schema_of(result))
+    for action, result in _RESULTS.items()
 }
 
 
