@@ -35,11 +35,15 @@ from runtimes.sandbox.session import Window
 from runtimes.sandbox.snapshots import SnapshotRecord
 
 
-class Message(msgspec.Struct, array_like=True, gc=False):
+class Facts(msgspec.Struct, array_like=True, gc=False):
+    """A part of what a frame says."""
+
+
+class Message(Facts):
     """What one frame says."""
 
 
-class ErrorFacts(Message, kw_only=True):
+class ErrorFacts(Facts, kw_only=True):
     """A `CodedError`."""
 
     code: str
@@ -314,7 +318,7 @@ class NodeRefused(Message, kw_only=True):
     retry_after_s: float
 
 
-class AttemptFacts(Message, kw_only=True):
+class AttemptFacts(Facts, kw_only=True):
     """One attempt that a node knows of."""
 
     claim: str
@@ -323,7 +327,7 @@ class AttemptFacts(Message, kw_only=True):
     ended: bool
 
 
-class TrajectoryFacts(Message, kw_only=True):
+class TrajectoryFacts(Facts, kw_only=True):
     """One trajectory's sandbox on a node."""
 
     trajectory: str
@@ -485,47 +489,8 @@ class NodeGoodbye(Message):
     killed: bool
 
 
-#: Every message by the kind that stands in its frame.
-KINDS: Mapping[int, type[Message]] = dict(
-    enumerate(
-        (
-            NodeHello,
-            NodeWelcome,
-            NodeRefused,
-            Inventory,
-            Beat,
-            ExecuteAttempt,
-            AttachAttempt,
-            AttemptPermit,
-            CancelAttempt,
-            AcknowledgeEnd,
-            ResizeAttempt,
-            AttemptReady,
-            AttemptStarted,
-            AttemptLog,
-            AttemptEnd,
-            NodeRequest,
-            NodeAnswer,
-            SandboxChanged,
-            NodeDraining,
-            NodeGoodbye,
-            TransferRequest,
-            TransferOpened,
-            TransferPiece,
-            TransferCredit,
-            TransferEnded,
-            TransferStopped,
-            ModelsChanged,
-            AttachSession,
-            SessionCredit,
-            SessionOpened,
-            SessionWritten,
-            SnapshotsKept,
-            FitnessChanged,
-        ),
-        1,
-    )
-)
+#: Every message by the kind that stands in its frame: its place among those above.
+KINDS: Mapping[int, type[Message]] = dict(enumerate(Message.__subclasses__(), 1))
 _NUMBERS = {message: kind for kind, message in KINDS.items()}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
     kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()
