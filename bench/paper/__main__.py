@@ -30,6 +30,7 @@ from bench.paper.figures import (
     value_of,
 )
 from bench.paper.page import docs_table, page, write_docs
+from bench.paper.reality import reality_figures
 from bench.paper.regimes import (
     device_figures,
     mixed_figures,
@@ -55,6 +56,7 @@ PARTS: Mapping[str, Callable[[BenchReport], None]] = {
     "shares": share_figures,
     "devices": device_figures,
     "unprofiled": unprofiled_figures,
+    "reality": reality_figures,
 }
 
 

@@ -85,7 +85,11 @@ def _step(record: InvocationResult, function: Mapping[str, Any], think_s: float)
     members = max(1.0, record.usage.get("batch", 1.0))
     earlier_s = sum(each.execution_ms or 0.0 for each in record.attempts) / 1000
     duration_s = max(SHORTEST_S, (record.execution_s - earlier_s) / members)
+    overhead_s = record.overhead_s - sum(each.overhead_ms or 0.0 for each in record.attempts) / 1000
+    malleable = function.get("runtime") == "pytest" and key == "cpu"
     units = record.units.get(key, 1) if key is not None else 1
+    if malleable:  # what its workers cost comes on top again when it is played
+        duration_s -= min(duration_s / 2, Physics().worker_cost_s * record.usage.get("workers", units) / units)
     work_s = duration_s if elasticity is None else duration_s * elasticity.efficiency(units) * units
     return TraceStep(
         think_s=round(think_s, 6),
@@ -95,9 +99,11 @@ def _step(record: InvocationResult, function: Mapping[str, Any], think_s: float)
         t_ori_s=round(max(SHORTEST_S, work_s), 6),
         elasticity=elasticity,
         service=record.function if function.get("model") is not None else None,
-        malleable=function.get("runtime") == "pytest" and key == "cpu",
+        malleable=malleable,
         size=record.usage.get("size"),
         batch_tokens=int(record.usage.get("tokens", 0.0) / members) if function.get("model") is not None else 0,
+        # A model's is a restore, which the simulator plays itself.
+        overhead_s=round(max(0.0, overhead_s), 6) if function.get("model") is None else 0.0,
     )
 
 

@@ -836,6 +836,7 @@ class Simulation:
         ready_s = self._ready_s(action, lease) if leads else self._running[lease.batch[0]].ready_s
         if self._physics.sandbox_start_s and "cpu" in lease.grants:
             ready_s = max(ready_s, self._sandboxes.ready_s(action.trajectory or action.id, lease.node, self._now_s))
+        ready_s += step.overhead_s
         running = PlayedAction(action, step, lease, workers, ready_s - self._now_s, ready_s, self._now_s, ready_s)
         running.resized_s = self._now_s
         self._running[action.id] = running

@@ -29,6 +29,7 @@ STEP_KEYS = frozenset(
         "profile_key",
         "size",
         "batch_tokens",
+        "overhead_s",
     }
 )
 
@@ -56,6 +57,8 @@ class TraceStep:
     size: float | None = None
     #: What it adds to a batch of its service; 0 where it runs alone.
     batch_tokens: int = 0
+    #: Seconds for which it holds its units besides the work: its sandbox or process is made ready and cleaned up.
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +184,7 @@ def _step(step: _Reader) -> TraceStep:
         profile_key=step.text("profile_key", ""),
         size=step.number("size") if step.values.get("size") is not None else None,
         batch_tokens=int(step.number("batch_tokens", 0)),
+        overhead_s=step.number("overhead_s", 0.0),
     )
 
 
@@ -258,6 +262,8 @@ def _step_json(step: TraceStep) -> dict[str, object]:
         line["size"] = step.size
     if step.batch_tokens:
         line["batch_tokens"] = step.batch_tokens
+    if step.overhead_s:
+        line["overhead_s"] = step.overhead_s
     return line
 
 

@@ -9,6 +9,8 @@ import pytest
 from bench.paper.__main__ import main
 from bench.paper.figures import TRAIN_S, Play, factors_of, figures
 from bench.paper.page import BEGIN, END, docs_table, page, write_docs
+from bench.paper.reality import kendall_tau, reality_figures
+from bench.report import BenchReport
 from tests.house.source import ROOT
 
 
@@ -60,3 +62,18 @@ def test_a_play_is_of_the_papers_cluster_and_repeats_itself() -> None:
     assert one.measure() == one.measure()
     with pytest.raises(SystemExit, match="no figure or part is named nothing"):
         main(["--only", "nothing"])
+
+
+def test_the_order_of_two_lists_agrees_wholly_not_at_all_or_by_half() -> None:
+    assert kendall_tau([(1, 10), (2, 20), (3, 30)]) == 1.0
+    assert kendall_tau([(1, 30), (2, 20), (3, 10)]) == -1.0
+    assert kendall_tau([(1, 10), (2, 30), (3, 20)]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.slow
+def test_what_a_real_gateway_recorded_is_played_by_the_simulator() -> None:
+    report = BenchReport("paper")
+    reality_figures(report, 2.0, ("searches",))
+    found = report.figures["reality_searches"]
+    assert isinstance(found, dict) and int(str(found["actions"])) > 20
+    assert {check.name for check in report.checks} == {"reality_mean_error", "reality_tail_error", "reality_order_tau"}

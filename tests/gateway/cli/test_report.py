@@ -13,7 +13,7 @@ import pytest
 
 from gateway.cli.report import COMPARED, PlayedRun, ReportedRun, RunAction, actions_of, page, play, workload_of
 from gateway.cli.simulate import recorded
-from manager.simulation.simulate import Size, run
+from manager.simulation.simulate import Size, run, simulate
 from manager.simulation.workloads import Workload, read_trace, write_trace
 from tangram import InvocationResult
 from tests.gateway.conftest import RunningGateway
@@ -74,10 +74,20 @@ def test_pauses_become_thinking_and_granted_units_become_work() -> None:
     assert (trajectory.id, trajectory.arrival_s, trajectory.memory_bytes) == ("r1", 0.0, 1024)
     shell, tests = trajectory.steps
     assert (shell.think_s, shell.t_ori_s) == (0.0, 1.5)
-    assert tests.think_s == pytest.approx(8.0) and tests.t_ori_s == pytest.approx(16.0) and tests.malleable
+    assert tests.think_s == pytest.approx(8.0) and tests.t_ori_s == pytest.approx(14.8) and tests.malleable
     assert read_trace(write_trace([trajectory])) == [trajectory]
     workload = Workload(name="replay", trajectories=(trajectory,))
     assert run(workload, ["adaptive"], Size(nodes=1, cores=8)).rows[0].act_s > 0
+
+
+def test_the_replay_of_a_history_takes_what_its_actions_took_overhead_and_workers_included() -> None:
+    suite = record("i1", "tests", 0.0, 5.0, 4.0, units={"cpu": 4}, overhead_ms=1000.0, usage={"workers": 4.0})
+    (trajectory,) = recorded([suite], FUNCTIONS)
+    assert trajectory.steps[0].overhead_s == pytest.approx(1.0)
+    assert read_trace(write_trace([trajectory])) == [trajectory]
+    replay = simulate(Workload(name="replay", trajectories=(trajectory,)), "fixed:4", Size(nodes=1, cores=4))
+    (action,) = replay.records
+    assert [action.overhead_s, action.execution_s] == pytest.approx([1.0, 4.0])
 
 
 def test_a_batch_is_shared_out_among_its_members() -> None:
