@@ -1,18 +1,17 @@
-"""SWE-ReX's RemoteRuntime is answered as by SWE-ReX's own server, also where trajectories live on a node."""
+"""SWE-ReX's RemoteRuntime is answered as by SWE-ReX's own server."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.world import ClusterGateway, DaemonProcess, document, stopped
 from tests.e2e.gateway import GatewayProcess
 from tests.ecosystem.environments import ClientEnvironment
 
@@ -84,49 +83,3 @@ def plain(told: Any) -> Any:
 def better(name: str, ours: dict[str, Any]) -> bool:
     """Return whether it is one of those that are better here, and good."""
     return any(known in name and good(ours[name]) for known, good in BETTER.items())
-
-
-@pytest.fixture(scope="module", params=["process", pytest.param("container", marks=pytest.mark.docker)])
-def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterGateway]:
-    """A gateway whose function `there` has its sandboxes on a node; nothing lives on either at the end."""
-    kind = str(request.param)
-    if kind == "container":
-        request.getfixturevalue("docker")
-    directory = tmp_path_factory.mktemp(f"nodes-{kind}")
-    described = document(directory / "gateway" / "state", kind)
-    described["functions"]["there"] |= {"output_limit": "16Mi", "sandbox": {"background": "run"}}
-    described["server"] |= {"body_limit": "128Mi", "auth": "none", "facades": {"swerex": {"function": "there"}}}
-    described["server"]["facades"]["docker"] = {"socket": str(directory / "docker.sock"), "function": "there"}
-    gateway = ClusterGateway(directory / "gateway", described)
-    node = DaemonProcess(directory / "n1", gateway, "n1", kind)
-    gateway.start()
-    try:
-        node.start()
-        gateway.until_state("n1", "ready")
-        yield gateway
-        with gateway.client() as client:
-            assert [each.trajectory for each in client.trajectories()] == []
-            assert {each.node for each in client.list(function="there")} == {"n1"}, "nothing ran anywhere else"
-    finally:
-        stopped(node)
-        status = gateway.stop()
-    assert status == 0, "\n".join(gateway.log[-30:])
-
-
-@pytest.mark.promise(
-    "The facades of SWE-ReX and Docker work over a node as on the gateway's machine, and over the death of its daemon."
-)
-async def test_swe_rex_is_answered_as_by_its_own_server(
-    elsewhere: ClusterGateway, client: Callable[[str], ClientEnvironment], tmp_path: Path
-) -> None:
-    environment, place = client("swerex"), tmp_path / "place"
-    place.mkdir()
-    async with own_server(environment, tmp_path) as port:
-        own, ours = await asyncio.gather(
-            environment.run("swerex_runtime", "http://127.0.0.1", str(port), "k", str(place)),
-            environment.run("swerex_runtime", f"{elsewhere.url}/swerex/there/swerex", "-", "any", "/workspace"),
-        )
-    del own["wrong key"], ours["wrong key"]
-    assert own.keys() == ours.keys()
-    odd = {name: (own[name], ours[name]) for name in own if plain(own[name]) != ours[name] and not better(name, ours)}
-    assert not odd, odd

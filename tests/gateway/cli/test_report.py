@@ -17,7 +17,7 @@ from manager.simulation.simulate import Size, run, simulate
 from manager.simulation.workloads import Workload, read_trace, write_trace
 from tangram import InvocationResult
 from tests.gateway.conftest import RunningGateway
-from tests.tangram.cli.conftest import Served, served
+from tests.tangram.cli.conftest import Served, invocation, served
 
 FUNCTIONS: dict[str, Any] = {
     "shell": {"name": "shell", "runtime": "exec", "cost": {"cpu": 1}, "sandbox": {"memory_bytes": 1024}},
@@ -35,32 +35,15 @@ VOID = {"meta", "br", "rect", "line", "polygon", "td", "tr", "th"}
 
 
 def record(id: str, function: str, start_s: float, end_s: float, execution_s: float, **more: Any) -> InvocationResult:
-    values: dict[str, Any] = {
-        **dict.fromkeys(("parent", "retry_after_s", "started_at", "node", "callback", "act_ms")),
-        "id": id,
-        "function": function,
-        "task": "t",
-        "trajectory": "r1",
-        "revision": "",
-        "mode": "sync",
-        "state": "succeeded",
-        "reason": None,
-        "message": "",
-        "component": "",
-        "detail": {},
-        "result": None,
+    times: dict[str, Any] = {
+        "accepted_at": datetime.fromtimestamp(start_s, UTC),
+        "ended_at": datetime.fromtimestamp(end_s, UTC),
         "queue_ms": 0.0,
         "overhead_ms": 0.0,
         "execution_ms": 1000 * execution_s,
-        "units": {},
-        "usage": {},
-        "attempt": 1,
-        "attempts": (),
-        "dead": False,
-        "accepted_at": datetime.fromtimestamp(start_s, UTC),
-        "ended_at": datetime.fromtimestamp(end_s, UTC),
     }
-    return InvocationResult(**{**values, **more})
+    about: dict[str, Any] = {"id": id, "task": "t", "trajectory": "r1", "state": "succeeded", "units": {}, "node": None}
+    return invocation(0, function, **{**about, **times, **more})
 
 
 def test_pauses_become_thinking_and_granted_units_become_work() -> None:

@@ -191,16 +191,6 @@ def test_weights_buffers_and_ties_are_bit_equal(tied: bool, tmp_path: Path, devi
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_a_cut_restore_still_computes_right(checkpoint: Write, device: OneDevice) -> None:
-    """Many small copies, and a computation that starts before they have arrived."""
-    path = checkpoint("llama", "lm")
-    place = device.place(path, "lm")
-    for _ in range(5):
-        device.engine.evict()
-        rows = device.run(place, items(ModelAction.LOGPROBS))
-        assert rows[0] == pytest.approx(plain_logprobs(path, IDS[0]), abs=1e-5)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("action", [ModelAction.LOGPROBS, ModelAction.SCORE, ModelAction.GENERATE])
 def test_every_module_waits_for_its_own_weights(

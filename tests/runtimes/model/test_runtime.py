@@ -118,17 +118,19 @@ async def test_an_overlong_input_is_refused_or_cut_by_the_functions_choice(
     assert answer["tokens"] == [4, 6, 1, 6]
 
 
-async def test_a_token_beyond_the_vocabulary_is_an_invalid_input(checkpoint: Write, runtime: ModelRuntime) -> None:
-    with pytest.raises(ActionFailed, match="beyond the vocabulary of 256") as caught:
-        await runtime.execute(execution(teacher(checkpoint), {"token_ids": [[1], [256]]}))
-    assert caught.value.reason is Reason.INVALID_INPUT
-
-
-async def test_text_for_a_checkpoint_without_a_tokenizer_is_an_invalid_input(
-    checkpoint: Write, runtime: ModelRuntime
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"token_ids": [[1], [256]]}, "beyond the vocabulary of 256"),
+        ({"texts": ["a"]}, "holds no tokenizer"),
+        *((GIVEN | {"top_logprobs": count}, "top_logprobs") for count in (-1, 129, 1.5, True, "1")),
+    ],
+)
+async def test_what_the_model_cannot_take_is_an_invalid_input(
+    given: dict[str, object], message: str, checkpoint: Write, runtime: ModelRuntime
 ) -> None:
-    with pytest.raises(ActionFailed, match="holds no tokenizer") as caught:
-        await runtime.execute(execution(teacher(checkpoint), {"texts": ["a"]}))
+    with pytest.raises(ActionFailed, match=message) as caught:
+        await runtime.execute(execution(teacher(checkpoint), given))
     assert caught.value.reason is Reason.INVALID_INPUT
 
 
@@ -479,14 +481,6 @@ async def test_none_of_the_likeliest_still_tells_ids_and_ranks(checkpoint: Write
     told: Any = value(await runtime.execute(execution(asked, {"token_ids": [[7, 3], [9]], "top_logprobs": 0})))
     assert (told["token_ids"], told["top_logprobs"]) == ([[7, 3], [9]], [[[]], []])
     assert [len(row) for row in told["ranks"]] == [1, 0]
-
-
-@pytest.mark.parametrize("count", [-1, 129, 1.5, True, "1"])
-async def test_a_count_of_likeliest_tokens_that_is_none_is_refused(
-    count: object, checkpoint: Write, runtime: ModelRuntime
-) -> None:
-    with pytest.raises(ActionFailed, match="top_logprobs"):
-        await runtime.execute(execution(teacher(checkpoint, (1,)), {"token_ids": IDS, "top_logprobs": count}))
 
 
 EARLY_IDS = [7, 3, 99, 12]

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from manager.function import SandboxSpec
-from runtimes.sandbox.command import Command
+from runtimes.sandbox.command import Command, CommandResult
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.sandbox.box import Box, running_box
@@ -19,6 +19,16 @@ from tests.runtimes.sandbox.box import Box, running_box
 def unique(name: str) -> str:
     """A name that no other test process gives to a sandbox of the same engine."""
     return f"{name}-{secrets.token_hex(4)}"
+
+
+async def sh(sandbox: Sandbox, text: str, **options: object) -> CommandResult:
+    """Run a shell's command; what its end leaves is killed soon."""
+    return await sandbox.run(Command(shell=text, **{"kill_grace_s": 0.2, **options}))  # type: ignore[arg-type]  # by name
+
+
+async def say(sandbox: Sandbox, text: str, user: str = "") -> str:
+    """Return what a shell's command says."""
+    return (await sh(sandbox, text, user=user)).stdout.decode()
 
 
 #: For what the runner alone decides, in the same way in every kind of sandbox.
@@ -83,6 +93,15 @@ async def fresh_sandbox(shared_provider: Provider) -> AsyncIterator[Sandbox]:
 async def containers(docker: str, tmp_path: Path) -> AsyncIterator[Provider]:
     """A provider of containers, for what only they can do."""
     provider = make_provider(ProviderSettings(kind="container", state_dir=tmp_path / "state"))
+    yield provider
+    await provider.reap(())
+    await provider.close()
+
+
+@pytest.fixture
+async def local(tmp_path: Path) -> AsyncIterator[Provider]:
+    """A provider of process sandboxes alone."""
+    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
     yield provider
     await provider.reap(())
     await provider.close()

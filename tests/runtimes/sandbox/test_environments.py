@@ -28,7 +28,6 @@ from manager.function import Background, FunctionSpec, Isolation, SandboxSpec, W
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import DEMAND_S, Environments, EnvironmentSettings, WarmPool
 from runtimes.sandbox.exec import ExecRuntime
-from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.runner.client import lost
 from runtimes.sandbox.sandbox import CreationGate, Provider, Sandbox
 from runtimes.secrets import Secrets
@@ -36,14 +35,6 @@ from tests.runtimes.recorder import assert_as_declared, execution_of
 from tests.virtual_clock import VirtualClock
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-async def local(tmp_path: Path) -> AsyncIterator[Provider]:
-    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
-    yield provider
-    await provider.reap(())
-    await provider.close()
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import pytest
 
 from manager.errors import CodedError, InvalidInput, NotFound, TooLarge
 from manager.function import Capabilities, SandboxSpec
-from runtimes.sandbox.command import PIECE_BYTES, Command, CommandResult, FileContent
+from runtimes.sandbox.command import PIECE_BYTES, Command, FileContent
 from runtimes.sandbox.docker.engine import repeatable
 from runtimes.sandbox.files import gathered, open_archive, put_archive
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.runtimes.sandbox.conftest import ON_SHARED_LOOP, RUNNER_ALONE, SHARED_RUNNER_ALONE, unique
+from tests.runtimes.sandbox.conftest import ON_SHARED_LOOP, RUNNER_ALONE, SHARED_RUNNER_ALONE, say, sh, unique
 
 LIMIT_BYTES = 2**20
 MIB = 2**20
@@ -62,10 +62,6 @@ async def got(
             file = tar.extractfile(entry) if entry.isreg() else None
             found[entry.name] = entry.linkname if file is None else file.read().decode()
     return found
-
-
-async def say(sandbox: Sandbox, text: str, user: str = "") -> str:
-    return (await sandbox.run(Command(shell=text, user=user))).stdout.decode()
 
 
 async def file_error(work: object) -> object:
@@ -221,10 +217,6 @@ class TestWhatCommandsMay:
         assert mask & (1 << 1), "DAC_OVERRIDE"
         assert not mask & (1 << 13) and not mask & (1 << 27), "neither NET_RAW nor MKNOD"
         assert int(ours.split()[1], 16) == int(ours_again.split()[1], 16) == 0, "other users have none"
-
-
-async def sh(sandbox: Sandbox, text: str) -> CommandResult:
-    return await sandbox.run(Command(shell=text))
 
 
 @ON_SHARED_LOOP

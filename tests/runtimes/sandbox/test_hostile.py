@@ -17,13 +17,9 @@ from runtimes.sandbox.disk import DiskWatch, image_bytes
 from runtimes.sandbox.docker.provider import ContainerProvider
 from runtimes.sandbox.process import ProcessProvider
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import sh, unique
 
 DEADLINE_S = 60.0
-
-
-async def sh(sandbox: Sandbox, text: str, *, user: str = "", timeout_s: float = 10.0) -> CommandResult:
-    return await sandbox.run(Command(shell=text, user=user, timeout_s=timeout_s, kill_grace_s=0.2))
 
 
 async def python(sandbox: Sandbox, text: str, *, user: str = "", timeout_s: float = 10.0) -> CommandResult:

@@ -20,10 +20,10 @@ import pytest
 
 from manager.errors import InvalidConfig, InvalidInput, Unsupported
 from manager.function import SandboxSpec
-from runtimes.sandbox.command import Command, CommandResult
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.linux import ENOSYS, EPERM, ERRNO, MACHINES, Cgroup, CpuWeight, Hierarchy, compiled, parse_cores
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.runtimes.sandbox.conftest import ON_SHARED_LOOP, unique
+from tests.runtimes.sandbox.conftest import ON_SHARED_LOOP, sh, unique
 
 V1 = """\
 31 30 0:27 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct
@@ -375,10 +375,6 @@ def test_a_real_group_has_bounds(unified: Path, real: Cgroup) -> None:
         assert shell.wait(DEADLINE_S) == -9
     assert real.oom_kills() == 1
     assert real.peak_memory_bytes() > 32 * 2**20
-
-
-async def sh(sandbox: Sandbox, text: str, *, user: str = "") -> CommandResult:
-    return await sandbox.run(Command(shell=text, kill_grace_s=0.2, user=user))
 
 
 @ON_SHARED_LOOP

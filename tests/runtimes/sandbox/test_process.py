@@ -30,7 +30,7 @@ from manager.errors import (
     Unsupported,
 )
 from manager.function import Background, Network, SandboxSpec
-from runtimes.sandbox.command import Command, CommandResult
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.process import HostSupport, ProcessProvider, inside, require_shown, shown_places
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.runner.client import unmade
@@ -38,7 +38,7 @@ from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.sandbox import CreationGate, Sandbox
 from runtimes.sandbox.spec import SandboxRecord
 from tangram.archive import opened_directory
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import sh, unique
 
 DEADLINE_S = 60.0
 NOBODY = 65534
@@ -156,10 +156,6 @@ async def sandbox(provider: ProcessProvider) -> AsyncIterator[Sandbox]:
     made = await provider.create(SandboxSpec(), name=unique("plain"), labels={}, mounts={})
     yield made
     await made.close()
-
-
-async def sh(sandbox: Sandbox, text: str, *, timeout_s: float = 10.0, cwd: str = "") -> CommandResult:
-    return await sandbox.run(Command(shell=text, timeout_s=timeout_s, kill_grace_s=0.2, cwd=cwd))
 
 
 def living(words: str) -> int:

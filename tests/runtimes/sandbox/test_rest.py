@@ -13,17 +13,13 @@ from pathlib import Path
 import pytest
 
 from manager.function import Background, SandboxSpec
-from runtimes.sandbox.command import Command, CommandResult
+from runtimes.sandbox.command import Command
 from runtimes.sandbox.linux import CpuWeight
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.spec import SandboxRecord
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import sh, unique
 
 DEADLINE_S = 60.0
-
-
-async def sh(sandbox: Sandbox, text: str, *, user: str = "") -> CommandResult:
-    return await sandbox.run(Command(shell=text, kill_grace_s=0.2, user=user))
 
 
 class TestRest:

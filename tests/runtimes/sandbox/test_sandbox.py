@@ -12,19 +12,15 @@ import pytest
 
 from manager.errors import ActionFailed, Conflict, InvalidInput, NotFound, Reason, TooLarge
 from manager.function import Isolation, SandboxSpec
-from runtimes.sandbox.command import ARGUMENT_MAX_BYTES, Command, CommandResult
+from runtimes.sandbox.command import ARGUMENT_MAX_BYTES, Command
 from runtimes.sandbox.exec import conclude
 from runtimes.sandbox.runner.client import MARKER
 from runtimes.sandbox.sandbox import Provider, Sandbox
-from tests.runtimes.sandbox.conftest import SHARED_RUNNER_ALONE, unique
+from tests.runtimes.sandbox.conftest import SHARED_RUNNER_ALONE, sh, unique
 
 #: Most tests share a sandbox; what leaves processes or meets a bound has a fresh one.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 DEADLINE_S = 60.0
-
-
-async def sh(sandbox: Sandbox, text: str, **options: object) -> CommandResult:
-    return await sandbox.run(Command(shell=text, **options))  # type: ignore[arg-type]  # the tests' own options
 
 
 class TestCommands:

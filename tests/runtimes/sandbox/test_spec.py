@@ -8,7 +8,7 @@ import socketserver
 import stat
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from runtimes.sandbox.spec import (
 )
 from runtimes.secrets import Secrets
 from tangram.types import SandboxChoice
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import say, unique
 from tests.virtual_clock import VirtualClock
 
 DEADLINE_S = 60.0
@@ -288,18 +288,6 @@ def test_a_function_that_lets_trajectories_choose_it_is_served_in_what_was_chose
 def test_an_opening_differs_in_amounts_too() -> None:
     assert "memory" in difference(replace(OWN, memory_bytes=1), OWN)
     assert not difference(replace(OWN, chosen=True), OWN)
-
-
-@pytest.fixture
-async def local(tmp_path: Path) -> AsyncIterator[Provider]:
-    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
-    yield provider
-    await provider.reap(())
-    await provider.close()
-
-
-async def say(sandbox: Sandbox, text: str) -> str:
-    return (await sandbox.run(Command(shell=text))).stdout.decode()
 
 
 async def test_what_was_chosen_holds_for_every_sandbox_of_the_trajectory(local: Provider) -> None:

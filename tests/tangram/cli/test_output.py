@@ -11,15 +11,12 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from datetime import UTC, datetime, timedelta, timezone
-from typing import Any
 
 import click
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram import InvocationResult
 from tangram.cli.invocations import INVOCATIONS, invocation_rows
 from tangram.cli.output import (
     LOOK_S,
@@ -38,6 +35,7 @@ from tangram.cli.output import (
     transfers,
 )
 from tangram.types import LogLine
+from tests.tangram.cli.conftest import invocation
 
 Look = Callable[..., str]
 
@@ -221,38 +219,6 @@ def test_a_copy_shows_its_bytes_and_its_files() -> None:
     assert "tree[x]" in shown and "4Ki of 4Ki" in shown and "2 of 2 files" in shown
 
 
-NOW = datetime.now(UTC)
-ONE: dict[str, Any] = {
-    "id": "0000000025a-964ec9f8f6c4",
-    "function": "pytest_reward",
-    "revision": "r",
-    "task": "swe-coding",
-    "trajectory": "swe-1094",
-    "parent": None,
-    "mode": "sync",
-    "state": "failed",
-    "reason": "out_of_memory",
-    "message": "",
-    "component": "",
-    "detail": {},
-    "retry_after_s": None,
-    "accepted_at": NOW - timedelta(seconds=40),
-    "started_at": None,
-    "ended_at": None,
-    "queue_ms": 1200.0,
-    "overhead_ms": 44.0,
-    "execution_ms": 6700.0,
-    "act_ms": None,
-    "node": "node-a",
-    "units": {"cpu": 2},
-    "usage": {},
-    "attempt": 1,
-    "attempts": (),
-    "dead": False,
-    "callback": None,
-}
-
-
 @pytest.mark.parametrize(
     ("width", "there", "gone"), [(60, "AGE", "UNITS"), (80, "AGE", "OVERHEAD"), (200, "UNITS", "~")]
 )
@@ -262,7 +228,7 @@ def test_a_terminal_is_never_overflowed(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("NO_COLOR", "1")
-    show(table(INVOCATIONS, invocation_rows([msgspec.convert(ONE, InvocationResult)], short=True)))
+    show(table(INVOCATIONS, invocation_rows([invocation(0x25A, "pytest_reward", overhead_ms=44.0)], short=True)))
     head, row = capsys.readouterr().out.splitlines()
     assert len(row) <= width
     assert there in head and gone not in head + row

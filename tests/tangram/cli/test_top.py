@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -19,52 +19,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangram import InvocationResult
 from tangram.cli.output import cells_of
 from tangram.cli.top import TopState, TopView, sections
 from tangram.types import ActivityInfo, QueueEntry, ResourcesInfo, TaskInfo, WaitCause
 from tests.gateway.conftest import RunningGateway
-from tests.tangram.cli.conftest import Served
+from tests.tangram.cli.conftest import Served, id_of, invocation
 
 PATIENCE_S = 60.0
 NOW = datetime.now(UTC)
-
-
-def id_of(number: int) -> str:
-    return f"{number:011x}-{number:012x}"
-
-
-def invocation(number: int, function: str, **other: Any) -> InvocationResult:
-    fields = {
-        "id": id_of(number),
-        "function": function,
-        "revision": "r",
-        "task": "swe",
-        "trajectory": f"swe-{number}",
-        "parent": None,
-        "mode": "sync",
-        "state": "running",
-        "reason": None,
-        "message": "",
-        "component": "",
-        "detail": {},
-        "retry_after_s": None,
-        "accepted_at": NOW - timedelta(seconds=9),
-        "started_at": None,
-        "ended_at": None,
-        "queue_ms": 1000.0,
-        "overhead_ms": 44.0,
-        "execution_ms": None,
-        "act_ms": None,
-        "node": "node-a",
-        "units": {"cpu": 2},
-        "usage": {},
-        "attempt": 1,
-        "attempts": (),
-        "dead": False,
-        "callback": None,
-    }
-    return msgspec.convert(fields | other, InvocationResult)
 
 
 def entry(number: int, why: str, age_s: float) -> QueueEntry:

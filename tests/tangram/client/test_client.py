@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
-import inspect
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -20,7 +19,6 @@ import pytest
 from scripts.make_sync_client import generated
 from tangram import (
     AsyncClient,
-    AsyncTrajectory,
     BatchCall,
     Client,
     ConflictError,
@@ -33,9 +31,7 @@ from tangram import (
     NotFoundError,
     Retries,
     TangramError,
-    Trajectory,
 )
-from tangram.adapters import AsyncSandboxProvider, SandboxProvider
 from tangram.client.handlers import MARK, captured, definition_of
 from tangram.testing import ScriptedCall, ScriptedFailure, ScriptedGateway, broken
 from tests.gateway.conftest import DEADLINE_S, RunningGateway
@@ -455,16 +451,3 @@ def test_a_function_without_a_file_is_refused() -> None:
 def test_the_committed_synchronous_client_is_current() -> None:
     stale = [path.name for path, text in generated() if path.read_text(encoding="utf-8") != text]
     assert stale == [], "run: python -m scripts.make_sync_client"
-
-
-@pytest.mark.parametrize(
-    ("waiting", "blocking"),
-    [(AsyncClient, Client), (AsyncTrajectory, Trajectory), (AsyncSandboxProvider, SandboxProvider)],
-)
-def test_the_twins_have_the_same_methods_with_the_same_arguments(waiting: type, blocking: type) -> None:
-    def signatures(kind: type) -> dict[str, list[str]]:
-        methods = {name: value for name, value in vars(kind).items() if inspect.isfunction(value)}
-        public = {name: value for name, value in methods.items() if not name.startswith("_")}
-        return {name: list(inspect.signature(value).parameters) for name, value in public.items()}
-
-    assert signatures(waiting) == signatures(blocking)

@@ -7,7 +7,6 @@ import json
 import random
 import socket
 import struct
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -53,12 +52,6 @@ PATHS = (
     "/exec/%s/json",
     "/containers/%s/archive?path=%s", "/v1.41/%s", "/%s", "/containers/create?name=%s", "/exec/%s/start",
 )  # fmt: skip
-
-
-@pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[EngineWorld]:
-    async with engine_world(tmp_path) as world:
-        yield world
 
 
 @pytest.mark.promise("A container holds no core until a command runs, and a command whose client goes is ended.")
@@ -225,14 +218,6 @@ async def test_routes_versions_and_options_that_are_not_done_are_refused_by_name
         told = await engine.ask(method, path)
         assert (told[0], named in told[1]["message"]) == (status, True), told
         assert len(told[1]["message"]) < 250, "it is read on a terminal"
-
-
-async def test_commands_that_come_at_once_wait_their_turn_and_none_fails(engine: EngineWorld) -> None:
-    boxes = [await engine.keep_alive(f"box{number}") for number in range(4)]
-    ran = await asyncio.gather(
-        *(engine.do(lambda box=box, n=n: box.exec_run(f"echo {n}")) for box in boxes for n in range(4))  # type: ignore[misc]
-    )
-    assert [each.output for each in ran] == [f"{n}\n".encode() for _ in boxes for n in range(4)]
 
 
 async def test_no_more_containers_than_the_bound_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

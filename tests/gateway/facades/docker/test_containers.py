@@ -8,7 +8,6 @@ import json
 import tarfile
 from collections.abc import AsyncIterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +18,11 @@ from gateway.facades.docker.api import NEVER, PathStat, _first, entry_stat, inst
 from gateway.facades.docker.containers import Container, ContainerManager, Containers
 from manager.errors import InvalidInput, NotFound, StorageUnavailable
 from tests.gateway.conftest import until
-from tests.gateway.facades.docker.world import IMAGE, EngineWorld, engine_world
+from tests.gateway.facades.docker.world import IMAGE, EngineWorld
 
 DEADLINE_S = 60.0
 
 SETTINGS = DockerFacade(socket="/unused", function="box")
-
-
-@pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[EngineWorld]:
-    async with engine_world(tmp_path) as world:
-        yield world
 
 
 @pytest.fixture

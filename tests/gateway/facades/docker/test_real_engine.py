@@ -43,6 +43,14 @@ PIECE = "`name` is a piece of a name"
 SIZE = "the size of a directory"
 
 
+#: Fields of a container that say where and how the engine keeps it.
+KEPT = (
+    "Driver", "GraphDriver.*", "*Path", "Config.Hostname", "HostConfig.CgroupnsMode", "HostConfig.IpcMode",
+    "HostConfig.KernelMemory*", "HostConfig.MaskedPaths", "HostConfig.ReadonlyPaths", "HostConfig.Runtime",
+    "HostConfig.ShmSize",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """An answer that may differ: where, and why."""
@@ -67,34 +75,9 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference("*", "*", "body.NetworkSettings.*", NETWORK),
     Difference("*", "*", "body.*.NetworkSettings.*", NETWORK),
     *(
-        Difference("*", "*inspect*", f"body.{name}", HOST)
-        for name in (
-            "Driver",
-            "GraphDriver.*",
-            "*Path",
-            "Config.Hostname",
-            "HostConfig.CgroupnsMode",
-            "HostConfig.IpcMode",
-            "HostConfig.KernelMemory*",
-            "HostConfig.MaskedPaths",
-            "HostConfig.ReadonlyPaths",
-            "HostConfig.Runtime",
-            "HostConfig.ShmSize",
-        )
-    ),
-    *(
-        Difference("life", "by the new name", f"body.{name}", HOST)
-        for name in (
-            "Driver",
-            "GraphDriver.*",
-            "*Path",
-            "Config.Hostname",
-            "HostConfig.*Mode",
-            "HostConfig.KernelMemory*",
-            "HostConfig.*Paths",
-            "HostConfig.Runtime",
-            "HostConfig.ShmSize",
-        )
+        Difference(scene, label, f"body.{name}", HOST)
+        for scene, label in (("*", "*inspect*"), ("life", "by the new name"))
+        for name in KEPT
     ),
     Difference("*", "*", "body.Config.Env", IMAGE),
     Difference("images", "image *", "body.Co*", IMAGE),

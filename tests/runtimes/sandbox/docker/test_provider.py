@@ -35,7 +35,7 @@ from manager.errors import (
     Unsupported,
 )
 from manager.function import Background, Network, SandboxSpec
-from runtimes.sandbox.command import PIECE_BYTES, Command, CommandResult
+from runtimes.sandbox.command import PIECE_BYTES, Command
 from runtimes.sandbox.docker.engine import DockerEngine, EngineConnection, known_here
 from runtimes.sandbox.docker.provider import ContainerProvider, InternalNetworks, end_here, make_isolated
 from runtimes.sandbox.environments import Environments
@@ -44,7 +44,7 @@ from runtimes.sandbox.runner.client import MARKER
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.spec import noted_bounded
 from tests.runtimes.sandbox import test_rest, test_sandbox
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import sh, unique
 
 pytestmark = pytest.mark.docker
 DEADLINE_S = 60.0
@@ -56,10 +56,6 @@ print(EngineConnection.open("", timeout_s=60, workers=1).shares(Path(sys.argv[1]
 """
 
 NETWORK_HERE = str(Path("/proc/self/ns/net").readlink())
-
-
-async def sh(sandbox: Sandbox, text: str, *, timeout_s: float = 20.0, user: str = "") -> CommandResult:
-    return await sandbox.run(Command(shell=text, timeout_s=timeout_s, kill_grace_s=0.2, user=user))
 
 
 def engine(*words: str) -> str:
@@ -439,14 +435,6 @@ class TestWithoutPython:
             await sandbox.spawn(Command(argv=("cat",)))
 
 
-async def run_sh(sandbox: Sandbox, text: str) -> CommandResult:
-    return await sandbox.run(Command(shell=text, kill_grace_s=0.2))
-
-
-def docker_says(*words: str) -> str:
-    return subprocess.run(["docker", *words], capture_output=True, text=True, check=True, timeout=120).stdout.strip()
-
-
 @asynccontextmanager
 async def containers(state_dir: Path, **docker: object) -> AsyncIterator[ContainerProvider]:
     """A provider; whatever a test leaves behind is removed."""
@@ -497,9 +485,9 @@ def test_who_sees_files_of_its_own_shares_none(docker: str, tmp_path: Path) -> N
 async def test_nothing_of_this_machine_is_in_the_container(provider: ContainerProvider, spec: SandboxSpec) -> None:
     sandbox = await provider.create(spec, name=unique("bare"), labels={}, mounts={})
     name = f"tangram-{sandbox.id}"
-    shown = docker_says("inspect", "--format", "{{.Mounts}} {{.HostConfig.Binds}} {{.Config.StdinOnce}}", name)
+    shown = engine("inspect", "--format", "{{.Mounts}} {{.HostConfig.Binds}} {{.Config.StdinOnce}}", name)
     assert shown == "[] [] false"
-    assert (await run_sh(sandbox, "ls -d /.tangram || ls /proc/1/cwd")).exit_code != 0
+    assert (await sh(sandbox, "ls -d /.tangram || ls /proc/1/cwd")).exit_code != 0
 
 
 def test_a_process_id_of_another_namespace_is_nobodys_here() -> None:
@@ -514,19 +502,19 @@ async def test_cores_are_the_engines_business_and_rest_is_the_runners(
 ) -> None:
     sandbox = await provider.create(spec, name=unique("grip"), labels={}, mounts={})
     shown = "{{.HostConfig.CpusetCpus}} {{.HostConfig.CpuQuota}} {{.HostConfig.CpuShares}}"
-    await run_sh(sandbox, "sleep 1000 >/dev/null 2>&1 &")
+    await sh(sandbox, "sleep 1000 >/dev/null 2>&1 &")
 
     def grip() -> list[str]:
-        return docker_says("inspect", "--format", shown, f"tangram-{sandbox.id}").split()
+        return engine("inspect", "--format", shown, f"tangram-{sandbox.id}").split()
 
     await sandbox.set_cores([0])
     assert grip() == ["0", "100000", "1024"]
     await sandbox.quiesce(Background.RUN)
     assert grip()[2:] == ["2"]
     await sandbox.quiesce(Background.FREEZE)
-    states = docker_says("top", f"tangram-{sandbox.id}", "-eo", "pid,comm,stat")
+    states = engine("top", f"tangram-{sandbox.id}", "-eo", "pid,comm,stat")
     assert re.search(r" T[N<sl]*\b", states)
-    assert (await run_sh(sandbox, "ps -eo stat= | grep -c ^T")).stdout == b"0\n"
+    assert (await sh(sandbox, "ps -eo stat= | grep -c ^T")).stdout == b"0\n"
 
 
 async def test_files_come_and_go_and_too_little_memory_is_told(provider: ContainerProvider, spec: SandboxSpec) -> None:
@@ -544,7 +532,7 @@ async def test_files_come_and_go_and_too_little_memory_is_told(provider: Contain
         assert sum([len(chunk) async for chunk in file.chunks()]) == 3 * PIECE_BYTES
     result = await sandbox.run(Command(argv=("python3", "-c", "x = bytearray(10**9)")))
     assert (result.out_of_memory, result.signal) == (True, 9)
-    assert (await run_sh(sandbox, "echo alive")).stdout == b"alive\n"
+    assert (await sh(sandbox, "echo alive")).stdout == b"alive\n"
 
 
 async def test_a_disk_that_cannot_be_seen_is_asked_for(provider: ContainerProvider, spec: SandboxSpec) -> None:
@@ -552,10 +540,10 @@ async def test_a_disk_that_cannot_be_seen_is_asked_for(provider: ContainerProvid
     sandbox = await provider.create(small, name=unique("disk"), labels={}, mounts={})
     await provider._disk.check()
     assert sandbox.alive
-    await run_sh(sandbox, "head -c 2000000 /dev/zero > one; head -c 2000000 /dev/zero > two")
+    await sh(sandbox, "head -c 2000000 /dev/zero > one; head -c 2000000 /dev/zero > two")
     await provider._disk.check()
     with pytest.raises(ActionFailed, match="disk bound"):
-        await run_sh(sandbox, "true")
+        await sh(sandbox, "true")
 
 
 async def test_a_copy_in_place_of_a_mount_is_bounded(
@@ -586,10 +574,10 @@ async def test_egress_needs_rules_of_the_gateway_or_a_network_that_has_its_own(
 
 async def test_a_snapshot_is_forked(provider: ContainerProvider, spec: SandboxSpec) -> None:
     environments = Environments(provider)
-    await run_sh(await environments.ensure("one", spec), "echo shared > file")
+    await sh(await environments.ensure("one", spec), "echo shared > file")
     taken = await environments.snapshot("one")
     copy = await environments.ensure("two", replace(spec, snapshot=taken.id, chosen=True))
-    assert (await run_sh(copy, "cat file")).stdout == b"shared\n"
+    assert (await sh(copy, "cat file")).stdout == b"shared\n"
     await environments.close()
     await provider.snapshots.remove(taken.id)
 
@@ -707,7 +695,7 @@ class TestCuts:
             running = asyncio.create_task(sandbox.run(Command(shell=script), lambda *_: begun.set()))
             await begun.wait()
             wire.cut()
-            await run_sh(sandbox, "true")
+            await sh(sandbox, "true")
             await asyncio.to_thread(private_engine.kill)
             await asyncio.to_thread(private_engine.start)
             await sandbox.write_file("go", b"")
@@ -719,14 +707,14 @@ class TestCuts:
     ) -> None:
         monkeypatch.setattr("runtimes.sandbox.docker.attach.AWAY_S", 0.5)
         async with behind_a_wire(private_engine, spec, tmp_path) as (wire, sandbox):
-            await run_sh(sandbox, "echo kept > file")
+            await sh(sandbox, "echo kept > file")
             wire.up = False
             wire.cut()
-            for attempt in (run_sh(sandbox, "cat file"), sandbox.set_cores([0])):
+            for attempt in (sh(sandbox, "cat file"), sandbox.set_cores([0])):
                 with pytest.raises(ActionFailed, match="may live on") as caught:
                     await attempt
                 assert caught.value.reason is Reason.NODE_LOST
             await sandbox.quiesce(Background.FREEZE)
             assert sandbox.alive
             wire.up = True
-            assert (await run_sh(sandbox, "cat file")).stdout == b"kept\n"
+            assert (await sh(sandbox, "cat file")).stdout == b"kept\n"
