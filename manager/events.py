@@ -95,6 +95,8 @@ class NodeClosed:
     why: str
     #: Whether the trajectories that live there go on: their actions are started. By default nothing is.
     finishing: bool = False
+    #: Whether its devices serve on: what is missing there are sandboxes alone.
+    devices: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,6 +195,13 @@ class SandboxSpec:
     unattended_s: Annotated[
         float, Setting("a durable call's command runs on so long without its gateway, for the next to take over")
     ] = 600.0
+    still_s: Annotated[
+        float,
+        Setting(
+            "a command of which a process is stopped (SIGSTOP) is ended when none of it has worked or said anything "
+            "for so long; 0 never"
+        ),
+    ] = 60.0
     warm: Annotated[Warm, Setting("sandboxes kept ready")] = Warm()
     #: Whether a trajectory has chosen some of it (`runtimes.sandbox.spec`).
     chosen: bool = False

@@ -480,7 +480,7 @@ class Cluster:
         self._trouble, self._trouble_since_s = trouble, asyncio.get_running_loop().time()
         if trouble:
             log.error("nothing new can begin on this machine", why=trouble)
-            self.engine.tell(NodeClosed(node=name, why=f"unfit: {trouble}", finishing=True))
+            self.engine.tell(NodeClosed(node=name, why=f"unfit: {trouble}", finishing=True, devices=True))
         else:
             log.info("this machine is fit again")
             self.engine.tell(NodeOpened(node=name))
@@ -915,7 +915,11 @@ class Cluster:
         for verdict in verdicts:
             match verdict:
                 case Shut():
-                    self.engine.tell(NodeClosed(node=verdict.node, why=verdict.why, finishing=verdict.finishing))
+                    self.engine.tell(
+                        NodeClosed(
+                            node=verdict.node, why=verdict.why, finishing=verdict.finishing, devices=verdict.devices
+                        )
+                    )
                     logger.warning("a node is closed", node=verdict.node, why=verdict.why)
                     if self.leaving(verdict.node):
                         self._records.moved(verdict.node, "draining")

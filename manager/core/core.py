@@ -59,7 +59,7 @@ class Membership:
             known = state.nodes[node.name]
             has = known.spec.devices, known.spec.device_bytes
             if has != (node.devices, node.device_bytes) and not self._has_device_leased(node.name):
-                state.resources.refit(node, closed=known.closed is not None)
+                state.resources.refit(node, closed=known.closed is not None and not known.devices)
                 has = node.devices, node.device_bytes
             state.nodes.describe(replace(node, devices=has[0], device_bytes=has[1]))
             state.resources.note_membership()
@@ -71,11 +71,11 @@ class Membership:
         leases = (running.lease for running in self._state.executing.all() if running.lease.node == name)
         return any(grant.chunk is not None for lease in leases for grant in lease.grants.values())
 
-    def close(self, name: str, why: str, *, finishing: bool = False) -> None:
+    def close(self, closed: NodeClosed) -> None:
         """Place nothing on a node any more, and start there what its trajectories ask for only if it is finishing."""
-        if name in self._state.nodes:
-            self._state.nodes.close(name, why, finishing=finishing)
-            self._state.resources.close(name, finishing=finishing)
+        if closed.node in self._state.nodes:
+            self._state.nodes.close(closed.node, closed.why, finishing=closed.finishing, devices=closed.devices)
+            self._state.resources.close(closed.node, finishing=closed.finishing, devices=closed.devices)
 
     def open(self, name: str) -> None:
         """Start and place on a closed node again."""
@@ -316,7 +316,7 @@ class Core:
             case NodeJoined():
                 self._membership.join(event.node)
             case NodeClosed():
-                self._membership.close(event.node, event.why, finishing=event.finishing)
+                self._membership.close(event)
             case NodeOpened():
                 self._membership.open(event.node)
             case ResidencyReported():

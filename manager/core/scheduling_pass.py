@@ -427,7 +427,7 @@ class Selector:
         if bound:
             names = self._nodes_for(signature)
         elif placed and signature.placement != ANYWHERE:
-            among = self._nodes.right_for(signature.placement)
+            among = self._nodes.with_devices_for(signature.placement)
             names = names if among else ()
         together = not (signature.batch_service or placed)
         found = {}
@@ -525,7 +525,7 @@ class AllowedPlaces:
             return places
         right = self._right.get(placement)
         if right is None:
-            right = self._right[placement] = self._nodes.right_for(placement)
+            right = self._right[placement] = self._nodes.with_devices_for(placement)
         return [place for place in places if self._pool.node_of(place) in right]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
@@ -220,8 +220,8 @@ class Dispatcher:
         budget = queue.services[service].batch_tokens - waiting.action.batch_tokens
         alike = [group for group in queue.groups() if group.signature.batch_service == service]
         if placement != ANYWHERE:  # wherever the leader may start, its mates must be able to run
-            nodes, right = self._state.nodes, self._state.nodes.right_for(placement)
-            alike = [group for group in alike if nodes.right_for(group.signature.placement) >= right]
+            nodes, right = self._state.nodes, self._state.nodes.with_devices_for(placement)
+            alike = [group for group in alike if nodes.with_devices_for(group.signature.placement) >= right]
         mates: list[Waiting] = []
         for mate in heapq.merge(*(islice(group, _BATCH_WINDOW) for group in alike), key=lambda mate: mate.order):
             if mate is waiting or mate.action.cost.keys() != units.keys():
@@ -363,13 +363,15 @@ def _nodes(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
         elif not place.spec.suits(placement):
             message = f"node {node} of its trajectory, which is not right for it: {_story(placement)}"
             yield Cause(kind="node", text=message, pool=f"node:{node}")
-    elif _is_placed(state, group):
-        yield from _open_node(state, placement)
+    elif group.signature.memory_bytes or state.resources.any_on_nodes(group.demand):
+        yield from _open_node(state, placement, state.nodes.right_for(placement))
+    elif placement != ANYWHERE and state.resources.any_placed(group.demand):
+        yield from _open_node(state, placement, state.nodes.with_devices_for(placement))
 
 
-def _open_node(state: SchedulerState, placement: NodeChoice) -> Iterable[Cause]:
+def _open_node(state: SchedulerState, placement: NodeChoice, right: Collection[str]) -> Iterable[Cause]:
     """Yield that no open node is right, if none is, and why the first of those that would be is closed."""
-    if state.nodes.right_for(placement):
+    if right:
         return
     text, pool = f"an open node {_story(placement)}".rstrip(), ""
     closed = [place for place in state.nodes if place.closed is not None and place.spec.suits(placement)]
@@ -378,15 +380,6 @@ def _open_node(state: SchedulerState, placement: NodeChoice) -> Iterable[Cause]:
         text += f": {name} is closed: {closed[0].closed}" + (f" (and {others} more)" if others else "")
         pool = "" if others else f"node:{name}"
     yield Cause(kind="node", text=text, pool=pool)
-
-
-def _is_placed(state: SchedulerState, group: QueueGroup) -> bool:
-    """Return whether something of a node is needed."""
-    resources, demand = state.resources, group.demand
-    if group.signature.memory_bytes:
-        return True
-    anywhere = group.signature.placement == ANYWHERE
-    return resources.any_on_nodes(demand) or (not anywhere and resources.any_placed(demand))
 
 
 def _story(placement: NodeChoice) -> str:
@@ -399,7 +392,7 @@ def _units(state: SchedulerState, group: QueueGroup) -> Iterable[Cause]:
     node = group.signature.node
     where = f" on {node}" if node else ""
     anywhere = group.signature.placement == ANYWHERE
-    among = frozenset[str]() if anywhere else state.nodes.right_for(group.signature.placement)
+    among = frozenset[str]() if anywhere else state.nodes.with_devices_for(group.signature.placement)
     for kind, need in group.demand.items():
         pools = [pool for pool in state.resources.serving(kind, node) if state.is_right(group, pool)]
         if any(pool.headroom().fits(need, node, among) for pool in pools):
@@ -440,7 +433,9 @@ def _free_memory(state: SchedulerState, node: str = "") -> tuple[int, str]:
 
 def _place_of(state: SchedulerState, trajectory: TrajectoryState) -> Cause:
     """Return what a trajectory lacks that has no place yet: an open node, else memory on one."""
-    return next(iter(_open_node(state, trajectory.placement)), None) or _memory_of(state, trajectory.memory_bytes)
+    placement = trajectory.placement
+    no_node = _open_node(state, placement, state.nodes.right_for(placement))
+    return next(iter(no_node), None) or _memory_of(state, trajectory.memory_bytes)
 
 
 def _memory_of(state: SchedulerState, need_bytes: int, node: str = "") -> Cause:

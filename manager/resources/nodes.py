@@ -95,11 +95,14 @@ class Resources:
         for pool in self.placed:
             pool.leave(node)
 
-    def close(self, node: str, *, finishing: bool = False) -> None:
-        """Give no units of a node any more, or its own only to what is bound to it; those that are held stay so."""
+    def close(self, node: str, *, finishing: bool, devices: bool) -> None:
+        """Give no units of a node any more, or its own only to what is bound to it; those that are held stay so.
+
+        ``devices``: those are given on.
+        """
         self._mark(node, closed=not finishing)
         for pool in self.placed:
-            pool.close(node)
+            (pool.open if devices else pool.close)(node)
 
     def open(self, node: str) -> None:
         """Give a closed node's units again."""
@@ -231,8 +234,9 @@ class Node:
     pinned: set[str] = field(default_factory=set)
     #: Why nothing is placed here; None while it is open.
     closed: str | None = None
-    #: Whether, though it is closed, the trajectories that live here go on.
+    #: Whether, though it is closed, the trajectories that live here go on, and what needs devices alone starts.
     finishing: bool = False
+    devices: bool = False
 
     @property
     def free_bytes(self) -> int:
@@ -373,21 +377,21 @@ class Nodes:
     def leave(self, name: str) -> None:
         self._set_apart(self._nodes.pop(name))
 
-    def close(self, name: str, why: str, *, finishing: bool = False) -> None:
+    def close(self, name: str, why: str, *, finishing: bool, devices: bool) -> None:
         """Place nothing on a node any more."""
         node = self._nodes[name]
         if node.closed is None:
             self._set_apart(node)
             node.alike = AlikeNodes()
             node.alike.add(node)
-        node.closed, node.finishing = why, finishing
+        node.closed, node.finishing, node.devices = why, finishing, devices
         self._changed.add(name)
 
     def open(self, name: str) -> None:
         """Place on a closed node again."""
         node = self._nodes[name]
         if node.closed is not None:
-            node.closed, node.finishing = None, False
+            node.closed, node.finishing, node.devices = None, False, False
             self._set_among_alike(node)
 
     def describe(self, spec: NodeSpec) -> None:
@@ -414,6 +418,12 @@ class Nodes:
     def right_for(self, placement: NodeChoice) -> frozenset[str]:
         """Return the nodes on which an action of this placement may start."""
         return frozenset(node.spec.name for node in self if node.is_right_for(placement))
+
+    def with_devices_for(self, placement: NodeChoice) -> frozenset[str]:
+        """Return the nodes on whose devices an action of this placement, which needs nothing else there, may start."""
+        return frozenset(
+            node.spec.name for node in self if (node.closed is None or node.devices) and node.spec.suits(placement)
+        )
 
     def _set_apart(self, node: Node) -> None:
         """Take a node from those of its shape."""

@@ -100,8 +100,9 @@ class Shut:
 
     node: str
     why: str
-    #: Whether the trajectories that live there go on.
+    #: Whether the trajectories that live there go on, and whether its devices serve on.
     finishing: bool = False
+    devices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +352,8 @@ class NodeMembership:
         """It serves, as far as it is fit."""
         if member.unfit:
             self._move(member, NodeState.UNFIT, member.unfit)
-            return [Shut(member.name, f"unfit: {member.unfit}", finishing=member.finishing)]
+            alone = member.finishing  # sandboxes alone are missing
+            return [Shut(member.name, f"unfit: {member.unfit}", finishing=alone, devices=alone)]
         self._move(member, NodeState.READY, "")
         return []
 

@@ -40,8 +40,9 @@ class Command:
     #: Seconds until SIGTERM, then SIGKILL ``kill_grace_s`` later, for the whole process tree.
     timeout_s: float = 60.0
     kill_grace_s: float = 2.0
-    #: Seconds without processor time or output after which it is ended if a process of it is stopped (SIGSTOP).
-    still_s: float = 60.0
+    #: Seconds without processor time or output after which it is ended if a process of it is stopped (SIGSTOP); 0
+    #: never, None as the sandbox has it.
+    still_s: float | None = None
     #: Bytes kept of each stream, of its beginning and its end; the rest is read and dropped, and counted in between.
     output_limit_bytes: int = 1 * 2**20
     #: Bytes of each stream that are shown as they come; ``output_limit_bytes`` if that is more.
@@ -96,7 +97,7 @@ def processes_refused(count: int, pids: int) -> str:
 
 
 #: What is told of a command that was ended as it stood still.
-STOPPED = "made no progress: a process of it was stopped (SIGSTOP), and none worked or said anything for a minute"
+STOPPED = "made no progress: a process of it was stopped (SIGSTOP), and none worked or said anything (sandbox.still)"
 
 
 def memory_ended(what: str, peak_bytes: int) -> str:

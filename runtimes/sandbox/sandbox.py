@@ -251,7 +251,7 @@ class Sandbox:
                 await self.thaw()
             else:
                 self._require()
-            result = await self._client.run(fitting(command), on_output)
+            result = await self._client.run(fitting(self._bounded(command)), on_output)
             if self._under_way.get(command.claim):
                 self._unacknowledged.append(command.claim)
         except ActionFailed as failure:
@@ -261,6 +261,9 @@ class Sandbox:
         if result.exit_code == 0:
             return result
         return self.with_shortage(replace(result, forks_refused=self._control.forks_refused() - refused))
+
+    def _bounded(self, command: Command) -> Command:
+        return command if command.still_s is not None else replace(command, still_s=self.spec.still_s)
 
     def with_shortage(self, result: CommandResult) -> CommandResult:
         """Return how a command ended, with what the kernel says of memory if it failed. Each kill is told once."""
@@ -313,7 +316,7 @@ class Sandbox:
         if command.user != self.solution_user:
             self._require_allowed(command.user)
         await self._thaw()  # it may be that of a transfer, with whose end the others stand still again
-        return await self._client.spawn(command)
+        return await self._client.spawn(self._bounded(command))
 
     async def set_cores(self, cores: Sequence[int]) -> None:
         """Confine the sandbox to these cores (cpuset and quota, or affinity); callable while a command runs."""

@@ -16,6 +16,8 @@ class ClosedNodes:
         self._nodes = {node.name: node for node in spec.nodes}
         self._closed: set[str] = set()
         self._finishing: set[str] = set()
+        #: Those whose devices serve on.
+        self._devices: set[str] = set()
         #: Where the trajectories lived before what is seen now.
         self._homes: dict[str, str] = {}
 
@@ -24,6 +26,7 @@ class ClosedNodes:
             case NodeClosed():
                 self._closed |= self._nodes.keys() & {event.node}
                 (self._finishing.add if event.finishing else self._finishing.discard)(event.node)
+                (self._devices.add if event.devices else self._devices.discard)(event.node)
                 assert not any(isinstance(command, Abort | Settle) for command in commands), f"{event} ends something"
             case NodeOpened():
                 self._closed.discard(event.node)
@@ -48,6 +51,8 @@ class ClosedNodes:
     def _check(self, action: Action, node: str) -> None:
         lives = action.trajectory is not None and self._homes.get(action.trajectory) == node
         at_home = node in self._finishing and (lives or action.parent is not None)
-        assert node not in self._closed or at_home, f"{action.id} is started on {node}, which is closed"
-        if set(action.cost) != {"gpu"}:  # devices alone are chosen by what is resident
+        devices_alone = set(action.cost) == {"gpu"}
+        serves = at_home or (devices_alone and node in self._devices)
+        assert node not in self._closed or serves, f"{action.id} is started on {node}, which is closed"
+        if not devices_alone:  # they are chosen by what is resident
             assert self._nodes[node].suits(action.placement), f"{action.id} is started on {node}: {action.placement}"

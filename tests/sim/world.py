@@ -253,6 +253,9 @@ class World:
             self._at(closed_s, NodeClosed(node=name, why="suspect"))
             if chance.random() < 0.2:
                 self._at(closed_s + chance.uniform(0, 2.0), NodeClosed(node=name, why="draining", finishing=True))
+            if chance.random() < 0.2:
+                again_s = closed_s + chance.uniform(0, 2.0)
+                self._at(again_s, NodeClosed(node=name, why="unfit", finishing=True, devices=True))
             if chance.random() < 0.8:
                 self._at(closed_s + chance.choice((0.0, 0.1, 3.0)), NodeOpened(node=name))
 

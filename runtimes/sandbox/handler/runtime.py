@@ -21,7 +21,7 @@ from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec,
 from runtimes import runtime
 from runtimes.kind import DeclarationSite, Kind, RuntimeDeps
 from runtimes.runtime import Execution, Result, Runtime
-from runtimes.sandbox.command import Command, CommandResult, memory_ended
+from runtimes.sandbox.command import STOPPED, Command, CommandResult, memory_ended
 from runtimes.sandbox.environments import PURPOSE, EnvironmentSettings
 from runtimes.sandbox.handler import worker
 from runtimes.sandbox.handler.layers import LayerStore
@@ -318,6 +318,9 @@ class Instance:
         if ended.out_of_memory:
             description = memory_ended("the handler's process", ended.peak_memory_bytes)
             return ActionFailed(Reason.OUT_OF_MEMORY, description, component=COMPONENT, detail=detail)
+        if ended.stopped:
+            told = f"the handler's process {STOPPED}"
+            return ActionFailed(Reason.TIMEOUT, told, component=COMPONENT, detail=detail)
         if ended.signal == 9:
             return ActionFailed(
                 Reason.ENVIRONMENT_LOST, "the handler's process was killed", component=COMPONENT, detail=detail

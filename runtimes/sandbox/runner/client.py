@@ -89,7 +89,7 @@ def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str
         "grace_s": command.kill_grace_s,
         "limit": None if interactive or session is not None else command.shown_bytes,
         "tail": command.tail_bytes,
-        "still_s": command.still_s,
+        "still_s": command.still_s or None,
         **({"claim": command.claim, "lasting": command.detached} if command.claim else {}),
         **({"session": attended} if attended else {}),
     }

@@ -353,6 +353,26 @@ def test_an_awaited_node_serves_with_the_devices_that_it_comes_with(drive: Drive
     assert driver.core.state.nodes["n0"].spec.devices == 2
 
 
+@pytest.mark.promise("What needs devices alone runs on a machine whose sandboxes' engine is away.")
+def test_devices_serve_where_only_sandboxes_cannot_be_made(drive: Drive) -> None:
+    driver = drive(world(machine("n0", "a", devices=1)))
+    for second, why in enumerate(("unfit", "draining")):
+        driver.step(second, NodeClosed(node="n0", why=why, finishing=True, devices=why == "unfit"))
+        driver.step(second, ask(f"a{second}", "a"), _needs_memory(f"m{second}", "a"))
+        assert driver.running() == ({"a0"} if why == "unfit" else set())
+        driver.step(second, *(finish(each) for each in driver.running()))
+    driver.step(2, NodeClosed(node="n0", why="unfit", finishing=True, devices=True))
+    assert driver.running() == {"a1"}
+    assert {each.id for each in driver.core.state.queue} == {"m0", "m1"}, "they want a sandbox"
+    driver.step(3, NodeOpened(node="n0"))
+    assert driver.running() == {"a1", "m0", "m1"}
+
+
+def _needs_memory(id: str, function: str) -> Submitted:
+    one = ask(id, function)
+    return replace(one, action=replace(one.action, cost={}, memory_bytes=1, service=None))
+
+
 def test_a_node_of_which_a_device_is_leased_keeps_what_it_has(drive: Drive) -> None:
     driver = drive(world(machine("n0", "a", devices=1)))
     driver.step(0, ask("a1", "a"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -153,11 +154,13 @@ async def test_a_handler_that_ends_its_process_fails_its_action_and_is_replaced(
                 os.kill(os.getpid(), event["die"])
             return len(calls)
     """)
+    fragile = dataclasses.replace(fragile, sandbox=dataclasses.replace(SETTINGS.sandbox, still_s=0.5))
     assert [await call(runtime, fragile, die=0) for _ in range(2)] == [1, 2]
     for die, reason, message in (
         ("exit", Reason.HANDLER_ERROR, "exit code 7"),
         (11, Reason.HANDLER_ERROR, "signal 11"),
         (9, Reason.ENVIRONMENT_LOST, "was killed"),
+        (19, Reason.TIMEOUT, "made no progress: a process of it was stopped"),
     ):
         execution, log = execution_of(fragile, {"die": die})
         with pytest.raises(ActionFailed, match=message) as failure:
