@@ -666,6 +666,8 @@ class Invocations:
         self._by_action: dict[str, LiveInvocation] = {}
         self._keys = Keys(store, server.idempotency_ttl_s, wall)
         self.pending_functions = PendingFunctions(functions, outside, self._late, now)
+        #: What is accepted now: the loop holds tasks weakly.
+        self._accepting: set[asyncio.Future[list[LiveInvocation | CodedError]]] = set()
         self._closing = False
         self._losses = LostSandboxes(lambda: self.living, self._stop)
         #: Called with each record that is accepted or recovered, that starts, and that has ended.
@@ -698,7 +700,18 @@ class Invocations:
         return verdict
 
     async def invoke_all(self, requests: Sequence[InvocationRequest]) -> list[LiveInvocation | CodedError]:
-        """Accept and submit many with one commit and one scheduling pass; each has its own verdict."""
+        """Accept and submit many with one commit and one scheduling pass; each has its own verdict.
+
+        What is on its way to the disk is submitted once it is there, also if whoever asked is gone by then.
+        """
+        if len(requests) == 1 and not requests[0].durable:
+            return await self._accept_all(requests)
+        accepting = asyncio.ensure_future(self._accept_all(requests))
+        self._accepting.add(accepting)
+        accepting.add_done_callback(self._accepting.discard)
+        return await asyncio.shield(accepting)
+
+    async def _accept_all(self, requests: Sequence[InvocationRequest]) -> list[LiveInvocation | CodedError]:
         verdicts: list[LiveInvocation | CodedError] = []
         fresh: list[LiveInvocation] = []
         durable = False
