@@ -27,6 +27,7 @@ from manager.errors import (
     FILES_LOST,
     ActionFailed,
     CapacityExceeded,
+    CodedError,
     Conflict,
     InvalidConfig,
     InvalidInput,
@@ -514,13 +515,15 @@ class Sandbox:
             raise lost(f"the sandbox {self.id} is gone{cause}; its files and processes are lost")
 
     async def _explained(self, failure: ActionFailed) -> ActionFailed:
-        """Return the failure of a command, with its cause if the sandbox was lost."""
+        """Return the failure of a command, with its cause if the sandbox was lost: then nothing of it goes on."""
         if failure.reason is not Reason.ENVIRONMENT_LOST or self._closed:
             return failure
         self.loss_reported = True
         cause = self._killed_reason or await self._control.cause_of_death()
         logger.warning("sandbox lost", sandbox=self.id, cause=cause or failure.message)
         detail = {FILES_LOST: True, "cause": cause, "peak_memory_bytes": self._control.peak_memory_bytes()}
+        with suppress(CodedError, OSError):  # the reaper tries again
+            await self._control.remove()
         reason = Reason.OUT_OF_MEMORY if cause == "out_of_memory" else failure.reason
         key = " (sandbox.memory)" if reason is Reason.OUT_OF_MEMORY else ""
         message = f"{failure.message}: {cause}{key}; its files and processes are lost" if cause else failure.message
