@@ -111,9 +111,9 @@ class Planner:
         self._functions = chance.sample(names, chance.randint(1, 3))
         self._durations_s = chance.sample(DURATIONS_S, 2)
         self._trajectories = chance.choice((1, 1, 2))
-        faults = ["kill", "kill", "kill", "stop", "disk", "row", "row", "short", "box"]
+        faults = ["kill", "kill", "kill", "stop", "disk", "row", "row", "short", "box", "runner", "write"]
         if nodes:
-            faults += ["kill node", "leave", "cut", "cut", "both"]
+            faults += ["kill node", "leave", "cut", "cut", "both", "reset"]
         self._faults = chance.sample(faults, 2)
 
     def plan(self) -> Plan:
@@ -123,10 +123,14 @@ class Planner:
         for _ in range(chance.choice((0, 0, 1, 2))):
             # A cancel often meets what has just failed.
             at_s = chance.choice(faults).at_s + chance.uniform(0, 2.0) if faults else self._at_s()
-            faults.append(SimOperation(at_s, "cancel", {"call": chance.randrange(len(operations))}))
+            faults.append(
+                SimOperation(at_s, "cancel", {"call": chance.randrange(len(operations)), "gone": self._gone()})
+            )
         operations += faults
         if chance.random() < 0.15:
-            operations.append(SimOperation(self._at_s(), "end", {"trajectory": chance.choice(("t0", "n0"))}))
+            operations.append(
+                SimOperation(self._at_s(), "end", {"trajectory": chance.choice(("t0", "n0")), "gone": self._gone()})
+            )
         return Plan(self._setting, tuple(sorted(operations, key=lambda each: each.at_s)))
 
     def _at_s(self) -> float:
@@ -148,6 +152,7 @@ class Planner:
             "key": f"k{number}" if chance.random() < 0.85 else None,
             "mode": chance.choice(("async", "async", "sync")),
             "script": script,
+            "gone": self._gone(),
         }
         return SimOperation(chance.choice((0.5 + 0.3 * number, chance.uniform(0, SPAN_S / 2))), "call", about)
 
@@ -171,12 +176,22 @@ class Planner:
                 about = {"for_s": chance.choice((0.3, 2.0, 5.0)), "where": where}
             case "box":
                 about = {"where": where}
+            case "runner" | "write":
+                about = {"where": where, "fuse": self._fuse()}
+            case "reset":
+                about = {"node": node, "where": where, "fuse": self._fuse()}
         return SimOperation(self._at_s(), name, about)
 
     def _kill(self, whose: str) -> dict[str, Any]:
-        """A kill at once, or some callbacks and writes later."""
-        fuse = self._chance.choice((0, self._chance.randrange(60), self._chance.randrange(600)))
-        return {f"{whose}fuse": fuse, f"{whose}down_s": self._down_s()}
+        return {f"{whose}fuse": self._fuse(), f"{whose}down_s": self._down_s()}
+
+    def _gone(self) -> int | None:
+        """Callbacks and writes after which a caller is gone, and asks again later."""
+        return self._chance.choice((None, None, None, None, self._chance.randrange(12), self._chance.randrange(60)))
+
+    def _fuse(self) -> int:
+        """At once, or some callbacks and writes later."""
+        return self._chance.choice((0, self._chance.randrange(60), self._chance.randrange(600)))
 
     def _down_s(self) -> float:
         return self._chance.choice((0.1, 0.5, 2.0, 5.0))
@@ -204,6 +219,8 @@ class SimHistory:
         self.lines: list[str] = []
         #: Which machines have lost sandboxes, or were out of reach for so long that they count as lost.
         self.losses: set[str] = set()
+        #: Trajectories whose end was asked for, and may have happened in part.
+        self._ended_in_part: set[str] = set()
 
     def run(self) -> SimHistory:
         """Follow it; raises AssertionError where the world does not come to its end."""
@@ -253,6 +270,7 @@ class SimHistory:
         world = self.world
         self._down_until_s.clear()
         world.disk.full.clear()
+        world.disk.failing.clear()
         world.cut.clear()
         for machine in world.machines.values():
             machine.short = False
@@ -265,9 +283,9 @@ class SimHistory:
             case "call":
                 await self._call(about)
             case "cancel":
-                await self._cancel(about["call"])
+                await self._cancel(about["call"], about.get("gone"))
             case "end":
-                await self._end(about["trajectory"])
+                await self._end(about["trajectory"], about.get("gone"))
             case "kill" | "both":
                 self._kill(HERE, about["fuse"], about["down_s"])
                 if "node" in about:
@@ -292,18 +310,39 @@ class SimHistory:
                 await self._run_short(about["where"], about["for_s"])
             case "box":
                 self._end_boxes(about["where"])
+            case "runner":
+                self._burn(about, partial(self._break_runners, about["where"]))
+            case "write":
+                self._burn(about, partial(self.world.disk.failing.add, self._file(about["where"])))
+            case "reset":
+                self._burn(about, partial(self._reset, about["node"]))
 
     def _kill(self, name: str, fuse: int, down_s: float) -> None:
         process = self.world.gateway if name == HERE else self.world.nodes.get(name)
         self._down_until_s[name] = self.world.loop.now_s + down_s
         if process is not None and process.alive:
-            process.fuse = fuse
-            process.on_end.append(lambda: self.note(f"{name} is killed"))
-            process.on_end.append(lambda: self._gone(name))
+            process.held[self, name] = lambda: self._gone(name)
+            process.burn(fuse, process.kill)
 
     def _gone(self, name: str) -> None:
+        self.note(f"{name} is killed")
         if name == HERE:
             self.world.app = None
+
+    def _burn(self, about: dict[str, Any], then: Callable[[], object]) -> None:
+        process = self.world.gateway if about["where"] == HERE else self.world.nodes.get(about["where"])
+        if process is not None and process.alive:
+            process.burn(about["fuse"], then)
+
+    def _break_runners(self, where: str) -> None:
+        self.losses.add(where)
+        for box in list(self.world.machines[where].boxes.values()):
+            if box.client is not None:
+                box.client.reset()
+
+    def _reset(self, node: str) -> None:
+        if node in self.world.links:
+            self.world.links[node].reset()
 
     def _leave(self, node: str, down_s: float) -> None:
         process, daemon = self.world.nodes.get(node), self.world.daemons.get(node)
@@ -325,10 +364,13 @@ class SimHistory:
         self.world.cut.discard(node)
 
     async def _fill_disk(self, where: str, for_s: float) -> None:
-        name = str(DATABASE if where == HERE else PLACE / where / JOURNAL)
+        name = self._file(where)
         self.world.disk.full.add(name)
         await asyncio.sleep(for_s)
         self.world.disk.full.discard(name)
+
+    def _file(self, where: str) -> str:
+        return str(DATABASE if where == HERE else PLACE / where / JOURNAL)
 
     async def _run_short(self, where: str, for_s: float) -> None:
         self.world.machines[where].short = True
@@ -342,12 +384,18 @@ class SimHistory:
 
     # --- callers
 
-    async def _insist(self, work: Callable[[WorldApp], Awaitable[Any]], times: int = 1000) -> Any:
-        """Ask until it is answered; raises what is no matter of time, and after so many times anything."""
+    async def _insist(
+        self, work: Callable[[WorldApp], Awaitable[Any]], times: int = 1000, *, gone: int | None = None
+    ) -> Any:
+        """Ask until it is answered; raises what is no matter of time, and after so many times anything.
+
+        Who asks first is ``gone`` after so many steps, and asks again.
+        """
         for left in range(times, 0, -1):
             try:
-                return await self.world.ask(work)
+                return await self.world.ask(work, gone)
             except LATER:
+                gone = None
                 if left == 1:
                     raise
                 await asyncio.sleep(0.3)
@@ -355,6 +403,7 @@ class SimHistory:
 
     async def _call(self, about: dict[str, Any]) -> None:
         call = self.calls[about["number"]] = Asked(about["number"], about, self.world.loop.now_s)
+        call.cancelled = about["trajectory"] in self._ended_in_part
         body = json.dumps(
             {"command": json.dumps(about["script"])} if about["function"] != "search" else {"s": 0.2}
         ).encode()
@@ -373,16 +422,19 @@ class SimHistory:
             invocation = await app.invocations.invoke(request)
             call.ids.setdefault(invocation.record.id)
             if sync:
-                await invocation.has_ended(None)
-                app.invocations.leave(invocation)
+                try:
+                    await invocation.has_ended(None)
+                finally:
+                    app.invocations.leave(invocation)
                 if invocation.refusal is not None:
                     raise invocation.refusal
             return self._shown(app, invocation)
 
         try:
-            self._tell(call, await self._insist(submit, attempts))
+            self._tell(call, await self._insist(submit, attempts, gone=about.get("gone")))
         except ConnectionError:
             call.unknown = True
+            call.cancelled = call.cancelled or not call.kept
         except CodedError as error:
             call.refused = error.message
             self.note(f"call {call.number} is refused: {error.message}")
@@ -422,7 +474,7 @@ class SimHistory:
         call.told.sort(key=lambda each: each.at_s)  # an answer may overtake another
         self.note(f"call {call.number} is told {told.id[:11]} {told.state} {told.reason} {told.message}")
 
-    async def _cancel(self, number: int) -> None:
+    async def _cancel(self, number: int, gone: int | None) -> None:
         call = self.calls.get(number)
         if call is None or not call.ids:
             return
@@ -435,14 +487,15 @@ class SimHistory:
 
         call.cancelled = True
         try:
-            self._tell(call, await self._insist(cancel, 20))
+            self._tell(call, await self._insist(cancel, 20, gone=gone))
         except (*LATER, Conflict, NotFound) as error:
             self.note(f"cancel of call {number}: {error}")
 
-    async def _end(self, trajectory: str) -> None:
+    async def _end(self, trajectory: str, gone: int | None) -> None:
         try:
-            await self._insist(lambda app: app.engine.end_trajectory(trajectory), 3)
+            await self._insist(lambda app: app.engine.end_trajectory(trajectory), 3, gone=gone)
         except (*LATER, CodedError) as error:
+            self._ended_in_part.add(trajectory)
             self.note(f"end of {trajectory}: {error}")
         finally:
             # It may end what was asked for before it was answered, also what was asked for after it.

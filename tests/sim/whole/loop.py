@@ -35,10 +35,11 @@ class SimProcess:
         self.name = name
         self.loop = loop
         self.alive = True
-        #: Callbacks and writes until it is killed; None if it is not to be.
-        self.fuse: int | None = None
-        #: Called when it is killed or has ended: what it held of the world outside.
-        self.on_end: list[Callable[[], None]] = []
+        #: What is to happen after so many callbacks and writes: (how many, tie, what), and how many there were.
+        self._fuses: list[tuple[int, int, Callable[[], object]]] = []
+        self._steps = 0
+        #: What it holds of the world outside, each with what ends it when it is killed or has ended.
+        self.held: dict[object, Callable[[], None]] = {}
         self.ready: deque[asyncio.Handle] = deque()
         self.context = copy_context()
         self.context.run(PROCESS.set, self)
@@ -48,12 +49,16 @@ class SimProcess:
         """Begin a task of it."""
         return self.context.copy().run(self.loop.create_task, work)
 
+    def burn(self, steps: int, then: Callable[[], object]) -> None:
+        """Have something happen to it at the callback or write that comes after so many others."""
+        heapq.heappush(self._fuses, (self._steps + steps, len(self._fuses), then))
+
     def step(self) -> None:
         """One more callback or write: it may be its last."""
-        if self.fuse is not None:
-            self.fuse -= 1
-            if self.fuse < 0:
-                self.kill()
+        if self._fuses:
+            self._steps += 1
+            while self._fuses and self._fuses[0][0] < self._steps:
+                self.context.copy().run(heapq.heappop(self._fuses)[2])
 
     def kill(self) -> None:
         """End it here and now; idempotent."""
@@ -63,7 +68,7 @@ class SimProcess:
         self.ready.clear()
         for task in self.tasks.values():
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-        for let_go in self.on_end:
+        for let_go in list(self.held.values()):
             let_go()
 
 
@@ -270,9 +275,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         if not process.ready:
             ready[place] = ready[-1]
             ready.pop()
-        if process.fuse is not None:
-            process.step()
-            if not process.alive:
-                return
+        process.step()
+        if not process.alive:
+            return
         if not handle_now._cancelled:
             handle_now._run()

@@ -48,8 +48,9 @@ class SimDisk:
         self._files: dict[str, sqlite3.Connection] = {}
         #: Files of which there was no image.
         self._fresh: set[str] = set()
-        #: Files that refuse every write now.
+        #: Files that refuse every write now, and those that refuse the next one.
         self.full: set[str] = set()
+        self.failing: set[str] = set()
         #: Files of which some row is never written: the next log record, and then that one.
         self.unwritable: dict[str, tuple[object, ...] | None] = {}
 
@@ -77,6 +78,9 @@ class SimDisk:
         """Raise what the disk, or a shortage of memory, has against a write."""
         if name in self.full:
             raise sqlite3.OperationalError("database or disk is full")
+        if name in self.failing:
+            self.failing.discard(name)
+            raise sqlite3.OperationalError("disk I/O error")
         if name in self.unwritable and "log_records" in statement:
             for row in rows:
                 place = self.unwritable[name] = self.unwritable[name] or tuple(row[:2])
@@ -98,7 +102,7 @@ class SimConnection:
     def __init__(self, disk: SimDisk, name: str, database: sqlite3.Connection) -> None:
         self._disk, self._name, self._database = disk, name, database
         self._process = PROCESS.get()
-        self._process.on_end.append(self._let_go)
+        self._process.held[self] = self._let_go
         self._owns = False
         self.row_factory: Any = None
 
@@ -155,6 +159,7 @@ class SimConnection:
         if self._owns and self._database.in_transaction:
             self._database.execute("ROLLBACK")
         self._owns = False
+        self._process.held.pop(self, None)
 
 
 # --- what is done
@@ -363,7 +368,7 @@ class BoxClient:
         self._calls: dict[int, tuple[asyncio.Future[CommandResult], list[tuple[str, bytes]], OnOutput | None]] = {}
         self._number = 0
         self._there_s = self._here_s = 0.0
-        self._process.on_end.append(self._drop)
+        self._process.held[self] = self._drop
 
     # --- the way
 
@@ -379,6 +384,11 @@ class BoxClient:
         """Send what the runner says."""
         self._here_s = max(self._here_s + 1e-7, self._loop.now_s + self._box.machine.way_s())
         self._loop.call_at(self._here_s, self._take, number, kind, value, context=self._process.context.copy())
+
+    def reset(self) -> None:
+        """Let the connection break, though both its ends live."""
+        self._box.gateway_lost(self)
+        self.hang_up()
 
     def hang_up(self) -> None:
         self._here_s = max(self._here_s + 1e-7, self._loop.now_s + self._box.machine.way_s())
@@ -401,6 +411,7 @@ class BoxClient:
 
     def _fail(self) -> None:
         self.lost.set()
+        self._process.held.pop(self, None)
         for done, _, _ in self._calls.values():
             if not done.done():
                 done.set_exception(lost("the sandbox's runner is gone"))
@@ -408,6 +419,7 @@ class BoxClient:
 
     def _drop(self) -> None:
         """The process is gone, or lets go: the runner learns of it."""
+        self._process.held.pop(self, None)
         context = self._loop.outside.context.copy()
         self._loop.call_later(self._box.machine.way_s(), self._box.gateway_lost, self, context=context)
 
@@ -510,6 +522,11 @@ class SimMachine:
         #: Whether it is short of what a sandbox takes.
         self.short = False
 
+    def check(self) -> None:
+        """Raise CapacityExceeded while it is short."""
+        if self.short:
+            raise CapacityExceeded("no descriptors are left", component="sandbox", retry_after_s=1.0)
+
     def way_s(self) -> float:
         drawn = self.chance.random()
         return WAY_S * drawn if drawn < 0.97 else 0.2 * self.chance.random()
@@ -553,17 +570,18 @@ class BoxProvider:
         try:
             async with self._gate.slot(name):
                 await asyncio.sleep(machine.chance.choice((0.01, 0.05, 0.5)))
-                if machine.short:
-                    raise CapacityExceeded("no descriptors are left", component="sandbox", retry_after_s=1.0)
+                machine.check()
                 write(self._process)
                 box = machine.boxes[name] = SimBox(machine, name, spec, labels)
                 await asyncio.sleep(machine.way_s())
+                machine.check()
                 if not box.alive:
                     raise lost("it was removed while it was made")
                 box.ready = True
                 sandbox = self._connect(box)
             # What it was made from is noted as used, by a thread.
             await asyncio.sleep(machine.chance.choice((0.001, 0.02, 0.2)))
+            machine.check()
         except BaseException:
             if box is not None and self._process.alive:
                 box.die()
@@ -630,7 +648,7 @@ class SimTransport(asyncio.Transport):
         #: Whether nothing passes any more, and nobody is told.
         self.silent = False
         self._there_s = 0.0
-        self.process.on_end.append(self._hang_up)
+        self.process.held[self] = self._hang_up
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._closing:
@@ -674,11 +692,20 @@ class SimTransport(asyncio.Transport):
         self.close()
 
     def close(self) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        self._hang_up()
-        self._loop.call_soon(self.protocol.connection_lost, None, context=self.process.context.copy())
+        if not self._closing:
+            self._hang_up()
+            self._end(None)
+
+    def reset(self) -> None:
+        """Let the connection break: both ends learn of it."""
+        for end in (self, self.peer):
+            end._end(ConnectionResetError("reset by peer"))
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._closing:
+            self._closing = True
+            self.process.held.pop(self, None)
+            self._loop.call_soon(self.protocol.connection_lost, error, context=self.process.context.copy())
 
     def cut(self) -> None:
         """Let nothing pass any more, without a word."""

@@ -361,8 +361,11 @@ class SimWorld:
 
     # --- requests from outside
 
-    async def ask(self, work: Callable[[WorldApp], Awaitable[Any]]) -> Any:
-        """Return what a request comes to; raises its CodedError, or ConnectionError if nobody answers."""
+    async def ask(self, work: Callable[[WorldApp], Awaitable[Any]], gone: int | None = None) -> Any:
+        """Return what a request comes to; raises its CodedError, or ConnectionError if nobody answers.
+
+        Who asked is ``gone`` after so many callbacks and writes of the gateway: the request is cancelled.
+        """
         app, gateway = self.app, self.gateway
         if app is None or gateway is None or not gateway.alive:
             raise ConnectionError("nobody listens")
@@ -370,6 +373,7 @@ class SimWorld:
         way_s, outside = self.machines[HERE].way_s, self.loop.outside.context
 
         def settle(result: Any, error: BaseException | None) -> None:
+            gateway.held.pop(answer, None)
             if not answer.done():
                 if error is None:
                     answer.set_result(result)
@@ -385,8 +389,15 @@ class SimWorld:
             except CodedError as error:
                 reply(None, error)
 
-        gateway.on_end.append(lambda: reply(None, ConnectionError("cut off")))
-        self.loop.call_later(way_s(), lambda: self.loop.create_task(carry_out()), context=gateway.context.copy())
+        def begin() -> None:
+            task = self.loop.create_task(carry_out())
+            left = ConnectionError("whoever asked is gone")
+            task.add_done_callback(lambda done: reply(None, left) if done.cancelled() else None)
+            if gone is not None:
+                gateway.burn(gone, task.cancel)
+
+        gateway.held[answer] = lambda: reply(None, ConnectionError("cut off"))
+        self.loop.call_later(way_s(), begin, context=gateway.context.copy())
         return await answer
 
 
@@ -464,7 +475,8 @@ def in_place(world: SimWorld) -> Iterator[None]:
     def hold(state_dir: Path) -> Iterator[None]:
         assert state_dir not in held, f"two daemons in {state_dir}"
         held.add(state_dir)
-        PROCESS.get().on_end.append(lambda: held.discard(state_dir))
+        process = PROCESS.get()
+        process.held[hold, state_dir] = lambda: held.discard(state_dir)
         yield
 
     replaced: list[tuple[object, str, object]] = [

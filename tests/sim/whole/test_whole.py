@@ -46,9 +46,14 @@ def test_a_known_fault_that_is_put_back_is_found(fault: str) -> None:
 
 
 def call(
-    number: int, at_s: float, runs_s: float, trajectory: str | None = None, function: str = "there"
+    number: int,
+    at_s: float,
+    runs_s: float,
+    trajectory: str | None = None,
+    function: str = "there",
+    gone: int | None = None,
 ) -> SimOperation:
-    about = {"function": function, "trajectory": trajectory, "key": f"k{number}", "mode": "async"}
+    about = {"function": function, "trajectory": trajectory, "key": f"k{number}", "mode": "async", "gone": gone}
     return SimOperation(at_s, "call", {"number": number, "script": {"s": runs_s}, **about})
 
 
@@ -80,6 +85,13 @@ FOUND = {
         call(1, 0.6, 1.0),
         SimOperation(2.9, "disk", {"where": "n1", "for_s": 3.0}),
         kill_node(3.0),
+    ),
+    "what a caller has asked for waits for ever, as it is gone before that is on disk": tuple(
+        call(number, 0.5 + number, 0.2, f"n{number}", gone=number) for number in range(8)
+    ),
+    "a command goes on, and its end is told, as nobody can speak to its runner": (
+        call(0, 0.5, 5.0, "n0"),
+        SimOperation(2.5, "runner", {"where": "n1", "fuse": 0}),
     ),
     "the sandbox of a command whose end the next daemon knows is left behind": (
         call(0, 0.5, 1.0),
