@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 from msgspec import UNSET, Meta, Struct, convert
 from msgspec.structs import replace as replaced
@@ -56,6 +56,7 @@ from runtimes.sandbox.files import LocalFiles, SandboxFiles
 from runtimes.sandbox.sandbox import Provider
 from runtimes.sandbox.session import InteractiveSession, SessionTable, TerminalSize
 from runtimes.sandbox.spec import ImageKeeper, ImageState, chosen, forked, require_image_name
+from tangram import types
 from tangram.types import (
     ActivityInfo,
     ArchiveReadQuery,
@@ -380,9 +381,9 @@ class Api:
         sandbox = self.environments.get(trajectory)
         return self.machines.files(trajectory) if sandbox is None else LocalFiles(sandbox)
 
-    def wait_s(self, text: str | None) -> float | None:
-        """Return the seconds of ``?wait=30s``, bounded; None where it is absent."""
-        return None if text is None else min(serialization.duration_s(text, "wait"), self.server.wait_max_s)
+    def wait_s(self, text: str) -> float:
+        """Return the seconds of ``?wait=30s``, bounded."""
+        return min(serialization.duration_s(text, "wait"), self.server.wait_max_s)
 
     # --- invocations
 
@@ -889,7 +890,7 @@ class Api:
         """
         known = self.functions
         infos = [
-            function_info(each, readiness=known.readiness(each.name), source=known.source(each.name))
+            function_info(each, readiness=known.preparation.of(each.name), source=known.source(each.name))
             for each in known.all()
         ]
         return FunctionList(functions=tuple(infos))
@@ -902,8 +903,8 @@ class Api:
         """
         known = self.functions
         spec = known.get(name)
-        learned = self.history.describe(name)
-        return function_info(spec, learned, known.readiness(name), known.source(name), known.changes(name))
+        learned, ready = self.history.describe(name), known.preparation.of(name)
+        return function_info(spec, learned, ready, known.source(name), known.revisions.of(name))
 
     @operation("PUT /v1/functions/{name}", "functions", "The differences", problems=(409,), admin=True)
     async def put_function(self, name: NewFunctionName, query: FunctionQuery, body: FunctionUpload) -> ConfigDiff:
@@ -950,7 +951,8 @@ class Api:
 
         Pulls begin, and are waited for if that is asked; what became of each stands in the answer.
         """
-        wait_s, keeper, wanted = self.wait_s(query.wait), self.image_keeper(), body.images
+        wait_s = None if query.wait is None else self.wait_s(query.wait)
+        keeper, wanted = self.image_keeper(), body.images
         for image in wanted:
             require_image_name(image)
         present = {state.image for state in await keeper.states() if state.state == "present"}
@@ -1053,8 +1055,7 @@ class Api:
 
     def readiness(self) -> Health:
         """Return whether work is taken now (`READY`), and if not, why."""
-        known = self.functions
-        states = {spec.name: known.readiness(spec.name).status for spec in known.all()}
+        states = {name: status for name, (status, _) in self.functions.health().items()}
         return Health(
             status=self.unready() or READY,
             warnings=(*self.engine.policy_faults.values(), *self.machines.warnings(), *self.provider.info.weakenings),
@@ -1193,8 +1194,8 @@ def session_end(record: Record, offset: int) -> SessionEnd:
     return SessionEnd(
         stream="eof",
         offset=offset,
-        state=serialization.state(record.state),
-        reason=serialization.reason(record.reason),
+        state=cast(types.State, record.state),
+        reason=cast(types.Reason | None, record.reason),
         message=record.message,
         exit_code=exit_code if isinstance(exit_code, int) else None,
         signal=signal if isinstance(signal, int) else None,
@@ -1202,9 +1203,9 @@ def session_end(record: Record, offset: int) -> SessionEnd:
 
 
 async def bounded_chunks(
-    receive: Callable[[], Awaitable[bytes | None]], limit_bytes: int, setting: str, timeout_s: float, component: str
+    chunks: AsyncIterator[bytes], limit_bytes: int, setting: str, timeout_s: float, component: str
 ) -> AsyncIterator[bytes]:
-    """Yield what ``receive`` returns until it returns None, in time and within a bound; raises TooLarge and TooSlow.
+    """Yield the chunks, in time and within a bound; raises TooLarge and TooSlow.
 
     ``setting`` is the key of the bound, for who has to raise it.
     """
@@ -1212,7 +1213,7 @@ async def bounded_chunks(
     while True:
         try:
             async with asyncio.timeout_at(deadline_s):
-                chunk = await receive()
+                chunk = await anext(chunks, None)
         except TimeoutError:
             message = f"the body took longer than {timeout_s:g} s to arrive"
             raise TooSlow(message, component=component) from None

@@ -192,7 +192,7 @@ class App:
         self.admission = Admission(
             self._clock.now,
             total_max=config.scheduler.max_queued,
-            task_max=lambda task: self.registry.task(task).max_queued,
+            task=self.registry.task,
         )
         self.held = HeldInputs(server.inputs_bytes)
         self.steps = TaskSteps(self.store, self.wall)

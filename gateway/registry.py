@@ -560,13 +560,9 @@ class Registry:
         """Every function, by name."""
         return tuple(function for _, function in sorted(self.config.functions.items()))
 
-    def readiness(self, name: str) -> Readiness:
-        """Whether the function's actions may start."""
-        return self.preparation.of(name)
-
     def missing(self, function: FunctionSpec) -> Cause:
         """Return what a function that is not ready waits for."""
-        known = self.readiness(function.name)
+        known = self.preparation.of(function.name)
         if known.status == "unavailable" and self.config.functions.get(function.name) == function:
             return Cause(kind="function", text=f"function {function.name}, which is unavailable: {known.problem}")
         image = "" if function.sandbox is None else function.sandbox.image
@@ -578,7 +574,7 @@ class Registry:
 
     def health(self) -> dict[str, tuple[str, str]]:
         """Return the readiness of every function, and what is wrong with it, by name."""
-        return {name: self.readiness(name)[:2] for name in sorted(self.config.functions)}
+        return {name: self.preparation.of(name)[:2] for name in sorted(self.config.functions)}
 
     def kinds(self) -> set[str]:
         """Return the kinds of resources that functions cost."""
@@ -587,10 +583,6 @@ class Registry:
     def check(self) -> None:
         """Raise the typed error of those functions of the first configuration that this machine can never serve."""
         _raise_all(self._unsatisfiable(self.config, self.config.functions.values()))
-
-    def changes(self, name: str) -> tuple[RevisionChange, ...]:
-        """What was changed of a function since the start, the last first."""
-        return self.revisions.of(name)
 
     def source(self, name: str) -> Literal["files", "applied"]:
         """Where a function comes from."""

@@ -185,7 +185,7 @@ class GatewayService(GatewayBase):
         query = serialization.read(given(target, "path", "mode", "user"), FileWriteAtQuery)
         name, headers = _target(target)
         data = bounded_chunks(
-            lambda: _piece(stream),
+            _pieces(stream),
             self._api.server.file_limit_bytes,
             "server.file_limit",
             self._api.server.body_timeout_s,
@@ -223,11 +223,9 @@ def _target(message: pb.FileTarget | pb.ReadFileRequest) -> tuple[str, FileHeade
     return name, FileHeaders(expect="living" if message.living else None)
 
 
-async def _piece(stream: Stream[pb.WriteFileRequest, pb.FileWritten]) -> bytes | None:
-    """Return the next piece of an upload, None at its end; raises InvalidInput for a message that is none."""
-    message = await read_message(stream)
-    if message is None:
-        return None
-    if message.WhichOneof("request") != "data":
-        raise InvalidInput("after the target every message is data, and this is none", component=COMPONENT)
-    return bytes(message.data)
+async def _pieces(stream: Stream[pb.WriteFileRequest, pb.FileWritten]) -> AsyncIterator[bytes]:
+    """Yield the pieces of an upload; raises InvalidInput for a message that is none."""
+    while (message := await read_message(stream)) is not None:
+        if message.WhichOneof("request") != "data":
+            raise InvalidInput("after the target every message is data, and this is none", component=COMPONENT)
+        yield bytes(message.data)

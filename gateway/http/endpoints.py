@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, cast
 
 from msgspec import UNSET, Meta
 from msgspec.structs import replace as replaced
@@ -69,6 +69,7 @@ from gateway.store.store import LogRow
 from gateway.trajectory_records import NOBODY
 from manager.errors import CodedError, InvalidInput
 from runtimes.sandbox.files import SandboxFiles
+from tangram import types
 from tangram.types import (
     ArchiveReadQuery,
     BatchAnswer,
@@ -147,7 +148,7 @@ class HttpOperations:
 
         In one of the three modes.
         """
-        mode, wait_s = Mode(query.mode), self._api.wait_s(query.wait)
+        mode, wait_s = Mode(query.mode), None if query.wait is None else self._api.wait_s(query.wait)
         call = read_call(headers, name, body, mode)
         if call.callback_url is not None:
             self._api.callbacks.check(call.callback_url)
@@ -196,9 +197,8 @@ class HttpOperations:
     async def get_invocation(self, id: InvocationId, query: WaitQuery) -> Response:
         """The record of an invocation, which exists from the moment of acceptance."""
         invocation = await self._invocations.get(id)
-        wait_s = self._api.wait_s(query.wait)
-        if wait_s is not None:
-            await invocation.has_ended(wait_s)
+        if query.wait is not None:
+            await invocation.has_ended(self._api.wait_s(query.wait))
         return self._shown(invocation, 200)
 
     @operation(
@@ -225,8 +225,8 @@ class HttpOperations:
             return LogEnd(
                 stream="eof",
                 offset=position,
-                state=serialization.state(record.state),
-                reason=serialization.reason(record.reason),
+                state=cast(types.State, record.state),
+                reason=cast(types.Reason | None, record.reason),
                 queue_ms=shown.queue_ms,
                 overhead_ms=shown.overhead_ms,
                 execution_ms=shown.execution_ms,

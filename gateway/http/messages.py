@@ -31,8 +31,7 @@ PEER = "tangram.peer"
 
 def read_query(request: Request, kind: type[T]) -> T:
     """Return the query parameters; raises InvalidInput."""
-    fields = dict(request.query_params) if request.scope["query_string"] else {}
-    return _without_null(serialization.read(fields, kind), fields)
+    return _read_texts(dict(request.query_params) if request.scope["query_string"] else {}, kind)
 
 
 def read_headers(request: Request, kind: type[T]) -> T:
@@ -41,12 +40,12 @@ def read_headers(request: Request, kind: type[T]) -> T:
     result = {
         names[name]: value.decode("latin-1") for name, value in reversed(request.scope["headers"]) if name in names
     }
-    return _without_null(serialization.read(result, kind), result)
+    return _read_texts(result, kind)
 
 
-def _without_null(read: T, fields: Mapping[str, str]) -> T:
-    """Return what was read of texts; raises InvalidInput for one that says null, as if it had not been given."""
-    assert isinstance(read, Struct)
+def _read_texts(fields: Mapping[str, str], kind: type[T]) -> T:
+    """Return texts as a type; raises InvalidInput, also for one that says null, as if it had not been given."""
+    read = serialization.read(fields, kind)
     for name, field in zip(read.__struct_encode_fields__, read.__struct_fields__, strict=True):
         if name in fields and getattr(read, field) is None:
             raise InvalidInput(f"{name}: {fields[name]!r} is no value; leave it out", detail={"path": name})
@@ -59,9 +58,9 @@ def _header_names(kind: type[Struct]) -> Mapping[bytes, str]:
 
 
 def read_call(headers: CallHeaders, function: str, body: bytes, mode: Mode) -> InvocationRequest:
-    """Return the request of one invocation; raises InvalidInput for anything odd."""
+    """Return the request of one invocation of a function; raises InvalidInput for anything odd."""
     return InvocationRequest(
-        function=serialization.name(function, "function"),
+        function=function,
         input=serialization.loads_object(body),
         body=body or b"{}",
         mode=mode,
@@ -134,19 +133,7 @@ def body_chunks(
     request: Request, api: Api, limit_bytes: int, setting: str = "server.file_limit"
 ) -> AsyncIterator[bytes]:
     """Yield the body as it arrives, within its bounds and without holding it; raises TooLarge and TooSlow."""
-    has_ended = False
-
-    async def receive() -> bytes | None:
-        nonlocal has_ended
-        if has_ended:
-            return None
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect()
-        has_ended = not message.get("more_body", False)
-        return bytes(message.get("body", b""))
-
-    return bounded_chunks(receive, limit_bytes, setting, api.server.body_timeout_s, "http")
+    return bounded_chunks(request.stream(), limit_bytes, setting, api.server.body_timeout_s, "http")
 
 
 def respond(value: Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -168,12 +155,9 @@ def problem_response(error: CodedError, headers: Mapping[str, str] | None = None
 
 def record_headers(record: Record) -> dict[str, str]:
     """What every response about one invocation carries; the three parts of the ACT in milliseconds."""
-    return {
-        "X-Invocation-Id": record.id,
-        "X-Queue-Ms": _milliseconds(record.queue_s),
-        "X-Overhead-Ms": _milliseconds(record.overhead_s),
-        "X-Execution-Ms": _milliseconds(record.execution_s),
-    }
+    parts = {"Queue": record.queue_s, "Overhead": record.overhead_s, "Execution": record.execution_s}
+    times = {f"X-{part}-Ms": "0" if part_s is None else f"{part_s * 1000:.3f}" for part, part_s in parts.items()}
+    return {"X-Invocation-Id": record.id, **times}
 
 
 def record_response(record: Record, status: int = 200, *, replayed: bool = False) -> Response:
@@ -272,7 +256,3 @@ async def disconnected(receive: Receive) -> None:
     """Wait until the connection closes; the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "0" if seconds is None else f"{seconds * 1000:.3f}"

@@ -23,11 +23,11 @@ from jsonschema.validators import extend
 from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.invocations.logs import InvocationLog, Logs
-from gateway.invocations.record import Mode, Record, new_id, seq_of
+from gateway.invocations.record import Mode, Record, action_id_of, new_id, seq_of
 from gateway.registry import Registry
 from gateway.store.store import Filter, Store, require
 from manager.action import Action, Lease, Outcome, Settlement, State
-from manager.config import share_of
+from manager.config import TaskSpec, share_of
 from manager.core.outside import OutsideQueue, OutsideWait
 from manager.core.state import Cause
 from manager.engine import Engine, Submission
@@ -235,12 +235,12 @@ class HeldInputs:
 
 
 class Admission:
-    """Counts what waits. ``now`` is a monotonic clock in seconds; ``task_max`` gives a task's bound."""
+    """Counts what waits. ``now`` is a monotonic clock in seconds; ``task`` finds a task's bounds."""
 
-    def __init__(self, now: Callable[[], float], *, total_max: int, task_max: Callable[[str], int]) -> None:
+    def __init__(self, now: Callable[[], float], *, total_max: int, task: Callable[[str], TaskSpec]) -> None:
         self._now = now
         self._total_max = total_max
-        self._task_max = task_max
+        self._task = task
         self._by_function: Counter[str] = Counter()
         self._by_task: Counter[str] = Counter()
         self._interval_s: float | None = None
@@ -263,7 +263,7 @@ class Admission:
         waiting, limit = self._by_function[function.name], function.max_queued
         if waiting >= limit:
             raise self._full("function", function.name, waiting, limit)
-        waiting, limit = self._by_task[task], min(self._task_max(task), share_of(self._total_max))
+        waiting, limit = self._by_task[task], min(self._task(task).max_queued, share_of(self._total_max))
         if waiting >= limit:
             raise self._full("task", task, waiting, limit)
 
@@ -336,7 +336,7 @@ class PendingFunctions:
     def take(self, invocation: LiveInvocation) -> bool:
         """Hold it back if it may not start yet; whether it does."""
         record, function, action = invocation.record, invocation.function, invocation.action
-        ready = self._functions.readiness(record.function).status == "ready"
+        ready = self._functions.preparation.of(record.function).status == "ready"
         if function is None or (ready and not (record.trajectory and self._trajectories[record.trajectory])):
             return False
         since_s = self._since_s.setdefault(record.seq, self._now() if action is None else action.submitted_s)
@@ -358,7 +358,7 @@ class PendingFunctions:
         return True
 
     def _missing(self, function: FunctionSpec, trajectory: str | None) -> Cause:
-        if self._functions.readiness(function.name).status == "ready":
+        if self._functions.preparation.of(function.name).status == "ready":
             return Cause(kind="trajectory", text=f"the earlier actions of trajectory {trajectory}")
         return self._functions.missing(function)
 
@@ -392,7 +392,7 @@ class PendingFunctions:
         return held
 
     def _late(self, invocation: LiveInvocation, timeout_s: float) -> None:
-        result = self._functions.readiness(invocation.record.function)
+        result = self._functions.preparation.of(invocation.record.function)
         why = f"{result.status}: {result.problem}" if result.problem else result.status
         self._expire(invocation, f"waited longer than queue_timeout, {timeout_s:g} s: its function is {why}")
 
@@ -740,7 +740,7 @@ class Invocations:
         """Everything that can refuse happens here, before any work."""
         self._store.check()
         function = self._functions.get(request.function)
-        self._functions.readiness(function.name).check(function, asyncio.get_running_loop().time())
+        self._functions.preparation.of(function.name).check(function, asyncio.get_running_loop().time())
         self._admission.check(function, request.task)
         self._held.check(len(request.body), request.task)
         if request.trajectory is not None:
@@ -816,7 +816,7 @@ class Invocations:
         parent = self._living.get(seq_of(record.parent)) if record.parent is not None else None
         action = formulate(
             function,
-            id=record.action_id,
+            id=action_id_of(record.id, record.attempt),
             input=input,
             trajectory=record.trajectory,
             task=record.task,
@@ -870,7 +870,7 @@ class Invocations:
             submission = self._submission(invocation, submitted_s=began_s - (record.queue_s or 0.0))
             settled = self.engine.resume(submission, units=record.units, node=record.node or "", started_s=began_s)
         if settled is None:
-            self._answered(record.action_id)
+            self._answered(action_id_of(record.id, record.attempt))
             invocation.resumed = False
         return settled is not None
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from msgspec import UNSET, Raw, UnsetType
 
@@ -15,6 +15,8 @@ from gateway import serialization
 from manager.action import COMPLETED, LEGAL_MOVES, TERMINAL, Lease, Outcome, Settlement, State
 from manager.errors import NotFound, Reason
 from tangram.types import Attempt, Delivery, Invocation
+from tangram.types import Reason as WireReason
+from tangram.types import State as WireState
 
 
 class Mode(StrEnum):
@@ -89,11 +91,6 @@ class Record:
     def begun(self) -> bool:
         """Whether the caller's own work may have begun in the present try; until then it is being made ready."""
         return self.overhead_s is not None
-
-    @property
-    def action_id(self) -> str:
-        """The id of the present try's action."""
-        return action_id_of(self.id, self.attempt)
 
     @property
     def trace(self) -> serialization.TraceContext:
@@ -239,18 +236,19 @@ class Record:
         past = self._past()
         return Attempt(
             attempt=self.attempt,
-            state=serialization.state(outcome.state),
-            reason=serialization.reason(outcome.reason),
+            state=cast(WireState, outcome.state),
+            reason=cast(WireReason | None, outcome.reason),
             message=serialization.unicode(outcome.message),
             ended_at=serialization.instant(now_s),
-            queue_ms=serialization.milliseconds(max(0.0, queue_s - past.queue_s)),
-            overhead_ms=serialization.milliseconds(max(0.0, overhead_s - past.overhead_s)),
-            execution_ms=serialization.milliseconds(max(0.0, execution_s - past.execution_s)),
+            queue_ms=round(1000 * max(0.0, queue_s - past.queue_s), 3),
+            overhead_ms=round(1000 * max(0.0, overhead_s - past.overhead_s), 3),
+            execution_ms=round(1000 * max(0.0, execution_s - past.execution_s), 3),
         )
 
     def as_wire(self, *, payload: bool = True) -> Invocation:
         """Return it as every caller sees it; without ``payload`` (listings) input and result are left out."""
-        act_s = (self.queue_s or 0.0) + (self.overhead_s or 0.0) + (self.execution_s or 0.0)
+        parts = (self.queue_s, self.overhead_s, self.execution_s)
+        queue_ms, overhead_ms, execution_ms = [None if each is None else round(each * 1000, 3) for each in parts]
         return Invocation(
             id=self.id,
             function=self.function,
@@ -259,8 +257,8 @@ class Record:
             trajectory=self.trajectory,
             parent=self.parent,
             mode=self.mode.value,
-            state=serialization.state(self.state),
-            reason=serialization.reason(self.reason),
+            state=cast(WireState, self.state),
+            reason=cast(WireReason | None, self.reason),
             message=self.message,
             component=self.component,
             detail=self.detail,
@@ -268,10 +266,10 @@ class Record:
             accepted_at=serialization.instant(self.accepted_s),
             started_at=None if self.started_s is None else serialization.instant(self.started_s),
             ended_at=None if self.ended_s is None else serialization.instant(self.ended_s),
-            queue_ms=serialization.milliseconds(self.queue_s),
-            overhead_ms=serialization.milliseconds(self.overhead_s),
-            execution_ms=serialization.milliseconds(self.execution_s),
-            act_ms=None if self.ended_s is None else serialization.milliseconds(act_s),
+            queue_ms=queue_ms,
+            overhead_ms=overhead_ms,
+            execution_ms=execution_ms,
+            act_ms=None if self.ended_s is None else round(1000 * sum(filter(None, parts)), 3),
             node=self.node,
             units=self.units,
             usage=self.usage,
@@ -280,14 +278,10 @@ class Record:
             dead=self.dead,
             callback=self.callback,
             timeout_capped_s=self._capped_s,
-            input=_encoded(self.input) if payload else UNSET,
-            result=_encoded(self.result) if payload else UNSET,
+            # Encoded already: neither is parsed again.
+            input=Raw(self.input or b"null") if payload else UNSET,
+            result=Raw(self.result or b"null") if payload else UNSET,
         )
-
-
-def _encoded(data: bytes | None) -> Raw | None:
-    """Return JSON that is encoded already for use within a wire type: it is not parsed again."""
-    return None if data is None else Raw(data)
 
 
 def _written(outcome: Outcome) -> tuple[Outcome, bytes | None]:

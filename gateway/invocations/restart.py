@@ -172,7 +172,9 @@ class Restart:
         if left:
             await asyncio.sleep(0)  # their node is asked for them by now: what was not asked for cannot be cancelled
         for invocation in left:
-            self._invocations.engine.cancel(invocation.record.action_id, f"{RESTARTED} and {GONE}")
+            self._invocations.engine.cancel(
+                action_id_of(invocation.record.id, invocation.record.attempt), f"{RESTARTED} and {GONE}"
+            )
         return counts
 
     def awaited_on(self, node: str) -> Collection[str]:

@@ -61,7 +61,7 @@ async def test_after_a_bug_callers_are_answered_the_process_fails_and_the_next_o
     runtimes = scripted_runtimes(ScriptedRuntime(step_of), bench.directory)
     async with asyncio.timeout(DEADLINE_S), gateway(bench.config(), make=runtimes) as app:
         serving_task = asyncio.create_task(app.serve())
-        await until(lambda: all(app.registry.readiness(each).status == "ready" for each in app.config.functions))
+        await until(lambda: all(app.registry.preparation.of(each).status == "ready" for each in app.config.functions))
         schedule = app.engine._core.schedule
 
         def bug(now_s: float) -> object:

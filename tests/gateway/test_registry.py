@@ -628,7 +628,7 @@ async def test_a_function_that_stays_unavailable_refuses_calls_at_once_with_why_
     runtime = SlowToPrepare()
     slow_gateway = GatewayBench(tmp_path, functions={"broken": function("broken"), "echo": function("echo")})
     async with serving(slow_gateway, runtime=runtime) as gateway:
-        await until(lambda: gateway.app.registry.readiness("broken").status == "unavailable")
+        await until(lambda: gateway.app.registry.preparation.of("broken").status == "unavailable")
         for mode in ("sync", "async"):
             refused = await gateway.invoke({}, function="broken", mode=mode)
             told = refused.json()
@@ -649,7 +649,7 @@ async def test_a_call_waits_for_the_first_node_however_long_it_takes_to_join(
     runtime.error = CapacityExceeded("no node has joined yet that could run it", component="cluster")
     slow_gateway = GatewayBench(tmp_path, functions={"broken": function("broken", queue_timeout_s=30.0)})
     async with serving(slow_gateway, runtime=runtime) as gateway:
-        await until(lambda: gateway.app.registry.readiness("broken").status == "unavailable")
+        await until(lambda: gateway.app.registry.preparation.of("broken").status == "unavailable")
         call = asyncio.create_task(gateway.invoke({}, function="broken"))
         await until(lambda: call.done() or bool(gateway.app.invocations.living))
         runtime.mended = True
@@ -664,7 +664,7 @@ async def test_a_mistake_of_the_configuration_is_told_to_the_first_call_and_has_
     runtime.error = InvalidConfig("sandbox.image names nothing", component="sandbox")
     slow_gateway = GatewayBench(tmp_path, functions={"broken": function("broken")})
     async with serving(slow_gateway, runtime=runtime) as gateway:
-        await until(lambda: gateway.app.registry.readiness("broken").status == "unavailable")
+        await until(lambda: gateway.app.registry.preparation.of("broken").status == "unavailable")
         refused = await gateway.invoke({}, function="broken")
         assert (refused.status_code, refused.json()["code"]) == (503, "function_unavailable")
         assert "sandbox.image names nothing" in refused.json()["detail"]

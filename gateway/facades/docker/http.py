@@ -168,15 +168,13 @@ class DockerExchange:
     def chunks(self, limit_bytes: int) -> AsyncIterator[bytes]:
         """Yield the body as it arrives; raises TooLarge, TooSlow, ClientDisconnect."""
 
-        async def receive() -> bytes | None:
-            event = await self.peer.event()
-            if isinstance(event, h11.EndOfMessage):
-                return None
-            if not isinstance(event, h11.Data):
-                raise ClientDisconnect()
-            return bytes(event.data)
+        async def pieces() -> AsyncIterator[bytes]:
+            while not isinstance(event := await self.peer.event(), h11.EndOfMessage):
+                if not isinstance(event, h11.Data):
+                    raise ClientDisconnect()
+                yield bytes(event.data)
 
-        return bounded_chunks(receive, limit_bytes, "server.body_limit", self.peer.bounds.body_timeout_s, "docker")
+        return bounded_chunks(pieces(), limit_bytes, "server.body_limit", self.peer.bounds.body_timeout_s, "docker")
 
     async def read_object(self, limit_bytes: int) -> dict[str, object]:
         """Return the body, a JSON object or nothing; raises InvalidInput and as `chunks`."""

@@ -37,6 +37,7 @@ from gateway.invocations.logs import DROPPED, TRUNCATED, Logs
 from gateway.invocations.record import Mode, Record
 from gateway.store.store import LogRow, Store, StoreSpec
 from manager.action import Action, Lease, Outcome, Settlement, State
+from manager.config import TaskSpec
 from manager.errors import CANCEL_ASKED, NOT_BEGUN, CapacityExceeded, Draining, InvalidInput, QuotaExceeded, Reason
 from manager.function import FunctionSpec, RetrySpec
 from tangram.types import BatchItem, FileEntry, FileList
@@ -67,7 +68,7 @@ def failed(
 
 
 def test_each_bound_refuses_with_its_own_error_and_frees_its_place() -> None:
-    admission = Admission(lambda: 0.0, total_max=3, task_max=lambda task: 2)
+    admission = Admission(lambda: 0.0, total_max=3, task=lambda task: TaskSpec(max_queued=2))
     narrow = function(max_queued=1)
     admission.enter("f", "a")
     with pytest.raises(QuotaExceeded, match="function 'f'"):
@@ -87,7 +88,7 @@ def test_each_bound_refuses_with_its_own_error_and_frees_its_place() -> None:
 
 def test_retry_after_follows_the_pace_at_which_places_become_free() -> None:
     now_s = 0.0
-    admission = Admission(lambda: now_s, total_max=20, task_max=lambda task: 20)
+    admission = Admission(lambda: now_s, total_max=20, task=lambda task: TaskSpec(max_queued=20))
     for _ in range(20):
         admission.enter("f", "a")
     for _ in range(10):
