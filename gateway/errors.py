@@ -81,11 +81,6 @@ def error_status(error: CodedError) -> ErrorStatus:
     return ERROR_STATUSES.get(error.code, ERROR_STATUSES["internal"])
 
 
-def reason_status(reason: Reason | None) -> ErrorStatus:
-    """The error_status of an ended invocation; None is success."""
-    return ErrorStatus(200, "OK", "Succeeded") if reason is None else REASON_STATUSES[reason]
-
-
 def problem(error: CodedError) -> Problem:
     """Return the problem body of a refused request, the same on HTTP and in batches."""
     shown = error_status(error)

@@ -11,7 +11,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from gateway import serialization
-from gateway.errors import error_status, problem, reason_status
+from gateway.errors import REASON_STATUSES, error_status, problem
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.invocations.invocations import InvocationRequest
 from gateway.invocations.record import Mode, Record
@@ -162,8 +162,7 @@ def status_error(error: CodedError) -> GRPCError:
 
 def ended_badly(record: Record) -> GRPCError | None:
     """Return the status of an invocation that failed by no fault of the user's own work; None for an answer."""
-    shown = reason_status(record.reason)
-    if shown.grpc == "OK":
+    if record.reason is None or (shown := REASON_STATUSES[record.reason]).grpc == "OK":
         return None
     return GRPCError(Status[shown.grpc], f"{record.reason}: {record.message}")
 

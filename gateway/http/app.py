@@ -41,10 +41,6 @@ from tangram.types import Health, JsonObject, Name, is_loopback
 
 #: Methods that change nothing: for these browsers send no Origin to a page's own server.
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
-_HEADERS = frozenset(
-    {b"authorization", b"host", b"origin", b"sec-fetch-site", b"content-type", b"cookie", b"content-length"}
-    | {b"transfer-encoding"}
-)
 
 
 class RequestGuard:
@@ -58,7 +54,7 @@ class RequestGuard:
 
     def authorize(self, scope: Scope) -> Role:
         """Return what the request may do; raises Unauthorized or Forbidden with the remedy."""
-        headers = {name: value for name, value in scope["headers"] if name in _HEADERS}
+        headers = dict(scope["headers"])
         if self._guard.tokenless:
             host = headers.get(b"host", b"")
             if not _is_this_machine(host):  # somebody else's name for it is how a web page reads what is on it
@@ -346,15 +342,14 @@ class HttpApp(GuardedApp):
         self._routes.append(Route(UI + "{rest:path}", page.file, methods=["GET"]))
         self.route(self._routes)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            await send({"type": "websocket.close"})  # before it was accepted: a 403
-            return
+            return send({"type": "websocket.close"})  # before it was accepted: a 403
         peer = peer_of(scope)
         if peer is not None and peer.unread and scope["http_version"] != "2":
             peer.asks()
         path = scope["path"]
-        await self.answer(scope, receive, send, checked=path not in self._open and not path.startswith(UI))
+        return self.answer(scope, receive, send, checked=path not in self._open and not path.startswith(UI))
 
     def refuse(self, error: CodedError, scope: Scope) -> Response:
         if isinstance(error, MethodNotAllowed):

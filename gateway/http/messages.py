@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope
 
 from gateway import serialization
 from gateway.api import JSON, Api, bounded_chunks
-from gateway.errors import error_status, problem, reason_status, retry_after
+from gateway.errors import REASON_STATUSES, error_status, problem, retry_after
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Mode, Record
 from gateway.trajectory_records import ConnectionPeer
@@ -175,10 +175,10 @@ def result_response(record: Record, *, replayed: bool = False) -> Response:
 
     A failure of the user's own work is an answer: 200 with ``X-Function-Error``.
     """
-    shown = reason_status(record.reason)
-    headers = record_headers(record) | replay_headers(replayed)
-    if record.reason is not None:
-        headers["X-Function-Error"] = record.reason.value
+    if record.reason is None:
+        return record_response(record, replayed=replayed)
+    shown, headers = REASON_STATUSES[record.reason], record_headers(record) | replay_headers(replayed)
+    headers["X-Function-Error"] = record.reason.value
     if shown.http == 200:
         return respond(record.as_wire(), 200, headers)
     if record.retry_after_s is not None:

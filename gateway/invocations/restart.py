@@ -44,15 +44,10 @@ class Reattachment:
     ) -> None:
         """``environments`` are this machine's, ``node`` finds one that has joined or is awaited, of all ``nodes``."""
         self._environments = environments
-        self._find, self._nodes = node, nodes
+        self._node, self._nodes = node, nodes
         #: What the claims of each held try begin with.
         self._resumable: set[str] = set()
         self._taken: set[str] = set()
-
-    def _node(self, invocation: LiveInvocation) -> RemoteNode | None:
-        """Return the node on which an invocation runs; None for this machine."""
-        name = invocation.record.node
-        return None if name is None else self._find(name)
 
     def look(self) -> None:
         """See what the adopted sandboxes hold."""
@@ -71,7 +66,7 @@ class Reattachment:
         """
         function = invocation.function
         is_handler = function is not None and function.handler is not None
-        return invocation.inside or (is_handler and self._node(invocation) is not None)
+        return invocation.inside or (is_handler and self._node(invocation.record.node or "") is not None)
 
     def never_started(self, invocation: LiveInvocation) -> bool:
         """Whether the present try is certain not to have begun, whatever the record feared."""
@@ -93,17 +88,18 @@ class Reattachment:
 
     async def leave(self, invocation: LiveInvocation) -> bool:
         """Leave what runs to the next gateway, as it runs; return False where that cannot be."""
-        holder = self._node(invocation) or self._environments
+        holder = self._node(invocation.record.node or "") or self._environments
         return self.may_hold(invocation) and await holder.leave(claims_of_try(invocation.record))
 
     def detached(self, invocation: LiveInvocation) -> None:
         """It goes on without its caller, and from now on without this gateway too."""
         if self.may_hold(invocation):
-            (self._node(invocation) or self._environments).detach(claims_of_try(invocation.record))
+            holder = self._node(invocation.record.node or "") or self._environments
+            holder.detach(claims_of_try(invocation.record))
 
     def settled(self, invocation: LiveInvocation) -> None:
         """Let whoever holds its ends forget them, wherever its tries were: no gateway asks for them again."""
-        record, node = invocation.record, self._node(invocation)
+        record, node = invocation.record, self._node(invocation.record.node or "")
         if node is not None:
             node.acknowledge(claims_of_try(record))
         elif record.detached and self.may_hold(invocation):
