@@ -43,14 +43,14 @@ def step_of(execution: Execution) -> ScriptStep:
     ``{"log": ..., "held": true, "hangs": true, "overhead_s": ..., "reason": ..., "message": ...}``.
     """
     wanted = execution.call.input
-    reason = wanted.get("reason")
+    reason, overhead_s = wanted.get("reason"), wanted.get("overhead_s")
     return ScriptStep(
         result=dict(wanted),
-        reason=None if reason is None else Reason(str(reason)),
+        reason=Reason(str(reason)) if reason in set(Reason) else None,  # a fuzzer may write anything
         message=str(wanted.get("message", "as scripted")),
         held=wanted.get("held") is True,
         hangs=wanted.get("hangs") is True,
-        overhead_s=float(str(wanted.get("overhead_s", 0.0))),
+        overhead_s=overhead_s if isinstance(overhead_s, float) else 0.0,
         log=str(wanted.get("log", "")),
     )
 
