@@ -135,7 +135,7 @@ class Replication:
         if state.spec.strict or state.paused or not state.spec.replicate:
             return
         for pool in state.resources.placed:
-            for replica in pool.replicate(state.now_s):
+            for replica in pool.replicate(state.now_s) if pool.replicas_due else ():
                 self._count += 1
                 self._under_way[self._count] = pool, replica
                 state.commands.append(
@@ -202,7 +202,8 @@ class Core:
         """Settle what waited too long, then run one scheduling pass."""
         self._advance(now_s)
         state = self._state
-        self._order.pass_turns()
+        if self._order.free_turns:
+            self._order.pass_turns()
         state.queue.release(state.now_s)
         for waiting in state.queue.expired(state.now_s):
             message = f"waited longer than queue_timeout, {waiting.action.queue_timeout_s:g} s, for "
@@ -289,7 +290,7 @@ class Core:
             active = trajectory.active
             assert active is None or active.id in state.queue or active.id in state.executing, f"{trajectory}"
             still = active is None and bool(trajectory.behind)
-            assert not still or self._order.has_free_turns, f"trajectory {trajectory.name} stands still"
+            assert not still or self._order.free_turns, f"trajectory {trajectory.name} stands still"
 
     # -- events
 
@@ -349,7 +350,7 @@ class Core:
         waiting = Waiting(action, key, self._seq, child=child, not_before_s=not_before_s)
         state.queue.admit(waiting, state.now_s)
         if parent is not None:
-            state.children.add(parent.id, waiting)
+            state.children.setdefault(parent.id, []).append(waiting)
         self._order.line_up(waiting)
 
     def _resume(self, event: Resumed) -> None:
@@ -441,7 +442,7 @@ class Core:
     def _lend(self) -> bool:
         """Start children that still wait on what their parents hold, one at a time; return whether any was started."""
         state, lent = self._state, False
-        for parent_id, child in state.children.first():
+        for parent_id, child in [(parent_id, siblings[0]) for parent_id, siblings in state.children.items()]:
             parent = state.executing.get(parent_id)
             if parent is not None and child.group is not None and state.executing.can_borrow(child, parent):
                 self._scheduling.dispatcher.lend(child, parent)
@@ -452,7 +453,7 @@ class Core:
         """Say when to come back, if that changed."""
         state = self._state
         wished = [state.queue.next_deadline_s(), state.trajectories.next_expiry_s(), *state.wakes.values()]
-        wished.append(state.now_s if self._order.has_free_turns else state.queue.next_release_s())
+        wished.append(state.now_s if self._order.free_turns else state.queue.next_release_s())
         if state.memory_waits_from is not None:
             wished.append(self._order.room_from_s)
         if state.resources.timed:

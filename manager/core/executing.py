@@ -238,6 +238,11 @@ class Executing:
         """Return whether a running action that holds units of the pool can be resized."""
         return pool in self._views and bool(self._views[pool].malleable)
 
+    @property
+    def any_resizable(self) -> bool:
+        """Return whether a running action can be resized, wherever."""
+        return any(self._resizable.values())
+
     def can_shrink(self, pool: str) -> bool:
         """Return whether one of these holds more than its minimum."""
         return pool in self._views and self._views[pool].slack > 0
@@ -414,7 +419,7 @@ class Executing:
             assert set(pool.held) == set(self.holders(pool.name)), f"{pool.name}: {pool.held} without an action"
             assert self.can_resize(pool.name) == (pool.name in self._resizable[pool.kind]), f"{pool.name} is mistaken"
             views = self.view(pool, self.viewed_s)
-            above = sum(one.units - one.action.cost[pool.kind].minimum for one in views.malleable)
+            above = sum(one.units - one.action.cost[pool.kind].minimum for one in views.malleable.values())
             assert len(views) == len(pool.held) and views.slack == above, f"{pool.name}: {above} above the minima"
 
     def _lease(self, waiting: Waiting, node: str, grants: dict[str, Grant], started_s: float) -> Running:

@@ -608,9 +608,10 @@ class Queue:
         #: Whose turn has come before the instant from which they may start, with the node that each is bound to.
         self._early: dict[Waiting, str] = {}
         self._due = Expiries[Waiting](lambda one, _: one not in self._early)
-        #: What was offered since the last pass, by group, and the groups of which some left what they had reserved.
-        self._arrived: dict[QueueGroup, int] = {}
-        self._forsaken: set[QueueGroup] = set()
+        #: Until the next pass takes them: how many were offered, by group, and the groups of which some were withdrawn
+        #: from what they had reserved.
+        self.arrived: dict[QueueGroup, int] = {}
+        self.forsaken: set[QueueGroup] = set()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -664,7 +665,7 @@ class Queue:
                 Signature(action.task, action.demand, memory_bytes, node, service, waiting.child, action.placement)
             )
         group.add(waiting)
-        self._arrived[group] = self._arrived.get(group, 0) + 1
+        self.arrived[group] = self.arrived.get(group, 0) + 1
 
     def release(self, now_s: float) -> None:
         """Offer what may start by now."""
@@ -700,18 +701,8 @@ class Queue:
     def withdraw(self, waiting: Waiting) -> None:
         """Remove an action that leaves what it had reserved to others."""
         if waiting.group is not None:
-            self._forsaken.add(waiting.group)
+            self.forsaken.add(waiting.group)
         self.leave([waiting])
-
-    def take_arrived(self) -> dict[QueueGroup, int]:
-        """Return how many actions were offered since the last call, by group."""
-        arrived, self._arrived = self._arrived, {}
-        return arrived
-
-    def take_forsaken(self) -> set[QueueGroup]:
-        """Return the groups that an action was withdrawn from since the last call."""
-        forsaken, self._forsaken = self._forsaken, set()
-        return forsaken
 
     def groups(self) -> list[QueueGroup]:
         return list(self._groups.values())
@@ -804,36 +795,6 @@ def _decrement(counter: dict[str, int], name: str, by: int = 1) -> None:
         counter[name] = left
     else:
         del counter[name]
-
-
-class WaitingChildren:
-    """Waiting children by the id of their running parent, first come first."""
-
-    def __init__(self) -> None:
-        self._children: dict[str, list[Waiting]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._children)
-
-    def add(self, parent_id: str, child: Waiting) -> None:
-        self._children.setdefault(parent_id, []).append(child)
-
-    def leave(self, child: Waiting) -> None:
-        """Forget a child that waits no more."""
-        parent_id = child.action.parent or ""
-        siblings = self._children.get(parent_id)
-        if siblings is not None and child in siblings:
-            siblings.remove(child)
-            if not siblings:
-                del self._children[parent_id]
-
-    def orphan(self, parent_id: str) -> None:
-        """Let the children of a parent that is over go on as ordinary actions."""
-        self._children.pop(parent_id, None)
-
-    def first(self) -> Iterator[tuple[str, Waiting]]:
-        """Return each parent's id with the child that it invoked first; children may leave meanwhile."""
-        return iter([(parent_id, children[0]) for parent_id, children in self._children.items()])
 
 
 @dataclass(slots=True, eq=False)

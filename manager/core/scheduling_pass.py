@@ -42,7 +42,8 @@ class Changes:
         Each action counts once for each kind that it needs.
         """
         state = self._state
-        for group, count in state.queue.take_arrived().items():
+        arrived, state.queue.arrived = state.queue.arrived, {}
+        for group, count in arrived.items():
             for kind in group.demand:
                 state.executing.load(kind).arrivals.add(state.now_s, count)
             self._groups.add(group)
@@ -54,7 +55,8 @@ class Changes:
         if self._version != state.resources.version:
             self._version = state.resources.version
             self._look_everywhere(pools)
-        for group in state.queue.take_forsaken():
+        forsaken, state.queue.forsaken = state.queue.forsaken, set()
+        for group in forsaken:
             if state.spec.strict:  # it may have stood in the way of everything behind it
                 self._look_everywhere(pools)
             else:
@@ -932,11 +934,14 @@ class SchedulingPass:
     def run(self) -> None:
         """Start what can start and resize what the policies want, until nothing changes (bounded)."""
         state = self._state
-        self._changes.count_arrivals()
+        if state.queue.arrived:
+            self._changes.count_arrivals()
         for _ in range(_ROUNDS):
-            pools, groups = self._changes.take()
             # Where nothing waits and nobody can be resized, nothing is to be decided: so it is after most ends under
-            # light load, and while a thousand nodes join.
+            # light load, and while a thousand nodes join. What has changed is left to the pass that has to decide.
+            if not (state.queue or state.wakes or state.executing.any_resizable):
+                break
+            pools, groups = self._changes.take()
             if not (pools or groups) or not (state.queue or any(map(state.executing.can_resize, pools))):
                 break
             self._round(pools, groups)

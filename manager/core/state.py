@@ -12,7 +12,7 @@ from typing import Literal
 from manager.action import ANYWHERE, Action, NodeChoice, Outcome, Settlement, State, demand_of
 from manager.config import SchedulerSpec, TaskSpec
 from manager.core.executing import Accounts, Executing, Rate, Running
-from manager.core.queue import FairShare, Queue, QueueGroup, Trajectories, TrajectoryState, Waiting, WaitingChildren
+from manager.core.queue import FairShare, Queue, QueueGroup, Trajectories, TrajectoryState, Waiting
 from manager.errors import FILES_LOST, Reason
 from manager.events import Abort, Command, EndTrajectory, Execute, Resize, Settle, TrajectoryOpened
 from manager.resources.cores import PlacedPool
@@ -41,7 +41,8 @@ class SchedulerState:
     #: By resource kind; ``default`` for the others.
     policies: Mapping[str, Policy]
     trajectories: Trajectories = field(default_factory=Trajectories)
-    children: WaitingChildren = field(default_factory=WaitingChildren)
+    #: Those that wait of the children of each running action that has some, first come first.
+    children: dict[str, list[Waiting]] = field(default_factory=dict)
     now_s: float = 0.0
     #: What the shell is to be told at the end of the step.
     commands: list[Command] = field(default_factory=list)
@@ -67,6 +68,14 @@ class SchedulerState:
         """Let these tasks hold from now on."""
         self.tasks = self.queue.bounds.tasks = tasks
         self.capped = {name: task for name, task in tasks.items() if task.caps}
+
+    def forget_child(self, child: Waiting) -> None:
+        """Note that a child, if it is one, waits no more."""
+        siblings = self.children.get(child.action.parent or "", [])
+        if child in siblings:
+            siblings.remove(child)
+            if not siblings:
+                del self.children[child.action.parent or ""]
 
     def policy(self, pool: Pool) -> Policy:
         """Return what decides on a pool now."""
@@ -205,7 +214,7 @@ class Dispatcher:
             if state.holds:
                 state.holds.pop(running.id, None)
             if running.child:
-                state.children.leave(running.waited)
+                state.forget_child(running.waited)
             queue_s = running.started_s - running.action.submitted_s
             state.commands.append(Execute(running.action, running.lease, queue_s if queue_s > 0.0 else 0.0))
 
@@ -460,20 +469,13 @@ class TrajectoryOrder:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         #: Whose turn nobody has, though something waits for it.
-        self._free: list[TrajectoryState] = []
+        self.free_turns: list[TrajectoryState] = []
         #: When idle trajectories may be ended next for those that wait for memory.
         self.room_from_s = 0.0
 
-    @property
-    def has_free_turns(self) -> bool:
-        """Return whether a turn is to be passed on."""
-        return bool(self._free)
-
     def pass_turns(self) -> None:
         """Give the turns of actions that have settled, and are not tried again, to the next ones."""
-        if not self._free:
-            return
-        free, self._free = self._free, []
+        free, self.free_turns = self.free_turns, []
         for trajectory in free:
             if trajectory.active is None and trajectory.behind:
                 trajectory.active = trajectory.behind.pop(0)
@@ -538,7 +540,7 @@ class TrajectoryOrder:
         else:
             trajectory.behind.remove(waiting)
         if trajectory.active is None and trajectory.behind:
-            self._free.append(trajectory)
+            self.free_turns.append(trajectory)
         if trajectory.at_rest:
             self._rest(trajectory)
 
@@ -730,7 +732,7 @@ class Settling:
         state.queue.withdraw(waiting)
         state.fair.leaves(action, state.weight(action.task))
         state.holds.pop(waiting.id, None)
-        state.children.leave(waiting)
+        state.forget_child(waiting)
         detail = {FILES_LOST: True} if reason is Reason.ENVIRONMENT_LOST else {}
         outcome = Outcome(state=end_state, reason=reason, message=message, component="queue", detail=detail)
         queue_s = max(0.0, state.now_s - action.submitted_s)
@@ -776,7 +778,7 @@ class Settling:
         self.count += 1
         self.accounts.of(action.task).add(settlement)
         self._state.commands.append(Settle(settlement=settlement))
-        self._state.children.orphan(action.id)
+        self._state.children.pop(action.id, None)  # they go on as ordinary actions
 
 
 def _with_mean_units(running: Running, outcome: Outcome, ran_s: float) -> Outcome:

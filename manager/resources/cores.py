@@ -27,6 +27,9 @@ class Replica(NamedTuple):
 class PlacedPool(Pool):
     """Chunks that span nodes and hold services between actions."""
 
+    #: Whether anything has changed since `replicate` looked for copies to be made.
+    replicas_due = True
+
     @abstractmethod
     def join(self, node: NodeSpec) -> None:
         """Take in the units of a node that has come."""

@@ -547,8 +547,6 @@ class GpuPool(PlacedPool):
         self._closed: set[str] = set()
         #: What each node said last, and the devices for which that is still news.
         self._told: dict[str, tuple[list[ResidentCopy], set[int]]] = {}
-        #: Whether nothing has changed since replicas were looked for.
-        self._replicated = False
         self._next_start = 0
         self.restores = 0
         self.hits = 0
@@ -582,7 +580,7 @@ class GpuPool(PlacedPool):
         alignment = power_at_least(node.devices)
         start = -(-self._next_start // alignment) * alignment
         self._next_start = start + alignment
-        self._replicated = False
+        self.replicas_due = True
         region = self._regions[node.name] = Chunk(start, node.devices)
         self._starts.append(start)
         self._names.append(node.name)
@@ -594,13 +592,13 @@ class GpuPool(PlacedPool):
     def close(self, node: str) -> None:
         if node in self._regions:
             self._closed.add(node)
-            self._replicated = False
+            self.replicas_due = True
             self._note_change()
 
     def open(self, node: str) -> None:
         if node in self._closed:
             self._closed.remove(node)
-            self._replicated = False
+            self.replicas_due = True
             self._note_change()
 
     def leave(self, node: str) -> None:
@@ -634,7 +632,7 @@ class GpuPool(PlacedPool):
         chunk = self._chosen(ask, size) or self._place(ask, size)
         self._chunks.allocate(chunk)
         self._enter(holder, size)
-        self._replicated = False
+        self.replicas_due = True
         self._by_holder[holder] = chunk
         self._told.get(self.node_of(chunk), ([], set()))[1].difference_update(chunk.devices)
         if ask.service is not None:
@@ -651,7 +649,7 @@ class GpuPool(PlacedPool):
 
     def release(self, holder: str, now_s: float) -> None:
         self._leave(holder)
-        self._replicated = False
+        self.replicas_due = True
         chunk = self._by_holder.pop(holder)
         self._chunks.release(chunk)
         self._believe(self.node_of(chunk))
@@ -661,7 +659,7 @@ class GpuPool(PlacedPool):
         region = self._regions.get(node)
         if region is None:
             return
-        self._replicated = False
+        self.replicas_due = True
         pairs = [(service, chunk) for service, chunks in resident.items() for chunk in chunks]
         copies = [ResidentCopy(service, chunk.moved(region.start)) for service, chunk in pairs]
         self._told[node] = copies, set(region.devices)
@@ -670,7 +668,7 @@ class GpuPool(PlacedPool):
 
     def learn(self, services: Mapping[str, ServiceSpec]) -> None:
         self._residency.learn(services)
-        self._replicated = False
+        self.replicas_due = True
         self._note_change()
 
     def restore_s(self, service: str, units: int, node: str = "") -> float:
@@ -681,9 +679,9 @@ class GpuPool(PlacedPool):
         return self._replicas.counts()
 
     def replicate(self, now_s: float) -> Sequence[Replica]:
-        if self._replicated or not self.free:
-            return ()
-        self._replicated = True
+        self.replicas_due = False
+        if not self.free:
+            return ()  # what comes free calls for another look
         replicas = []
         recent = partial(self._demand.recent, now_s=now_s)
         for copy in self._replicas.begin(recent, self._free, self._may_hold):
@@ -695,7 +693,7 @@ class GpuPool(PlacedPool):
         copy = ResidentCopy(replica.service, replica.place)
         if self._replicas.is_under_way(copy):
             self._replicas.end(copy, done)
-            self._replicated = False
+            self.replicas_due = True
             self._believe(self.node_of(copy.chunk))
             if not done:
                 self._note_change()  # somebody may wait for it to be warm there

@@ -213,7 +213,7 @@ class CrowdPass:
     def _widest(self) -> list[tuple[str, int, UnitSet]]:
         """Return the running ones that can be shrunk with their units, those with most above the minimum first."""
         widest = []
-        for one in self._running.malleable:
+        for one in self._running.malleable.values():
             units, unit_set = self._shrunk.get(one.action.id, one.units), one.action.cost[self._kind]
             if units > unit_set.minimum:
                 widest.append((one.action.id, units, unit_set))
@@ -265,7 +265,7 @@ class AdaptivePolicy(PromptPolicy):
         if view.chunks is not None:
             return self.price.decide(view)
         running = RunningSet.of(view.running, kind)
-        malleable = [r for r in running.malleable if is_malleable(r.action, kind)]
+        malleable = [r for r in running.malleable.values() if is_malleable(r.action, kind)]
         if not malleable and not view.has_elastic:
             return self.price.decide(view)
         waiting = view.eligible or [candidate.action for candidate in view.candidates]

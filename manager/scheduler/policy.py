@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -227,7 +227,8 @@ class RunningSet(Sequence[RunningView]):
         #: Views that were made, and behind them the holders of those that were not: these have no choice of units.
         self._made: dict[str, RunningView] = {}
         self._unseen: dict[str, None] = {}
-        self._malleable: dict[str, RunningView] = {}
+        #: Those whose units may change.
+        self.malleable: dict[str, RunningView] = {}
         #: Units above the minimum, of those malleable ones that hold more.
         self._above: dict[str, int] = {}
         #: How many have no choice of units here.
@@ -257,7 +258,7 @@ class RunningSet(Sequence[RunningView]):
         if view.action.key != self._kind:
             self.rigid += 1
         elif view.action.malleable:
-            self._malleable[holder] = view
+            self.malleable[holder] = view
             self.note_units(holder, view.units)
 
     def remove(self, holder: str) -> None:
@@ -267,21 +268,16 @@ class RunningSet(Sequence[RunningView]):
             return
         view = self._made.pop(holder)
         self.rigid -= view.action.key != self._kind
-        self._malleable.pop(holder, None)
+        self.malleable.pop(holder, None)
         self._above.pop(holder, None)
 
     def note_units(self, holder: str, units: int) -> None:
         """Note what a malleable one holds from now on."""
-        above = units - self._malleable[holder].action.cost[self._kind].minimum
+        above = units - self.malleable[holder].action.cost[self._kind].minimum
         if above:
             self._above[holder] = above
         else:
             self._above.pop(holder, None)
-
-    @property
-    def malleable(self) -> Collection[RunningView]:
-        """Return those whose units may change."""
-        return self._malleable.values()
 
     @property
     def slack(self) -> int:

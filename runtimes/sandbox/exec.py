@@ -142,8 +142,8 @@ class Stage:
     async def _occupied(self, action: Action, sandbox: Sandbox, lease: Lease) -> AsyncIterator[None]:
         self._busy[action.id] = sandbox
         try:
-            if lease.cores:
-                await sandbox.set_cores(lease.cores)
+            if cores := lease.cores:
+                await sandbox.set_cores(cores)
             await sandbox.thaw()
             yield
         finally:

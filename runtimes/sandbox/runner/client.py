@@ -49,7 +49,7 @@ from runtimes.sandbox.command import (
 )
 from runtimes.sandbox.runner import runner
 from runtimes.sandbox.runner import runner as wire
-from runtimes.sandbox.runner.runner import ProtocolError, as_json, encode
+from runtimes.sandbox.runner.runner import ProtocolError, encode
 from runtimes.sandbox.session import InteractiveSession, Window
 from runtimes.sandbox.spec import OtherSandbox
 
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 def encode_json(kind: int, number: int, value: Mapping[str, object]) -> bytes:
-    return encode(kind, number, as_json(value))
+    return encode(kind, number, json.dumps(value, separators=(",", ":")).encode("ascii"))
 
 
 def run_request(command: Command, *, marker: str, interactive: bool) -> dict[str, object]:
@@ -544,13 +544,6 @@ class CommandExchange(RunningExchange):
     def data(self, stream: int, data: bytes) -> None:
         self.output.add(STREAM_NAMES[stream], data)
 
-    def ended(self, end: RunnerEnd | Exception) -> None:
-        if isinstance(end, ActionFailed):
-            end = ActionFailed(
-                end.reason, end.message, component=end.component, result=self.output_so_far(), detail=end.detail
-            )
-        super().ended(end)
-
     def output_so_far(self) -> dict[str, str]:
         """Return its output so far."""
         return self.output.text()
@@ -584,9 +577,8 @@ class SessionExchange(RunningExchange):
     def data(self, stream: int, data: bytes) -> None:
         self._session.add_output(STREAM_NAMES[stream], data)
 
-    def output_so_far(self) -> dict[str, str]:
+    def output_so_far(self) -> None:
         """Return nothing: what it said went to the session."""
-        return {}
 
     async def result(self) -> CommandResult:
         return (await asyncio.shield(self.end)).result()
@@ -761,6 +753,11 @@ class StreamClient(asyncio.BufferedProtocol):
         except TimeoutError:
             self.close()
             raise lost("the runner has fallen silent", result=exchange.output_so_far()) from None
+        except ActionFailed as error:
+            output = exchange.output_so_far()
+            raise ActionFailed(
+                error.reason, error.message, component=error.component, result=output, detail=error.detail
+            ) from None
         except asyncio.CancelledError:
             await self.kill(exchange.number, exchange.end)
             raise

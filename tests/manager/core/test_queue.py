@@ -81,15 +81,15 @@ def test_an_action_that_is_queued_again_finds_its_old_place() -> None:
     waiting.check()
 
 
-def test_what_was_offered_and_what_was_withdrawn_is_told_once() -> None:
+def test_what_was_offered_and_what_was_withdrawn_is_kept_for_the_next_pass() -> None:
     waiting = queue()
     starts, gives_up = admit(waiting, action("a"), seq=1), admit(waiting, action("b"), seq=2)
     (group,) = waiting.groups()
-    assert waiting.take_arrived() == {group: 2} and waiting.take_arrived() == {}
+    assert waiting.arrived == {group: 2}
     waiting.leave([starts])
-    assert waiting.take_forsaken() == set(), "it starts on what it had reserved"
+    assert not waiting.forsaken, "it starts on what it had reserved"
     waiting.withdraw(gives_up)
-    assert waiting.take_forsaken() == {group} and waiting.take_forsaken() == set()
+    assert waiting.forsaken == {group}
 
 
 def test_the_bound_of_a_function_is_told_before_that_of_its_task_and_of_the_queue() -> None:

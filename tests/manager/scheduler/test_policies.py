@@ -506,7 +506,7 @@ def test_what_is_kept_is_what_a_look_at_all_of_them_finds(seed: int) -> None:
         if chance.random() < 0.5:
             continue  # nobody looks at the views
         assert [one.action for one in kept] == [one.action for one in there.values()]
-        assert [one.action for one in kept.malleable] == [one.action for one in malleable]
+        assert [one.action for one in kept.malleable.values()] == [one.action for one in malleable]
         assert kept.slack == sum(one.units - 2 for one in malleable)
         assert RunningSet.of(there.values(), "cpu").slack == kept.slack and RunningSet.of(kept, "cpu") is kept
         assert [one.action for one in kept[1:4]] == [one.action for one in list(there.values())[1:4]]
