@@ -558,14 +558,7 @@ class Api:
             raise self._no_trajectory(id)
         sandbox, living = self.environments.get(id), self.machines.living(id)
         if sandbox is not None:
-            spec = sandbox.spec
-            living = LivingSandbox(
-                image=spec.image,
-                workdir=spec.workdir,
-                user=spec.user,
-                network=spec.network.value,
-                memory_bytes=spec.memory_bytes,
-            )
+            living = convert(sandbox.spec, LivingSandbox, from_attributes=True)
         return self._leased(replaced(convert(trajectory, TrajectoryInfo), sandbox=living))
 
     def _no_trajectory(self, id: str) -> NotFound:

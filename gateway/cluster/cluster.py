@@ -12,6 +12,7 @@ from functools import partial
 from typing import Concatenate, ParamSpec
 
 import structlog
+from msgspec import convert
 
 from gateway.cluster.listener import NodeListener, bind
 from gateway.cluster.ray import RayNodes
@@ -597,15 +598,7 @@ class Cluster:
         """Return the sandbox of a trajectory that lives on another machine."""
         remote = self.remote_of(trajectory)
         facts = None if remote is None else remote.trajectories().get(trajectory)
-        if facts is None:
-            return None
-        return LivingSandbox(
-            image=facts.image,
-            workdir=facts.workdir,
-            user=facts.user,
-            network=facts.network,
-            memory_bytes=facts.memory_bytes,
-        )
+        return None if facts is None else convert(facts, LivingSandbox, from_attributes=True)
 
     def elsewhere(self, trajectory: str) -> str:
         """Return the node on which a trajectory lives; empty if that is this machine, or none."""

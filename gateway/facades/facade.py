@@ -8,7 +8,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import ClassVar, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -20,7 +19,7 @@ from starlette.types import Scope
 from gateway import serialization
 from gateway.api import JSON, Api
 from gateway.config.schema import FacadeSection
-from gateway.errors import retry_after
+from gateway.errors import REASON_STATUSES, FaultKind, error_status, retry_after
 from gateway.http.messages import (
     disconnected,
     read_body,
@@ -31,7 +30,7 @@ from gateway.http.messages import (
 )
 from gateway.invocations.invocations import Admission, HeldInputs, InvocationRequest, Invocations, LiveInvocation
 from gateway.invocations.record import Mode, Record
-from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidInput, QuotaExceeded, Reason
+from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidInput, QuotaExceeded
 from manager.function import FunctionSpec
 from tangram.types import CallHeaders, explained
 
@@ -39,68 +38,6 @@ from tangram.types import CallHeaders, explained
 #
 # What its client tries again must not be lost, and what no try can mend must not be tried: the statuses are those that
 # the real clients were seen to react to so.
-
-
-class FaultKind(StrEnum):
-    """What went wrong, as far as a client's next step depends on it."""
-
-    INPUT = "input"  #: the request cannot be right
-    UNAUTHORIZED = "unauthorized"
-    FORBIDDEN = "forbidden"
-    NOT_FOUND = "not_found"  #: no such route or function
-    METHOD = "method"
-    CONFLICT = "conflict"  #: the thing is in another state
-    TOO_LARGE = "too_large"
-    UNSUPPORTED = "unsupported"  #: known, and not possible here
-    BUSY = "busy"  #: nothing was run: the same call may be sent again
-    TIMEOUT = "timeout"  #: the execution took longer than it may
-    LOST = "lost"  #: a sandbox, node or service was lost under it
-    FAILED = "failed"  #: the function itself failed
-    INTERNAL = "internal"  #: our own fault
-
-
-#: By `CodedError.code`.
-KIND_BY_CODE: Mapping[str, FaultKind] = {
-    "invalid_input": FaultKind.INPUT,
-    "invalid_config": FaultKind.INTERNAL,
-    "not_found": FaultKind.NOT_FOUND,
-    "trajectory_ended": FaultKind.CONFLICT,
-    "snapshot_lost": FaultKind.CONFLICT,
-    "conflict": FaultKind.CONFLICT,
-    "idempotency_key_reused": FaultKind.CONFLICT,
-    "too_large": FaultKind.TOO_LARGE,
-    "unauthorized": FaultKind.UNAUTHORIZED,
-    "forbidden": FaultKind.FORBIDDEN,
-    "unsatisfiable": FaultKind.UNSUPPORTED,
-    "quota_exceeded": FaultKind.BUSY,
-    "capacity_exceeded": FaultKind.BUSY,
-    "function_unavailable": FaultKind.BUSY,
-    "draining": FaultKind.BUSY,
-    "storage_unavailable": FaultKind.BUSY,
-    "unsupported": FaultKind.UNSUPPORTED,
-    "action_failed": FaultKind.FAILED,
-    "method_not_allowed": FaultKind.METHOD,
-    "too_slow": FaultKind.BUSY,
-    "internal": FaultKind.INTERNAL,
-}
-
-#: By the reason of an invocation that ended badly.
-KIND_BY_REASON: Mapping[Reason, FaultKind] = {
-    Reason.TIMEOUT: FaultKind.TIMEOUT,
-    Reason.QUEUE_TIMEOUT: FaultKind.BUSY,
-    Reason.OUT_OF_MEMORY: FaultKind.FAILED,
-    Reason.CANCELLED: FaultKind.LOST,
-    Reason.ENVIRONMENT_LOST: FaultKind.LOST,
-    Reason.NODE_LOST: FaultKind.LOST,
-    Reason.GATEWAY_RESTART: FaultKind.LOST,
-    Reason.QUOTA: FaultKind.BUSY,
-    Reason.UPSTREAM: FaultKind.LOST,
-    Reason.HANDLER_ERROR: FaultKind.FAILED,
-    Reason.MODEL_ERROR: FaultKind.FAILED,
-    Reason.INVALID_INPUT: FaultKind.INPUT,
-    Reason.OUTPUT_LIMIT: FaultKind.FAILED,
-    Reason.INTERNAL: FaultKind.INTERNAL,
-}
 
 
 #: The HTTP status of each; a facade replaces those that its clients take for something else.
@@ -146,7 +83,7 @@ class CallFailed(Exception):
 def fault_of(error: CodedError) -> Fault:
     """Return the fault of a refused request; an unknown code is our own."""
     return Fault(
-        kind=KIND_BY_CODE.get(error.code, FaultKind.INTERNAL),
+        kind=error_status(error).fault,
         code=error.code,
         message=error.message,
         invocation_id=error.invocation_id,
@@ -160,7 +97,7 @@ def fault_of_end(record: Record) -> Fault | None:
     if record.reason is None:
         return None
     return Fault(
-        kind=KIND_BY_REASON[record.reason],
+        kind=REASON_STATUSES[record.reason].fault,
         code=record.reason.value,
         message=f"{record.function}: {record.reason}: {record.message}",
         invocation_id=record.id,

@@ -54,13 +54,12 @@ from starlette.responses import Response
 from gateway import serialization
 from gateway.api import JSON, Api
 from gateway.config.schema import FacadeSection, McpFacade
-from gateway.errors import retry_after
+from gateway.errors import FaultKind, retry_after
 from gateway.facades.facade import (
     STATUSES,
     CallFailed,
     Facade,
     Fault,
-    FaultKind,
     ForeignCalls,
     ForeignRoute,
     fault_of,

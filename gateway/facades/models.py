@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import serialization
+from gateway.errors import FaultKind
 from gateway.facades.facade import (
     STATUSES,
     Endpoint,
     Facade,
     Fault,
-    FaultKind,
     ForeignRoute,
     T,
     answer,

@@ -14,12 +14,12 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.errors import FaultKind
 from gateway.facades.facade import (
     STATUSES,
     CallFailed,
     Facade,
     Fault,
-    FaultKind,
     ForeignRoute,
     answer,
     read_shape,

@@ -19,12 +19,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from gateway.config.schema import SandboxFusionFacade
+from gateway.errors import FaultKind
 from gateway.facades.facade import (
     STATUSES,
     CallFailed,
     Facade,
     Fault,
-    FaultKind,
     ForeignRoute,
     answer,
     fault_of_end,

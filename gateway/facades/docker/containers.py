@@ -411,8 +411,8 @@ def _error_of(record: Record) -> CodedError:
 logger = structlog.get_logger("gateway.facades")
 
 
-#: In the store: how many places were ever taken, and each place's container; an empty text where there is none.
-PLACES, PLACE = "docker_containers", "docker_container:{}"
+#: Begins the names of the documents that hold containers; the id of each follows.
+DOCUMENT = "docker_container:"
 NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,99}")
 #: Most containers, those that have ended and were not removed too: each is a document of the store.
 CONTAINERS_MAX = 4096
@@ -423,9 +423,8 @@ EXECS_MAX = 4096
 class Container:
     """A container with what lives of it in this gateway."""
 
-    def __init__(self, record: ContainerRecord, place: int) -> None:
+    def __init__(self, record: ContainerRecord) -> None:
         self.record = record
-        self.place = place
         self.execs: OrderedDict[str, ContainerExec] = OrderedDict()
         #: Status files of commands that were started to run behind and are remembered no more.
         self.left_files: list[str] = []
@@ -477,23 +476,17 @@ class Containers:
         self._store = store
         self._by_id: dict[str, Container] = {}
         self._names: dict[str, Container] = {}
-        self._places = 0
-        self._free: list[int] = []
         #: Every command, by id; of the ended the newest.
         self.execs: OrderedDict[str, ContainerExec] = OrderedDict()
 
     async def load(self) -> None:
         """Take up what an earlier gateway kept."""
-        self._places = int(await self._store.document(PLACES) or 0)
-        for place in range(self._places):
-            kept = await self._store.document(PLACE.format(place))
-            if not kept:
-                self._free.append(place)
-                continue
+        for name in [str(row["name"]) for row in await self._store.read("document_names", (DOCUMENT,))]:
             try:
-                self._enter(Container(msgspec.json.decode(kept, type=ContainerRecord), place))
-            except msgspec.MsgspecError as error:  # its place stays as it is, and the others are served
-                logger.warning("a container's record cannot be read", facade=COMPONENT, place=place, why=str(error))
+                kept = await self._store.document(name) or ""
+                self._enter(Container(msgspec.json.decode(kept, type=ContainerRecord)))
+            except msgspec.MsgspecError as error:  # it stays as it is, and the others are served
+                logger.warning("a container's record cannot be read", facade=COMPONENT, record=name, why=str(error))
 
     def all(self) -> tuple[Container, ...]:
         """Every container, the newest first."""
@@ -519,11 +512,7 @@ class Containers:
 
     async def add(self, record: ContainerRecord) -> Container:
         """Keep a new one, on disk before it is told of; raises StorageUnavailable."""
-        place = self._free.pop() if self._free else self._places
-        if place == self._places:
-            self._places += 1
-            self._store.save_document(PLACES, str(self._places))
-        container = Container(record, place)
+        container = Container(record)
         self._enter(container)
         self.save(container)
         try:
@@ -536,7 +525,8 @@ class Containers:
     def save(self, container: Container) -> None:
         """Keep what has changed of it, and tell whoever waits."""
         if not container.removed:
-            self._store.save_document(PLACE.format(container.place), msgspec.json.encode(container.record).decode())
+            body = msgspec.json.encode(container.record).decode()
+            self._store.save_document(DOCUMENT + container.record.id, body)
         container.announce()
 
     def rename(self, container: Container, name: str) -> None:
@@ -557,8 +547,7 @@ class Containers:
         self._names.pop(container.record.name, None)
         for id in container.execs:
             self.execs.pop(id, None)
-        self._store.save_document(PLACE.format(container.place), "")
-        self._free.append(container.place)
+        self._store.save_document(DOCUMENT + container.record.id, None)
         container.announce()
 
     def find(self, reference: str) -> Container:

@@ -22,7 +22,8 @@ from starlette.requests import ClientDisconnect
 from gateway import serialization
 from gateway.api import JSON, bounded_chunks
 from gateway.config.schema import DockerFacade, ServerConfig
-from gateway.facades.facade import STATUSES, FaultKind, fault_of
+from gateway.errors import FaultKind
+from gateway.facades.facade import STATUSES, fault_of
 from gateway.http.messages import PHRASES
 from gateway.tls import Connections
 from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput, StorageUnavailable, exhaustion

@@ -25,11 +25,11 @@ from starlette.types import Message, Scope
 from gateway import serialization
 from gateway.api import Api, placed_path
 from gateway.config.schema import SwerexFacade
+from gateway.errors import FaultKind
 from gateway.facades.facade import (
     STATUSES,
     Facade,
     Fault,
-    FaultKind,
     ForeignCalls,
     ForeignRoute,
     answer,
