@@ -449,8 +449,8 @@ def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
 
     ``detail["sent"]`` says whether the request may have arrived; ``detail["tls"]`` that one of the two does not trust
     the other, ``detail["foreign"]`` that what answered speaks no HTTP: no further try mends either; and
-    ``detail["refused"]`` that nobody listens there. Where no gateway answered at all, the message says what may mend
-    that.
+    ``detail["refused"]`` that nobody listens there, or that who does hung up without a word, as one does of which TLS
+    or a certificate was to be shown. Where no gateway answered at all, the message says what may mend that.
     """
     if _is_foreign(error):
         message = f"{what}: what answers there speaks no HTTP (a gateway's port of gRPC does not){_remedy()}"
@@ -460,10 +460,11 @@ def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
     if _is_refused(error):
         detail["refused"] = True
     remedy = _remedy() if isinstance(error, httpx.ConnectError) and "tls" not in detail else ""
-    if what.startswith("https://") and isinstance(error, httpx.ReadError):
+    if what.startswith("http") and isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
+        detail["refused"] = True
         remedy = f" (a gateway with server.tls.client_ca hangs up without a certificate of yours: {CERT})"
-    if what.startswith("http://") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
-        remedy = " (a gateway with TLS is named by https://)"
+        if what.startswith("http://"):
+            remedy = " (a gateway with TLS is named by https://)"
     return ConnectionFailed(f"{what}: {str(error) or type(error).__name__}{remedy}", detail=detail)
 
 
@@ -1020,7 +1021,8 @@ class Retries:
     wait_max_s: float = 30.0
     #: Seconds for which a gateway that cannot be reached, drains or starts is waited for.
     outage_s: float = 60.0
-    #: The same for an address at which nobody listens and nobody has answered this client before; None: as long.
+    #: The same for an address at which nobody listens, or who does hangs up, while nobody has answered this client yet;
+    #: None: as long.
     refused_s: float | None = 1.0
 
     def patience_s(self, error: TangramError, *, new: bool) -> float:
@@ -1041,13 +1043,14 @@ class Retries:
         lost = isinstance(error, ConnectionFailed)
         outage = lost or isinstance(error, OUTAGES)
         most = self.max_attempts or (None if outage else ATTEMPTS)
-        if (most is not None and attempt >= most) or (outage and failing_s >= self.patience_s(error, new=new)):
+        left_s = self.patience_s(error, new=new) - failing_s if outage else math.inf
+        if (most is not None and attempt >= most) or left_s <= 0:
             return None
         if isinstance(error, REFUSALS) and error.retry_after_s is not None:
             return error.retry_after_s if error.retry_after_s <= self.wait_max_s else None
         if lost and (repeatable or not error.detail.get("sent", True)):
             most_s = min(BACKOFF_MAX_S, self.wait_max_s)
-            return backoff_s(attempt + 1, BACKOFF_S, most_s, CHANCE.uniform(0.5, 1.0))
+            return min(left_s, backoff_s(attempt + 1, BACKOFF_S, most_s, CHANCE.uniform(0.5, 1.0)))
         return None
 
 

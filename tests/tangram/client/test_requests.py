@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from typing import Any
 
+import httpx
 import pytest
 
 from tangram import AsyncClient, Client, InvalidConfigError
-from tangram.client.requests import FailureStreak, Retries, json_body, server_of
+from tangram.client.requests import FailureStreak, Retries, connection_lost, json_body, server_of
 from tangram.errors import ConnectionFailed, FunctionUnavailableError, InvalidInputError
 from tangram.testing import ScriptedGateway
 from tangram.types import BatchItem
@@ -130,6 +132,19 @@ def test_a_trainer_that_is_seeded_draws_the_same_numbers_whatever_is_tried_again
         assert Retries().next_try_s(lost, attempt, 0.0, repeatable=True)
         drawn.append(random.random())
     assert drawn == expected
+
+
+@pytest.mark.parametrize(("new", "most_s"), [(True, 1.0), (False, 60.0)])
+def test_who_hangs_up_on_a_client_that_nobody_has_answered_is_soon_named(new: bool, most_s: float) -> None:
+    for address in ("http://far.example", "https://far.example"):
+        for failure in (httpx.ReadError(""), httpx.RemoteProtocolError("Server disconnected")):
+            error, failing_s = connection_lost(address, failure), 0.0
+            for attempt in itertools.count(1):
+                wait_s = Retries().next_try_s(error, attempt, failing_s, repeatable=True, new=new)
+                if wait_s is None:
+                    break
+                failing_s += wait_s
+            assert failing_s == pytest.approx(most_s), address
 
 
 def test_why_a_function_is_unavailable_is_told_once_while_it_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
