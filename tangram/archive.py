@@ -109,7 +109,10 @@ class Reader:
     """
 
     def __init__(self, file: IO[bytes], holes: int = -1) -> None:
-        """``holes`` is a second descriptor of the same plain file: its holes are then those of the entries' files."""
+        """``holes`` is a second descriptor of the same plain file: its holes are then those of the entries' files.
+
+        Such a one is whole only with the two empty blocks at its end: what it lost before them would be holes.
+        """
         self._file: Any = file
         self._holes = holes
         self._broken: tuple[Any, ...] = ()
@@ -150,6 +153,8 @@ class Reader:
                 extended, headers = {}, 0
                 self._size_bytes = self._read_bytes = 0
             head = self._get(BLOCK_BYTES)
+        if self._holes >= 0 and head + self._get(BLOCK_BYTES + 1) != bytes(2 * BLOCK_BYTES):
+            raise no_tar("it has lost its end")
 
     def content(self) -> Iterator[tuple[int, bytes]]:
         """Yield the content of the last entry's file in pieces, each with its place; between them it is zeros."""

@@ -442,7 +442,12 @@ class Sandbox:
             try:
                 if self._resting:
                     await self._client.rest(resting=True, still=True)
-                return await self._control.snapshot(self.spec, id, place, limit_bytes)
+                size_bytes = await self._control.snapshot(self.spec, id, place, limit_bytes)
+                self._require()  # else its files were being removed while they were read
+                return size_bytes
+            except Exception:
+                self._require()
+                raise
             finally:
                 if running and self.alive:
                     await self._thaw()

@@ -671,9 +671,17 @@ class DockerEngine:
             return False
 
     async def layer_bytes(self, container: str) -> int:
-        """Return the bytes that a container has written, 0 if it is gone. The engine may take its time."""
+        """Return the bytes that a container has written. The engine may take its time.
+
+        Raises NotFound if it is gone, and Unsupported where the engine cannot tell.
+        """
         entry = await self.call(self._api.containers, all=True, size=True, filters={"id": container})
-        return sum(int(item.get("SizeRw", 0)) for item in entry)
+        if not entry:
+            raise NotFound(f"no container {container[:12]}", component=COMPONENT)
+        size_bytes = int(entry[0].get("SizeRw", 0))  # left out where it is 0
+        if size_bytes < 0:
+            raise Unsupported(f"the engine cannot read the files of container {container[:12]}", component=COMPONENT)
+        return size_bytes
 
     async def list(self, label: str) -> list[ContainerState]:
         """Return every container with this label, running or not, in one cheap call."""

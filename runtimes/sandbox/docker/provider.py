@@ -149,14 +149,18 @@ class ContainerControl(SandboxControl):
         return "its runner fell silent" if entry.running else f"its first process ended with status {entry.exit_code}"
 
     async def snapshot(self, spec: SandboxSpec, id: str, place: Path, limit_bytes: int) -> int:
-        bounded = await asyncio.to_thread(noted_bounded, self._directory)
-        if bounded is not None and not await asyncio.to_thread(self._bound.shows, bounded):
-            # Its processes still see it; the engine would keep an empty directory in its place.
-            raise lost("the image of its disk is not mounted any more where its engine keeps its files")
+        await asyncio.to_thread(self._require_shown)
         size_bytes = await self._engine.layer_bytes(self._container)
         if size_bytes <= limit_bytes:
             await self._engine.commit(self._container, f"{REPOSITORY}:{id}", {LABEL: id}, without=spec.env)
+            await asyncio.to_thread(self._require_shown)  # all the while
         return size_bytes
+
+    def _require_shown(self) -> None:
+        """Raise if the engine sees an empty directory in the place of its files. Its processes may still see them."""
+        bounded = noted_bounded(self._directory)
+        if bounded is not None and not self._bound.shows(bounded):
+            raise lost("the image of its disk is not mounted any more where its engine keeps its files")
 
     async def remove(self) -> None:
         await self.thaw()

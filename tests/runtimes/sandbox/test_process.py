@@ -11,11 +11,13 @@ import shutil
 import site
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import pytest
 
@@ -30,12 +32,16 @@ from manager.errors import (
     Unsupported,
 )
 from manager.function import Background, Network, SandboxSpec
+from runtimes.sandbox import process as process_sandboxes
 from runtimes.sandbox.command import Command
+from runtimes.sandbox.disk import DiskSettings
+from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.process import HostSupport, ProcessProvider, inside, require_shown, shown_places
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.runner.client import unmade
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
 from runtimes.sandbox.sandbox import CreationGate, Sandbox
+from runtimes.sandbox.snapshots import pack
 from runtimes.sandbox.spec import SandboxRecord
 from tangram.archive import opened_directory
 from tests.runtimes.sandbox.conftest import sh, unique
@@ -379,6 +385,41 @@ async def test_what_will_not_stand_still_is_ended_before_files_are_kept(sandbox:
     await sandbox.snapshot("s", tmp_path, 2**30)
     ended = await sh(sandbox, "for each in pid patient; do kill -0 $(cat $each) 2>/dev/null && echo $each; done")
     assert ended.stdout == b"patient\n"
+
+
+@pytest.mark.parametrize("disk", ["auto", "walk"])
+@pytest.mark.parametrize("end", ["its bound", "its trajectory"])
+async def test_what_is_removed_while_its_files_are_read_makes_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, disk: Literal["auto", "walk"]
+) -> None:
+    """A file that is gone when it is looked at is left out: of a tree that is being removed that would be all."""
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def pack_late(root: int, target: Path, **bounds: Any) -> int:
+        loop.call_soon_threadsafe(begun.set)
+        assert go_on.wait(60)
+        return pack(root, target, **bounds)
+
+    monkeypatch.setattr(process_sandboxes, "pack", pack_late)
+    provider = make_provider(
+        ProviderSettings(kind="process", state_dir=tmp_path / "state", disk_bound=DiskSettings(by=disk))
+    )
+    environments = Environments(provider)
+    sandbox = await environments.ensure("t", SandboxSpec())
+    await sandbox.write_file("file", b"kept")
+    taking = asyncio.create_task(environments.snapshot("t"))
+    await begun.wait()
+    if end == "its bound":
+        await sandbox.kill_for("its disk bound is exceeded")
+    else:
+        await environments.end("t")
+    go_on.set()
+    with pytest.raises(CodedError, match=r"its disk bound is exceeded|the sandbox is closed"):
+        await taking
+    assert provider.snapshots.all() == [] and list((tmp_path / "state" / "snapshots").iterdir()) == []
+    await environments.close()
+    await provider.close()
 
 
 @pytest.mark.parametrize("user", ["own", "other"])

@@ -291,6 +291,36 @@ def test_a_hole_takes_no_disk_and_stays_one(tmp_path: Path) -> None:
         assert file.read() == b"end"
 
 
+@pytest.mark.promise("A sandbox never begins with a part of a snapshot.")
+def test_a_packed_tree_that_lost_anything_of_its_end_is_laid_out_by_nobody(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "holes").touch()
+    os.truncate(source / "holes", 2**16)
+    (source / "text").write_bytes(b"x" * 1000)
+    kept(source, tmp_path / "target")
+    packed = tmp_path / "target.tar"
+    whole = packed.read_bytes()
+    cuts = {0, 1, *range(0, len(whole), 512), *range(len(whole) - 1025, len(whole))}
+    for cut in sorted(cuts):
+        os.truncate(packed, cut)
+        _refused(packed, tmp_path / f"cut{cut}")
+        packed.write_bytes(whole)
+    for more in (b"\0", b"x", whole):
+        packed.write_bytes(whole + more)
+        _refused(packed, tmp_path / f"more{len(more)}{more[:1].hex()}")
+
+
+def _refused(packed: Path, target: Path) -> None:
+    target.mkdir()
+    fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(Conflict, match="the snapshot is damaged"):
+            unpack(packed, fd, base=0, owners=False)
+    finally:
+        os.close(fd)
+
+
 def test_sockets_are_left_out_and_the_second_name_of_a_file_is_the_same_file(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
