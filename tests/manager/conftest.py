@@ -11,7 +11,8 @@ from manager.action import Action, Outcome, Settlement, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
 from manager.core.core import Core
-from manager.events import Command, Event, Execute, Settle
+from manager.core.state import Cause, cause_of
+from manager.events import Command, Event, Execute, Finished, Settle, Submitted
 from manager.scheduler.policy import PolicySpec
 
 DONE = Outcome(state=State.SUCCEEDED)
@@ -75,7 +76,29 @@ class CoreDriver:
         return {trajectory.name: trajectory.node for trajectory in self.core.state.trajectories if trajectory.node}
 
 
+def submits(*actions: Action) -> list[Submitted]:
+    return [Submitted(action=one) for one in actions]
+
+
+def submit(id: str, cost: Mapping[str, UnitSet | int] | None = None, **fields: object) -> Submitted:
+    return Submitted(action=action(id, cost, **fields))
+
+
+def finish(id: str, *, execution_s: float = 0.0) -> Finished:
+    return Finished(action_id=id, outcome=replace(DONE, execution_s=execution_s))
+
+
+def cause(driver: CoreDriver, id: str) -> Cause:
+    """Return what a waiting action waits for."""
+    waiting = driver.core.state.queue.get(id)
+    assert waiting is not None, f"{id} does not wait"
+    return cause_of(driver.core.state, waiting)
+
+
+Drive = Callable[[ManagerSpec], CoreDriver]
+
+
 @pytest.fixture
-def drive() -> Callable[[ManagerSpec], CoreDriver]:
+def drive() -> Drive:
     """A driver of a new core; its invariants are checked after every step."""
     return lambda spec: CoreDriver(build_core(spec))

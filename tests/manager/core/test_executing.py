@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from manager.action import ANYWHERE, Chunk, Lease, NodeChoice, State, UnitSet
 from manager.assembly import build_core
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec, ServiceSpec
-from manager.core.state import cause_of
 from manager.core.views import resources_view
 from manager.engine import Engine, Submission
 from manager.errors import Reason
@@ -40,16 +39,11 @@ from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from manager.scheduler.policy import PolicySpec
 from runtimes.executor import LocalExecutor
 from runtimes.testing import ScriptedRuntime, ScriptStep
-from tests.manager.conftest import DONE, CoreDriver, action, node, spec
+from tests.manager.conftest import DONE, CoreDriver, Drive, action, cause, finish, node, spec, submit
 from tests.runtimes.recorder import RecordingLog
 from tests.virtual_clock import VirtualClock
 
-Drive = Callable[[ManagerSpec], CoreDriver]
 POLICIES = ("price", "adaptive", "paper", "fixed")
-
-
-def submit(id: str, cost: Mapping[str, UnitSet | int] | None = None, **fields: Any) -> Submitted:
-    return Submitted(action=action(id, cost, **fields))
 
 
 def closed(name: str = "n0", why: str = "suspect") -> NodeClosed:
@@ -58,16 +52,6 @@ def closed(name: str = "n0", why: str = "suspect") -> NodeClosed:
 
 def opened(name: str = "n0") -> NodeOpened:
     return NodeOpened(node=name)
-
-
-def finish(id: str) -> Finished:
-    return Finished(action_id=id, outcome=DONE)
-
-
-def cause(driver: CoreDriver, id: str) -> str:
-    waiting = driver.core.state.queue.get(id)
-    assert waiting is not None, f"{id} does not wait"
-    return cause_of(driver.core.state, waiting).text
 
 
 def test_what_runs_on_a_closed_node_goes_on_and_nothing_starts_there_until_it_is_open_again(drive: Drive) -> None:
@@ -96,7 +80,7 @@ def test_a_pinned_action_waits_for_its_node_and_says_so(drive: Drive) -> None:
     pinned: dict[str, Any] = {"trajectory": "t", "memory_bytes": 5, "queue_timeout_s": 5.0}
     driver.step(0, submit("first", **pinned))
     driver.step(1, closed(why="silent for 3 s"), finish("first"), submit("second", **pinned))
-    assert cause(driver, "second") == "node n0, which is closed: silent for 3 s"
+    assert cause(driver, "second").text == "node n0, which is closed: silent for 3 s"
     driver.step(6)
     outcome = driver.settled["second"].outcome
     assert (outcome.reason, "n0, which is closed: silent for 3 s" in outcome.message) == (Reason.QUEUE_TIMEOUT, True)
@@ -113,7 +97,7 @@ def test_the_trajectories_of_a_node_that_finishes_go_on_there_and_nobody_else(dr
     assert driver.running() == {"second"}
     assert driver.started["second"].lease.node == "n0"
     driver.step(2, finish("second"), closed(why="silent for 3 s"), submit("third", **pinned))
-    assert cause(driver, "third") == "node n0, which is closed: silent for 3 s"
+    assert cause(driver, "third").text == "node n0, which is closed: silent for 3 s"
     driver.step(3, opened(), drains)
     assert driver.running() == {"third"}
 
@@ -190,7 +174,7 @@ def test_functions_run_where_the_labels_are_and_where_they_are_able_to(drive: Dr
     )
     assert driver.started["big"].lease.node == "n0"
     assert driver.started["f"].lease.node == "n1"
-    assert cause(driver, "f on big") == "an open node pool=big and able to run f"
+    assert cause(driver, "f on big").text == "an open node pool=big and able to run f"
     driver.step(0.5, NodeJoined(node=replace(big, able=frozenset({"f", "g"}))))
     assert driver.started["f on big"].lease.node == "n0", "what a node is able to run may grow while it serves"
 
@@ -254,17 +238,14 @@ def test_an_idle_node_is_used_though_what_came_first_cannot_run_there(drive: Dri
     driver.step(0, ask("a1", "a"))
     driver.step(1, ask("a2", "a"), ask("b1", "b"))
     assert places(driver) == {"a1": "n0", "b1": "n1"}
-    waiting = driver.core.state.queue.get("a2")
-    assert waiting is not None and cause_of(driver.core.state, waiting).kind in ("devices", "hold", "turn")
+    assert cause(driver, "a2").kind in ("devices", "hold", "turn")
 
 
 def test_one_that_no_node_is_able_to_run_waits_for_one_and_says_so(drive: Drive) -> None:
     driver = drive(world(machine("n0")))
     driver.step(0, ask("a1", "a"))
-    waiting = driver.core.state.queue.get("a1")
-    assert waiting is not None
-    cause = cause_of(driver.core.state, waiting)
-    assert (cause.kind, cause.text) == ("node", "an open node able to run a")
+    found = cause(driver, "a1")
+    assert (found.kind, found.text) == ("node", "an open node able to run a")
     driver.step(1, NodeJoined(node=machine("n0", "a")))
     assert places(driver) == {"a1": "n0"}
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from manager.action import Action, Outcome, State
-from manager.config import ManagerSpec, TaskSpec
+from manager.config import TaskSpec
 from manager.core import queue as queue_module
 from manager.core.queue import Bounds, FairShare, Queue, Waiting
-from manager.core.state import cause_of
 from manager.errors import CapacityExceeded, QuotaExceeded, Reason
 from manager.events import CancelRequested, Execute, Finished, Submitted, Tick, TrajectoryEnded
-from tests.manager.conftest import DONE, CoreDriver, action, spec
-
-Drive = Callable[[ManagerSpec], CoreDriver]
+from tests.manager.conftest import DONE, CoreDriver, Drive, action, cause, spec
 
 
 def queue(
@@ -306,9 +302,7 @@ def test_what_waits_behind_an_action_runs_after_its_last_try(driver: CoreDriver)
 
 def test_it_asks_to_be_woken_at_the_next_try_and_says_what_is_waited_for(driver: CoreDriver) -> None:
     assert driver.core.state.queue.next_release_s() == 5
-    waiting = driver.core.state.queue.get("a.2")
-    assert waiting is not None
-    assert cause_of(driver.core.state, waiting).text == "its next try, in 3 s"
+    assert cause(driver, "a.2").text == "its next try, in 3 s"
 
 
 def test_a_cancel_between_two_tries_passes_the_turn_on(driver: CoreDriver) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -32,15 +32,9 @@ from manager.resources.pools import Headroom
 from manager.scheduler.fixed import FixedPolicy
 from manager.scheduler.policy import Decision, Policy, PolicySpec, PoolView, PromptPolicy, ResizeChoice, Start
 from manager.scheduler.registry import make_policy
-from tests.manager.conftest import DONE, CoreDriver, action, node, spec
-
-Drive = Callable[[ManagerSpec], CoreDriver]
+from tests.manager.conftest import DONE, CoreDriver, Drive, action, finish, node, spec, submit
 
 NODES = (node("n0", cores=2), node("n1", cores=4), node("n2", cores=3))
-
-
-def submit(id: str, cost: Mapping[str, UnitSet | int] | None = None, **fields: object) -> Submitted:
-    return Submitted(action=action(id, cost, **fields))
 
 
 class AlwaysAsked:
@@ -195,10 +189,6 @@ def test_a_group_without_rivals_gets_what_a_walk_among_others_would_give_it(
     assert taken or not alike, "no group was without rivals"
     monkeypatch.setattr(Selector, "_is_unrivalled", lambda self, contender: False)
     assert quickly == found()
-
-
-def finish(id: str) -> Finished:
-    return Finished(action_id=id, outcome=DONE)
 
 
 def test_an_action_that_needs_memory_alone_starts_when_memory_returns(drive: Drive) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from manager.action import Action, UnitSet
-from manager.config import ManagerSpec, TaskSpec
+from manager.action import UnitSet
+from manager.config import TaskSpec
 from manager.core.core import Core
 from manager.core.outside import OutsideWait
-from manager.core.state import Cause, cause_of, counted_causes
+from manager.core.state import Cause, counted_causes
 from manager.core.views import CELLS_MAX, queue_view, resources_view, summary, tasks_view, trajectories_view
 from manager.errors import InvalidInput
 from manager.events import (
@@ -27,9 +27,8 @@ from manager.events import (
     TrajectoryOpened,
 )
 from manager.resources.pools import ConcurrencySpec, QuotaSpec
-from tests.manager.conftest import DONE, CoreDriver, action, node, spec
+from tests.manager.conftest import DONE, CoreDriver, Drive, action, cause, node, spec, submits
 
-Drive = Callable[[ManagerSpec], CoreDriver]
 Rows = list[dict[str, object]]
 
 
@@ -83,7 +82,7 @@ def test_what_waits_outside_the_queue_is_told_with_it(drive: Drive) -> None:
 
 
 def test_the_pages_of_the_queue_hold_every_action_once_in_order_of_service(
-    drive: Callable[[ManagerSpec], CoreDriver],
+    drive: Drive,
 ) -> None:
     driver = drive(spec(node(cores=1)))
     driver.step(0.0, *(Submitted(action=action(f"a{n}", task=f"t{n % 3}")) for n in range(10)))
@@ -95,7 +94,7 @@ def test_the_pages_of_the_queue_hold_every_action_once_in_order_of_service(
         assert max(map(len, found)) <= limit
 
 
-def test_a_cursor_stays_good_when_the_action_that_it_names_has_left(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
+def test_a_cursor_stays_good_when_the_action_that_it_names_has_left(drive: Drive) -> None:
     driver = drive(spec(node(cores=1)))
     driver.step(0.0, *(Submitted(action=action(f"a{n}")) for n in range(6)))
     first, cursor = page(driver.core, 2)
@@ -104,12 +103,12 @@ def test_a_cursor_stays_good_when_the_action_that_it_names_has_left(drive: Calla
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "00", "ff" * 31, "a b", "ü", "0" * 10_000])
-def test_a_cursor_of_something_else_is_refused(drive: Callable[[ManagerSpec], CoreDriver], cursor: str) -> None:
+def test_a_cursor_of_something_else_is_refused(drive: Drive, cursor: str) -> None:
     with pytest.raises(InvalidInput, match="no next_cursor"):
         queue_view(drive(spec()).core, 10, cursor)
 
 
-def test_what_a_task_used_is_told_in_the_units_of_the_resources(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
+def test_what_a_task_used_is_told_in_the_units_of_the_resources(drive: Drive) -> None:
     made = replace(
         spec(node(devices=1)),
         resources={"search": QuotaSpec(limit=9, period_s=1.0), "parser": ConcurrencySpec(limit=2)},
@@ -130,7 +129,7 @@ def test_what_a_task_used_is_told_in_the_units_of_the_resources(drive: Callable[
     assert (other["core_s"], other["quota_units"]) == (0.0, {})
 
 
-def test_trajectories_come_in_pages_by_name(drive: Callable[[ManagerSpec], CoreDriver]) -> None:
+def test_trajectories_come_in_pages_by_name(drive: Drive) -> None:
     driver = drive(spec())
     for name in ("c", "a", "e", "b", "d"):
         driver.step(0.0, TrajectoryOpened(trajectory=name))
@@ -148,16 +147,6 @@ def test_trajectories_come_in_pages_by_name(drive: Callable[[ManagerSpec], CoreD
         cursor = following
         driver.step(1.0, TrajectoryEnded(trajectory=cursor))  # what it names may have left
     assert seen == ["a", "b", "c", "d", "e"]
-
-
-def submits(*actions: Action) -> list[Submitted]:
-    return [Submitted(action=each) for each in actions]
-
-
-def cause(driver: CoreDriver, action_id: str) -> Cause:
-    waiting = driver.core.state.queue.get(action_id)
-    assert waiting is not None, f"{action_id} does not wait"
-    return cause_of(driver.core.state, waiting)
 
 
 def test_only_what_is_missing_is_told(drive: Drive) -> None:
