@@ -23,20 +23,12 @@ from runtimes.executor import Deadlines, LocalExecutor
 from runtimes.runtime import Execution
 from runtimes.testing import ScriptedRuntime, ScriptStep
 from tests.manager.conftest import action, node, spec
+from tests.runtimes.recorder import RecordingLog
+from tests.virtual_clock import VirtualClock
 
 DAY_S = 86400.0
 
 FUNCTION = FunctionSpec(name="f", runtime="exec", cost={"cpu": UnitSet.fixed(1)}, sandbox=SandboxSpec(memory_bytes=400))
-
-
-class Silent:
-    """A log that nobody reads."""
-
-    def write(self, stream: str, data: str) -> None:
-        pass
-
-    def omit(self, size_bytes: int) -> None:
-        pass
 
 
 @dataclass
@@ -68,7 +60,7 @@ class EngineRig:
     history: History
 
     def submit(self, *actions: Action) -> list[asyncio.Future[Settlement]]:
-        call = Call(function=FUNCTION, input={}, log=Silent())
+        call = Call(function=FUNCTION, input={}, log=RecordingLog())
         return self.engine.submit([Submission(action=action, call=call) for action in actions])
 
     def living(self) -> list[dict[str, object]]:
@@ -272,16 +264,6 @@ async def test_the_queue_says_what_each_action_waits_for(rig: EngineRig) -> None
     assert pools["cpu:n0"]["free"] == 0
 
 
-class HandSetClock:
-    """Says the time that it was set to."""
-
-    def __init__(self, now_s: float) -> None:
-        self.now_s = now_s
-
-    def now(self) -> float:
-        return self.now_s
-
-
 class SlowClock:
     """Half as fast as the loop's timers, which therefore ring too early."""
 
@@ -290,7 +272,7 @@ class SlowClock:
 
 
 async def test_times_go_on_between_two_events() -> None:
-    clock = HandSetClock(50.0)
+    clock = VirtualClock(50.0)
     executor = LocalExecutor({"exec": ScriptedRuntime()})
     engine = Engine(build_core(spec(node(cores=2))), executor, clock=clock)
     await engine.start()
@@ -307,7 +289,7 @@ async def test_a_timer_that_rings_early_loses_no_wake_up(rig: EngineRig) -> None
     engine = Engine(core, LocalExecutor({"exec": ScriptedRuntime()}), clock=SlowClock())
     await engine.start()
     waiting = [replace(action(name), cost={"search": UnitSet.fixed(1)}) for name in ("a", "b", "c")]
-    call = Call(function=FUNCTION, input={}, log=Silent())
+    call = Call(function=FUNCTION, input={}, log=RecordingLog())
     async with asyncio.timeout(60):
         settled = await asyncio.gather(*engine.submit([Submission(action=one, call=call) for one in waiting]))
     assert [one.outcome.state for one in settled] == [State.SUCCEEDED] * 3
@@ -325,7 +307,7 @@ async def test_a_service_in_use_is_copied_to_the_idle_device_and_its_next_action
     executor = LocalExecutor({"exec": runtime})
     engine = on_two_devices(executor)
     await engine.start()
-    call = Call(function=FUNCTION, input={}, log=Silent())
+    call = Call(function=FUNCTION, input={}, log=RecordingLog())
     first, second = (Submission(action=action(name, {"gpu": 1}, service="judge"), call=call) for name in ("a", "b"))
     async with asyncio.timeout(60):
         futures = engine.submit([first])
@@ -350,7 +332,7 @@ async def test_a_bug_in_a_pass_is_told_to_everybody_who_waits_and_nothing_is_sch
     ear = Ear()
     engine = Engine(core, executor, listeners=[ear], on_fault=lambda: faults.append("told"))
     await engine.start()
-    call = Call(function=FUNCTION, input={}, log=Silent())
+    call = Call(function=FUNCTION, input={}, log=RecordingLog())
 
     def submit(name: str) -> asyncio.Future[Settlement]:
         return engine.submit([Submission(action=action(name), call=call)])[0]

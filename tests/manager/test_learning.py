@@ -102,13 +102,6 @@ def test_what_is_learned_from_is_the_width_that_ran() -> None:
     assert history.learned(ran.function, "").t_ori_s == pytest.approx(3.0)
 
 
-def test_the_serial_fraction_and_the_duration_are_found_together() -> None:
-    learned = taught(0.2).learned("f", "k")
-    assert abs(learned.serial_fraction - 0.2) <= 0.1
-    assert learned.t_ori_s is not None
-    assert abs(learned.t_ori_s / 20.0 - 1) < 0.2
-
-
 def test_an_outlier_moves_little() -> None:
     history = taught(0.1, runs=40)
     before = history.learned("f", "k").t_ori_s
@@ -127,13 +120,6 @@ def test_a_drift_is_followed() -> None:
     learned = history.learned("f", "k").t_ori_s
     assert learned is not None
     assert 75 < learned < 130
-
-
-def test_history_survives_a_restart() -> None:
-    history = taught(0.3)
-    copy = History.from_json(json.loads(json.dumps(history.to_json())))
-    assert copy.describe("f") == history.describe("f")
-    assert History.from_json({"version": 99}).describe("f") == {}
 
 
 def test_a_resized_action_is_learned_at_its_mean_width_and_not_at_its_last() -> None:
@@ -218,13 +204,6 @@ def test_while_batch_sizes_hardly_differ_the_prior_stands_and_width_is_learned_f
     assert learned.serial_fraction == PRIOR_SERIAL_FRACTION
     assert learned.t_ori_s is not None
     assert learned.t_ori_s < 20.0, "as if each had added all of its work"
-
-
-def test_what_was_found_of_batches_survives_a_restart() -> None:
-    history = batched(0.5)
-    copy = History.from_json(json.loads(json.dumps(history.to_json())))
-    assert copy.to_json() == history.to_json()
-    assert copy.learned("f") == history.learned("f")
 
 
 def settled(members: int, **usage: float) -> Settlement:
@@ -387,11 +366,17 @@ def test_members_of_a_batch_are_told_apart_by_their_size() -> None:
     assert foretold(history, 640) == pytest.approx(line(640), rel=0.3)
 
 
-def test_what_was_learned_of_sizes_survives_a_restart() -> None:
-    history = taught_sizes(line, 60)
+@pytest.mark.parametrize(
+    ("taught_by", "key"),
+    [(lambda: taught(0.3), "k"), (lambda: batched(0.5), ""), (lambda: taught_sizes(line, 60), "")],
+    ids=["widths", "batches", "sizes"],
+)
+def test_what_was_learned_survives_a_restart(taught_by: Callable[[], History], key: str) -> None:
+    history = taught_by()
     copy = History.from_json(json.loads(json.dumps(history.to_json(), allow_nan=False)))
-    assert copy.to_json() == history.to_json()
-    assert foretold(copy, 200) == foretold(history, 200)
+    assert copy.to_json() == history.to_json() and copy.describe("f") == history.describe("f")
+    assert copy.learned("f", key, 200.0) == history.learned("f", key, 200.0)
+    assert History.from_json({"version": 99}).describe("f") == {}
 
 
 @given(

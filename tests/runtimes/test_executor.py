@@ -22,25 +22,13 @@ from runtimes.executor import Deadlines, LocalExecutor
 from runtimes.kind import Kind
 from runtimes.kinds import KINDS, input_schema, result_schema
 from runtimes.testing import ScriptedRuntime, ScriptStep
+from tests.runtimes.recorder import RecordingLog
 
 FUNCTION = FunctionSpec(name="f", runtime="exec")
 
 
-class Lines:
-    """A log in memory."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def write(self, stream: str, data: str) -> None:
-        self.text += data
-
-    def omit(self, size_bytes: int) -> None:
-        pass
-
-
 def call(function: FunctionSpec = FUNCTION) -> Call:
-    return Call(function=function, input={}, log=Lines())
+    return Call(function=function, input={}, log=RecordingLog())
 
 
 async def outcome_of(step: ScriptStep, *, timeout_s: float = 60.0, deadlines: Deadlines | None = None) -> Outcome:

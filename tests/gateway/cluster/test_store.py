@@ -24,6 +24,7 @@ from manager.function import Network, SandboxSpec
 from runtimes.node.protocol import ChannelError, SnapshotsKept
 from runtimes.node.remote import SNAPSHOTS_MAX, RemoteNode
 from runtimes.sandbox.snapshots import NodeSnapshotSettings, SnapshotRecord
+from tests.virtual_clock import VirtualClock
 
 FIRST, SECOND = "1" * 12, "2" * 12
 KEY = b"k" * 32
@@ -206,22 +207,12 @@ async def test_a_node_that_tells_of_more_snapshots_than_it_may_keep_is_cut() -> 
         RemoteNode("n1")._handle(SnapshotsKept([record(FIRST)] * (SNAPSHOTS_MAX + 1)))
 
 
-class Hours:
-    """The time of day, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def office(hours: Hours, *, key: bytes = KEY, generation: int = 1, used_max: int = 100) -> JoinTickets:
+def office(hours: VirtualClock, *, key: bytes = KEY, generation: int = 1, used_max: int = 100) -> JoinTickets:
     return JoinTickets(key, generation, 120.0, wall=hours, used_max=used_max)
 
 
 def test_a_ticket_admits_its_name_once_and_again_if_its_node_was_refused_for_another_reason() -> None:
-    made = office(Hours())
+    made = office(VirtualClock(1000.0))
     ticket = made.issue("n1")
     made.take(ticket, "n1")
     made.give_back(ticket)
@@ -231,7 +222,7 @@ def test_a_ticket_admits_its_name_once_and_again_if_its_node_was_refused_for_ano
 
 
 def test_a_stolen_ticket_admits_no_other_name() -> None:
-    made = office(Hours())
+    made = office(VirtualClock(1000.0))
     ticket = made.issue("n1")
     with pytest.raises(Unauthorized, match="admits n1, not n2"):
         made.take(ticket, "n2")
@@ -239,7 +230,7 @@ def test_a_stolen_ticket_admits_no_other_name() -> None:
 
 
 def test_a_ticket_expires() -> None:
-    hours = Hours()
+    hours = VirtualClock(1000.0)
     made = office(hours)
     ticket = made.issue("n1")
     hours.now_s += 120.0
@@ -249,7 +240,7 @@ def test_a_ticket_expires() -> None:
 
 @pytest.mark.parametrize("other", [{"generation": 2}, {"key": b"o" * 32}])
 def test_a_ticket_of_another_gateway_or_of_an_earlier_start_is_worth_nothing(other: dict[str, object]) -> None:
-    hours = Hours()
+    hours = VirtualClock(1000.0)
     ticket = office(hours).issue("n1")
     with pytest.raises(Unauthorized, match="no gateway's"):
         JoinTickets(
@@ -261,7 +252,7 @@ def test_a_ticket_of_another_gateway_or_of_an_earlier_start_is_worth_nothing(oth
 
 
 def test_a_ticket_of_which_one_sign_was_changed_is_refused() -> None:
-    made = office(Hours())
+    made = office(VirtualClock(1000.0))
     ticket = made.issue("n1")
     for place in range(len(ticket)):
         changed = ticket[:place] + ("x" if ticket[place] != "x" else "y") + ticket[place + 1 :]
@@ -270,7 +261,7 @@ def test_a_ticket_of_which_one_sign_was_changed_is_refused() -> None:
 
 
 def test_used_tickets_are_remembered_up_to_a_bound_and_forgotten_when_they_expire() -> None:
-    hours = Hours()
+    hours = VirtualClock(1000.0)
     made = office(hours, used_max=2)
     for name in ("n1", "n2"):
         made.take(made.issue(name), name)

@@ -37,6 +37,7 @@ from runtimes.sandbox.sandbox import Sandbox
 from runtimes.testing import ScriptedRuntime
 from tests.gateway.conftest import DEADLINE_S, FUNCTIONS, GatewayBench, RunningGateway, serving, until
 from tests.listening import listening
+from tests.virtual_clock import VirtualClock
 
 HEADERS = {"X-Trajectory-Id": "t"}
 LOST = ("failed", "environment_lost")
@@ -366,15 +367,8 @@ async def test_a_functions_own_retries_run_before_what_is_behind_it(gateway: Run
 SEARCH = QuotaSpec(limit=5, period_s=60.0)
 
 
-class Wall:
-    now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @asynccontextmanager
-async def gateway_of(directory: Path, wall: Wall) -> AsyncIterator[tuple[Store, QuotaRecord, Engine]]:
+async def gateway_of(directory: Path, wall: VirtualClock) -> AsyncIterator[tuple[Store, QuotaRecord, Engine]]:
     """What a gateway has of quotas; left as a kill leaves it, but for what is on disk."""
     store = Store(StoreSpec(path=directory / "db.sqlite"), wall=wall)
     await store.open()
@@ -405,7 +399,7 @@ def lease(units: int) -> Lease:
 
 
 async def test_a_restart_goes_on_in_the_window_and_what_ran_at_the_kill_ends_now(tmp_path: Path) -> None:
-    wall = Wall()
+    wall = VirtualClock(1e6)
     async with gateway_of(tmp_path, wall) as (store, record, engine):
         assert free(engine) == 5
         record.end(record.begin(lease(1)))
@@ -427,7 +421,7 @@ async def test_a_restart_goes_on_in_the_window_and_what_ran_at_the_kill_ends_now
 
 
 async def test_what_is_kept_of_a_quota_is_bounded(tmp_path: Path) -> None:
-    wall = Wall()
+    wall = VirtualClock(1e6)
     async with gateway_of(tmp_path, wall) as (store, record, _):
         for _ in range(2000):
             wall.now_s += 0.1

@@ -16,6 +16,7 @@ from runtimes.model.processes import ForkServer
 from runtimes.model.request import ModelSettings
 from runtimes.model.runtime import ModelRuntime
 from runtimes.runtime import Execution
+from tests.runtimes.recorder import RecordingLog
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -64,16 +65,6 @@ async def runtime(settings: ModelSettings, fork_server: ForkServer) -> AsyncIter
 _numbers = itertools.count(1)
 
 
-class NoLog:
-    """Drops what a runtime logs."""
-
-    def write(self, stream: str, data: str) -> None:
-        pass
-
-    def omit(self, size_bytes: int) -> None:
-        pass
-
-
 def function(path: Path, action: ModelAction, dops: tuple[int, ...] = (1,), **options: object) -> FunctionSpec:
     """A model function named after its checkpoint and action; ``options`` are fields of ModelSpec."""
     return FunctionSpec(
@@ -101,5 +92,5 @@ def execution(
     return Execution(
         action=Action(id=action_id, function=asked.name, service=asked.model.service, cost=asked.cost),
         lease=Lease(action_id=action_id, node="local", grants={"gpu": grant}, batch=batch),
-        call=Call(function=asked, input=given, log=NoLog()),
+        call=Call(function=asked, input=given, log=RecordingLog()),
     )

@@ -14,20 +14,12 @@ from manager.errors import CapacityExceeded, CodedError, Conflict, NotFound, Too
 from manager.function import SandboxSpec
 from runtimes.sandbox.snapshots import SnapshotRecord, SnapshotSettings, SnapshotStore, pack, unpack
 from tests.small_disk import small_disk_at
+from tests.virtual_clock import VirtualClock
 
 SPEC = SandboxSpec(image="any")
 
 
-class TimeOfDay:
-    """A time of day that a test sets."""
-
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def store(root: Path, clock: TimeOfDay, provider: str = "process", **bounds: float) -> SnapshotStore:
+def store(root: Path, clock: VirtualClock, provider: str = "process", **bounds: float) -> SnapshotStore:
     settings = SnapshotSettings(**bounds)  # type: ignore[arg-type]  # bounds by name
     return SnapshotStore(root, settings, provider=lambda: provider, wall=clock)
 
@@ -45,7 +37,7 @@ async def taken(snapshots: SnapshotStore, size_bytes: int = 10) -> SnapshotRecor
 
 
 async def test_one_that_was_not_used_for_too_long_goes_unless_it_is_needed(tmp_path: Path) -> None:
-    clock = TimeOfDay()
+    clock = VirtualClock(1000.0)
     snapshots = store(tmp_path, clock, age_s=100.0)
     old, needed, used = [await taken(snapshots) for _ in range(3)]
     snapshots.users = lambda: {needed.id: "living"}
@@ -61,7 +53,7 @@ async def test_one_that_was_not_used_for_too_long_goes_unless_it_is_needed(tmp_p
 
 
 async def test_nothing_is_awaited_once_a_sandbox_was_made_from_one(tmp_path: Path) -> None:
-    snapshots = store(tmp_path, TimeOfDay())
+    snapshots = store(tmp_path, VirtualClock(1000.0))
     making = snapshots.held((await taken(snapshots)).id)
     await making.__aenter__()
     with pytest.raises(StopIteration):  # a caller that is cancelled here would lose the sandbox
@@ -69,7 +61,7 @@ async def test_nothing_is_awaited_once_a_sandbox_was_made_from_one(tmp_path: Pat
 
 
 async def test_what_an_earlier_gateway_left_half_taken_is_no_snapshot_and_goes(tmp_path: Path) -> None:
-    snapshots, begun = store(tmp_path, TimeOfDay()), asyncio.Event()
+    snapshots, begun = store(tmp_path, VirtualClock(1000.0)), asyncio.Event()
 
     async def endless(id: str, place: Path, limit_bytes: int) -> int:
         (place / "files").write_bytes(b"half")
@@ -79,7 +71,7 @@ async def test_what_an_earlier_gateway_left_half_taken_is_no_snapshot_and_goes(t
 
     taking = asyncio.create_task(snapshots.take("t", "task", SPEC, endless))
     await begun.wait()
-    next_one = store(tmp_path, TimeOfDay())
+    next_one = store(tmp_path, VirtualClock(1000.0))
     assert next_one.all() == []
     (id,) = next_one.ids
     with pytest.raises(NotFound):
@@ -94,7 +86,7 @@ async def test_what_an_earlier_gateway_left_half_taken_is_no_snapshot_and_goes(t
 
 
 async def test_the_bytes_of_all_are_bounded(tmp_path: Path) -> None:
-    clock = TimeOfDay()
+    clock = VirtualClock(1000.0)
     snapshots = store(tmp_path, clock, total_max_bytes=100)
     first = await taken(snapshots, 60)
     clock.now_s += 1
@@ -110,9 +102,9 @@ async def test_the_bytes_of_all_are_bounded(tmp_path: Path) -> None:
 
 
 async def test_another_kind_of_sandbox_cannot_begin_with_it(tmp_path: Path) -> None:
-    record = await taken(store(tmp_path, TimeOfDay()))
+    record = await taken(store(tmp_path, VirtualClock(1000.0)))
     with pytest.raises(Unsupported, match="of kind process, and these are container"):
-        store(tmp_path, TimeOfDay(), "container").get(record.id)
+        store(tmp_path, VirtualClock(1000.0), "container").get(record.id)
 
 
 async def test_one_that_cannot_be_removed_is_tried_again_and_used_no_more(tmp_path: Path) -> None:
@@ -131,7 +123,7 @@ async def test_one_that_cannot_be_removed_is_tried_again_and_used_no_more(tmp_pa
 
 
 async def test_one_that_somebody_else_names_is_taken_once_and_those_spared_make_no_room(tmp_path: Path) -> None:
-    clock = TimeOfDay()
+    clock = VirtualClock(1000.0)
     snapshots = store(tmp_path, clock, count_max=2)
     changes: list[list[str]] = []
     snapshots.on_change = lambda: changes.append([each.id for each in snapshots.all()])
@@ -155,7 +147,7 @@ async def test_one_that_somebody_else_names_is_taken_once_and_those_spared_make_
 
 
 async def test_one_that_is_given_up_goes_when_nothing_needs_it_or_in_the_next_life(tmp_path: Path) -> None:
-    clock = TimeOfDay()
+    clock = VirtualClock(1000.0)
     snapshots = store(tmp_path, clock)
     free, needed = await taken(snapshots), await taken(snapshots)
     snapshots.users = lambda: {needed.id: "living"}
@@ -172,7 +164,7 @@ async def test_one_that_is_given_up_goes_when_nothing_needs_it_or_in_the_next_li
 
 
 async def test_one_that_is_given_up_while_it_is_taken_is_none(tmp_path: Path) -> None:
-    snapshots = store(tmp_path, TimeOfDay(), at_once=1)
+    snapshots = store(tmp_path, VirtualClock(1000.0), at_once=1)
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def write(id: str, place: Path, limit_bytes: int) -> int:
