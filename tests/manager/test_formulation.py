@@ -200,8 +200,9 @@ def test_numbers_texts_and_lists_have_a_size(path: str, size: float) -> None:
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(("a", "b")), inner),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(("a", "b")), inner),
+    max_leaves=8,
 )
 
 

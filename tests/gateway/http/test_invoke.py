@@ -16,6 +16,7 @@ from grpclib.client import Channel
 
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
+from gateway.http import app as http_app
 from gateway.invocations.invocations import DeadLetters
 from manager.action import Action, UnitSet
 from manager.config import TaskSpec
@@ -437,6 +438,7 @@ async def test_a_call_that_has_not_begun_is_refused_and_one_that_has_is_lost(tmp
 async def test_what_has_no_answer_when_the_grace_is_over_breaks_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(http_app, "CLOSE_GRACE_S", 0.2)
     async with serving(GatewayBench(tmp_path)) as gateway:
         begun = asyncio.Event()
 

@@ -50,6 +50,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 @pytest.fixture(autouse=True)
 def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.invocations.callbacks.BACKOFF_S", 0.001)
+    monkeypatch.setattr("gateway.invocations.callbacks.LOOK_S", 0.05)
 
 
 @pytest.mark.promise(
@@ -226,7 +227,7 @@ async def test_a_receiver_that_is_dead_holds_up_no_other(
 
     bench = GatewayBench(tmp_path, server={"callbacks": LOCAL | {"timeout": "30s"}})
     async with listening(dead) as silent, serving(bench) as gateway:
-        for port, count in ((silent, 50), (receiver.port, 5)):
+        for port, count in ((silent, 12), (receiver.port, 5)):
             url = {"X-Callback-Url": f"http://127.0.0.1:{port}/"}
             for n in range(count):
                 await gateway.invoke({"n": n}, mode="async", headers=url)

@@ -273,61 +273,6 @@ def images(talk: EngineTalk) -> None:
     talk.ask("none", "GET", f"/images/json?filters={path_query(json.dumps({'reference': ['none:*']}))}")
 
 
-def docker_py(talk: EngineTalk) -> None:
-    """docker-py's own calls, and what it makes of the answers."""
-    name = talk.name("py")
-    run: Any = {"detach": True, "name": name, "working_dir": "/tmp", "environment": {"A": "1"}, "labels": {"k": "v"}}
-    try:
-        talk.say("run", lambda d: str(d.containers.run(IMAGE, "sleep infinity", **run).name))
-        talk.say("run again", lambda d: d.containers.run(IMAGE, "sleep infinity", **run).id)
-        talk.say("get", lambda d: [(c.name, c.status, c.labels) for c in [d.containers.get(name)]])
-        talk.say(
-            "exec", lambda d: tuple(d.containers.get(name).exec_run(["sh", "-c", "echo $A; echo e >&2"], demux=True))
-        )
-        talk.say("exec text", lambda d: tuple(d.containers.get(name).exec_run("echo 'a b'", user="root")))
-        talk.say("exec stream", lambda d: b"".join(streamed(d, name)))
-        talk.say("exec tty", lambda d: tuple(d.containers.get(name).exec_run("echo a", tty=True)))
-        talk.say("exec failing", lambda d: tuple(d.containers.get(name).exec_run("false")))
-        behind: list[str] = []
-        talk.say("create behind", lambda d: behind.append(d.api.exec_create(d.containers.get(name).id, "false")["Id"]))
-        talk.say("start behind", lambda d: d.api.exec_start(behind[0], detach=True))
-        talk.put("ended behind", code=ended(talk, behind[0])["ExitCode"])
-        talk.say("put", lambda d: d.containers.get(name).put_archive("/tmp", tree()))
-        talk.say("get archive", lambda d: fetched(d.containers.get(name), "/tmp/tree/run"))
-        talk.say("get none", lambda d: fetched(d.containers.get(name), "/tmp/none"))
-        talk.say("list", lambda d: [c.name for c in d.containers.list(filters={"name": talk.prefix})])
-        talk.say("rename", lambda d: d.containers.get(name).rename(f"{name}-new"))
-        talk.say("rename back", lambda d: d.containers.get(f"{name}-new").rename(name))
-        talk.say("restart", lambda d: d.containers.get(name).restart(timeout=0))
-        talk.say("exec restarted", lambda d: tuple(d.containers.get(name).exec_run("ls -A /tmp")))
-        talk.say("stop", lambda d: d.containers.get(name).stop(timeout=0))
-        talk.say("stopped", lambda d: d.containers.get(name).status)
-        talk.say("exec stopped", lambda d: d.containers.get(name).exec_run("true"))
-        talk.say("wait", lambda d: d.containers.get(name).wait())
-        talk.say("remove", lambda d: d.containers.get(name).remove(v=True))
-        talk.say("get removed", lambda d: d.containers.get(name))
-        talk.say("output", lambda d: d.containers.run(IMAGE, ["sh", "-c", "seq 3; echo e >&2"], remove=True, name=name))
-        talk.say(
-            "failing", lambda d: d.containers.run(IMAGE, ["sh", "-c", "echo e >&2; exit 4"], remove=True, name=name)
-        )
-        talk.say("no image", lambda d: d.images.get("tangram-none:1"))
-        talk.say("tags", lambda d: d.images.get(IMAGE).tags)
-        talk.say("ping", lambda d: d.ping())
-    finally:
-        talk.gone(name)
-
-
-def fetched(container: Any, path: str) -> object:
-    """Return what docker-py says of a path, and what its archive holds."""
-    chunks, told = container.get_archive(path)
-    return [told, entries(b"".join(chunks))]
-
-
-def streamed(client: Any, name: str) -> Any:
-    """Return docker-py's stream of a command's output."""
-    return client.containers.get(name).exec_run("seq 3", stream=True).output
-
-
 def command_line(talk: EngineTalk) -> None:
     """The docker CLI: its output and its exit status."""
     name = talk.name("cli")
@@ -416,5 +361,5 @@ def cli(talk: EngineTalk, label: str, *argv: str) -> None:
 
 
 SCENES: tuple[Scene, ...] = (
-    engine, life, unknown, commands, behind, main_commands, files, lists, images, docker_py, command_line, copies,
+    engine, life, unknown, commands, behind, main_commands, files, lists, images, command_line, copies,
 )  # fmt: skip

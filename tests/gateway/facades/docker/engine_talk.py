@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import base64
-import gc
 import http.client
 import io
 import json
 import re
 import socket
 import tarfile
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-
-import docker
 
 TIMEOUT_S = 60.0
 VERSION = "/v1.41"
@@ -92,25 +88,6 @@ class EngineTalk:
                 said: bytes = file.read()
         self._keep(label, status, headers, said)
         return said
-
-    def say(self, label: str, work: Callable[[docker.DockerClient], object]) -> Any:
-        """Let docker-py do something, and keep what it returns or raises."""
-        client = docker.DockerClient(base_url=f"unix://{self.path}", version=VERSION.removeprefix("/v"))
-        told: Any = None
-        try:
-            told = work(client)
-            self._put(label, {"returned": told})
-        except docker.errors.APIError as error:
-            self._put(label, {"raised": type(error).__name__, "status": error.status_code,
-                              "told": error.explanation})  # fmt: skip
-        except docker.errors.DockerException as error:
-            self._put(label, {"raised": type(error).__name__, "told": str(error)})
-        finally:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ResourceWarning)  # docker-py leaves the sockets of streams to be found
-                client.close()
-                gc.collect()
-        return told
 
     def put(self, label: str, **values: object) -> None:
         """Keep values that somebody else was told."""

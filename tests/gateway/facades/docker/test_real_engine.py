@@ -88,7 +88,6 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference("images", "image *", "body.RootFS.Layers", IMAGE),
     Difference("images", "images", "body.0.Created", IMAGE),
     Difference("images", "image *", "body.message", WORDS),
-    Difference("docker_py", "no image", "told", WORDS),
     Difference("life", "kill by a wrong signal", "body.message", WORDS),
     Difference("life", "wait wrongly", "status", WRONG),
     Difference("unknown", "POST /containers/none/attach?stream=1", "headers.*", WORDS),
