@@ -60,20 +60,14 @@ def test_a_swe_rex_session_on_a_node_goes_on_over_the_death_of_its_daemon_and_of
 ) -> None:
     gateway = start_gateway()
     with_doors(gateway)
-    node = make_node(gateway, "n1")
-    node.start()
-    gateway.until_state("n1", "ready")
-    listen, _ = gateway.door
+    node = make_node(gateway, "n1").join()
     asked(gateway, "create_session", session="default", startup_timeout=30)
     typed(gateway, "cd /tmp; N=1; f() { echo here $((N++)) $PWD; }")
     assert typed(gateway, "f") == "here 1 /tmp\n"
     node.kill()
-    node.start()
-    gateway.until_state("n1", "ready")
+    node.join()
     assert typed(gateway, "f") == "here 2 /tmp\n"
-    gateway.kill()
-    gateway.listen_at(listen)
-    gateway.start()
+    gateway.kill_and_start()
     gateway.until_state("n1", "ready")
     assert typed(gateway, "f") == "here 3 /tmp\n"
     asked(gateway, "write_file", path="/tmp/x", content="kept")
@@ -89,9 +83,7 @@ def test_a_container_on_a_node_runs_commands_before_and_after_its_daemon_died(
 ) -> None:
     gateway = start_gateway()
     path = with_doors(gateway)
-    node = make_node(gateway, "n1")
-    node.start()
-    gateway.until_state("n1", "ready")
+    node = make_node(gateway, "n1").join()
     engine = docker.DockerClient(base_url=f"unix://{path}", timeout=int(DEADLINE_S))
     box = engine.containers.run("tangram-base:bookworm", "sleep infinity", detach=True)
     assert box.exec_run(["sh", "-c", "echo $$ > pid; echo kept > file"]).exit_code == 0
@@ -102,22 +94,18 @@ def test_a_container_on_a_node_runs_commands_before_and_after_its_daemon_died(
     with gateway.client() as client:
         until(lambda: [each.state for each in client.list(function="there", state="running")] == ["running"], "it runs")
     node.kill()
-    node.start()
-    gateway.until_state("n1", "ready")
+    node.join()
     with gateway.client() as client:
         client.trajectory(client.trajectories()[0].trajectory, function="there").upload("go", b"")
     talking.join(DEADLINE_S)
     assert [(each.exit_code, each.output) for each in heard] == [(7, b"begun\nwent\n")]
     assert box.exec_run(["cat", "file"]).output == b"kept\n"
-    listen, _ = gateway.door
     made = engine.api.exec_create(box.id, ["sh", "-c", "echo up; exec sleep 601"])["Id"]
     said = engine.api.exec_start(made, socket=True)
     assert isinstance(said, socket.SocketIO)
     connection = said._sock  # type: ignore[attr-defined]  # closing the stream alone would leave it open
     assert said.read(11)[8:] == b"up\n"  # behind the head of its frame
-    gateway.kill()
-    gateway.listen_at(listen)
-    gateway.start()
+    gateway.kill_and_start()
     gateway.until_state("n1", "ready")
     assert box.exec_run(["pgrep", "-fc", "sleep 601"]).output == b"0\n", "it ended with the gateway that it was said to"
     said.close()
@@ -172,10 +160,7 @@ def test_a_session_goes_on_over_the_death_of_daemon_and_gateway_without_a_byte_l
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
     gateway = start_gateway()
-    node = make_node(gateway, "n1")
-    node.start()
-    gateway.until_state("n1", "ready")
-    listen, _ = gateway.door
+    node = make_node(gateway, "n1").join()
     with gateway.client() as client:
         session = client.trajectory("t", function="there").session(ECHO)
         heard = SessionEar(session)
@@ -189,9 +174,7 @@ def test_a_session_goes_on_over_the_death_of_daemon_and_gateway_without_a_byte_l
             assert "n1" in refused.json()["detail"] and refused.headers["retry-after"] == "1", refused.text
             node.start()
         heard.until(b"said 199\n")
-    gateway.kill()
-    gateway.listen_at(listen)
-    gateway.start()
+    gateway.kill_and_start()
     gateway.until_state("n1", "ready")
     with gateway.client() as client:
         session = client.session(session.id)
@@ -211,9 +194,7 @@ def test_a_session_of_a_node_that_is_lost_ends_and_the_next_one_begins_elsewhere
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
     gateway = start_gateway(lost_after="6s")
-    first = make_node(gateway, "n1")
-    first.start()
-    gateway.until_state("n1", "ready")
+    first = make_node(gateway, "n1").join()
     with gateway.client() as client:
         session = client.trajectory("t", function="there").session(ECHO)
         heard = SessionEar(session)
@@ -236,8 +217,7 @@ def test_files_trees_and_errors_travel_between_a_client_and_a_node(
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
     gateway = start_gateway()
-    make_node(gateway, "n1").start()
-    gateway.until_state("n1", "ready")
+    make_node(gateway, "n1").join()
     made = gateway.ended(gateway.submit("there", "mkdir -p out && echo here > out/said", trajectory="t"))
     assert made["node"] == "n1", made
     place = f"{gateway.url}/v1/trajectories/t"

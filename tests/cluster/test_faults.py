@@ -33,8 +33,7 @@ def test_a_node_whose_disk_is_full_is_closed_says_why_and_opens_by_itself_once_t
     node = make_node(gateway, "n1")
     mounted.enter_context(small_disk_at(tmp_path / "n1" / "state", "8m"))
     node.configure(server={"free_min": "4Mi"})
-    node.start()
-    gateway.until_state("n1", "ready")
+    node.join()
     assert gateway.ended(gateway.submit("there", "echo made > file", trajectory="idle"))["state"] == "succeeded"
     mine = gateway.submit("there", TALE, trajectory="t")
     begun(gateway, mine)
@@ -127,8 +126,7 @@ def test_the_gateways_own_machine_draws_nothing_new_while_its_engine_is_dead_or_
     engine: PrivateDocker, gateway_there: ClusterGateway, make_node: MakeNode
 ) -> None:
     gateway, well = gateway_there, make_node(gateway_there, "n1", core=0)
-    well.start(labels={"pool": "elsewhere"})
-    gateway.until_state("n1", "ready")
+    well.join(labels={"pool": "elsewhere"})
     until(lambda: gateway.has("local").state == "ready" and "again" in gateway.has("local").able, "it serves")
     homes = {name: gateway.ended(gateway.submit("again", "echo made > file", trajectory=name)) for name in ("a", "b")}
     mine = next((name for name, ended in homes.items() if ended["node"] == "local"), None)
@@ -162,9 +160,7 @@ def test_a_frozen_node_that_wakes_after_it_was_given_up_ends_all_that_it_has_bef
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
     gateway = start_gateway(lost_after="6s")
-    node = make_node(gateway, "n1")
-    node.start()
-    gateway.until_state("n1", "ready")
+    node = make_node(gateway, "n1").join()
     mine = gateway.submit("there", "echo begun; exec sleep 1000", trajectory="t")
     begun(gateway, mine)
     node.signal(signal.SIGSTOP)
@@ -199,8 +195,7 @@ def test_a_link_that_is_cut_again_and_again_costs_nothing(
 ) -> None:
     gateway = start_gateway()
     node, relay = make_node(gateway, "n1"), make_relay(gateway)
-    node.start(through=relay.address)
-    gateway.until_state("n1", "ready")
+    node.join(through=relay.address)
     mine = gateway.submit("there", LONG_TALE, trajectory="t")
     begun(gateway, mine)
     cuts = 0
@@ -220,8 +215,7 @@ def test_a_network_of_one_direction_makes_a_node_suspect_and_costs_nothing_else(
 ) -> None:
     gateway = start_gateway()
     node, relay = make_node(gateway, "n1"), make_relay(gateway)
-    node.start(through=relay.address)
-    gateway.until_state("n1", "ready")
+    node.join(through=relay.address)
     mine = gateway.submit("there", LONG_TALE, trajectory="t")
     begun(gateway, mine)
     relay.block(direction)
@@ -242,8 +236,7 @@ def test_what_travels_slowly_or_is_lost_on_the_way_arrives_whole(
     gateway = start_gateway()
     node, relay = make_node(gateway, "n1"), make_relay(gateway)
     relay.slow(0.1, lost_share)
-    node.start(through=relay.address)
-    gateway.until_state("n1", "ready")
+    node.join(through=relay.address)
     mine = [gateway.submit("there", f"seq {number} 2000", trajectory=f"t{number % 4}") for number in range(16)]
     for number, invocation_id in enumerate(mine):
         found = gateway.ended(invocation_id)

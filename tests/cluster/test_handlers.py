@@ -54,10 +54,7 @@ def gateway(start_gateway: StartGateway) -> ClusterGateway:
 @pytest.fixture
 def node(gateway: ClusterGateway, make_node: MakeNode) -> DaemonProcess:
     """Its one node, which serves."""
-    made = make_node(gateway, "n1")
-    made.start()
-    gateway.until_state("n1", "ready")
-    return made
+    return make_node(gateway, "n1").join()
 
 
 def registered(client: Client, **definition: Any) -> ConfigDiff:
@@ -113,10 +110,7 @@ def test_a_handler_outlives_its_gateway_and_the_next_one_hears_its_end_and_its_w
         mine = client.submit("judge", {"text": "four", "seconds": 10}).id
         begun(gateway, mine)
     (kept,) = node.handlers()
-    listen = gateway.door[0]
-    gateway.kill()
-    gateway.listen_at(listen)
-    gateway.start()
+    gateway.kill_and_start()
     found = gateway.ended(mine)
     assert (found["state"], found["node"], found["attempt"]) == ("succeeded", "n1", 1), found
     assert gateway.said(mine) == "begun\n"

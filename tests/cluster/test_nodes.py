@@ -27,8 +27,7 @@ def test_a_daemon_is_killed_in_the_middle_and_what_it_ran_goes_on_with_its_whole
     gateway = start_gateway()
     node = make_node(gateway, "n1")
     node.environment = {"RAY_AUTH_TOKEN": "secret"}
-    node.start()
-    gateway.until_state("n1", "ready")
+    node.join()
     assert "RAY_" not in gateway.ended(gateway.submit("there", "env", trajectory="t"))["result"]["stdout"]
     mine = gateway.submit("there", TALE, trajectory="t")
     begun(gateway, mine)
@@ -50,16 +49,11 @@ def test_a_gateway_is_killed_in_the_middle_and_the_next_one_finds_all_that_runs_
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
     gateway = start_gateway()
-    node = make_node(gateway, "n1")
-    node.start()
-    gateway.until_state("n1", "ready")
-    listen = gateway.door[0]
+    make_node(gateway, "n1").join()
     mine = gateway.submit("there", TALE, trajectory="t")
     behind = gateway.submit("there", "cat runs; echo behind >> runs", trajectory="t")
     begun(gateway, mine)
-    gateway.kill()
-    gateway.listen_at(listen)
-    gateway.start()
+    gateway.kill_and_start()
     with gateway.client() as client:
         assert client.get(mine).state == "running", "it is known to run, whether its node is back or not"
         here = client.invoke("again", {"command": "echo here"})
@@ -74,9 +68,7 @@ def test_what_a_lost_node_ran_is_told_or_runs_elsewhere_once_and_its_trajectorie
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
     gateway = start_gateway(lost_after="6s")
-    node = make_node(gateway, "n1")
-    node.start(labels={"pool": "there", "kind": "big"})
-    gateway.until_state("n1", "ready")
+    node = make_node(gateway, "n1").join(labels={"pool": "there", "kind": "big"})
     for name in ("idle", "later"):
         made = gateway.submit("there", "echo made > file", trajectory=name)
         assert gateway.ended(made)["state"] == "succeeded"
@@ -110,9 +102,7 @@ def test_a_draining_node_takes_nothing_new_ends_what_it_has_and_leaves(
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
     gateway = start_gateway()
-    node = make_node(gateway, "n1")
-    node.start()
-    gateway.until_state("n1", "ready")
+    node = make_node(gateway, "n1").join()
     mine = gateway.submit("there", TALE)
     begun(gateway, mine)
     with gateway.client() as client:

@@ -124,7 +124,6 @@ def test_a_snapshot_outlives_daemon_and_gateway_and_what_was_deleted_meanwhile_g
     gateway = start_gateway()
     node = make_node(gateway, "n1")
     joined(gateway, node)
-    listen = gateway.door[0]
     with gateway.client() as client:
         opened(client)
         mine, other = taken(client), taken(client)
@@ -134,9 +133,7 @@ def test_a_snapshot_outlives_daemon_and_gateway_and_what_was_deleted_meanwhile_g
             taken(impatient)
         client.remove_snapshot(other.snapshot)
         assert known(client) == [mine.snapshot] and len(kept("n1")) == 2
-    gateway.kill()
-    gateway.listen_at(listen)
-    gateway.start()
+    gateway.kill_and_start()
     with gateway.client() as client:
         assert known(client) == [mine.snapshot]
         joined(gateway, node)

@@ -77,6 +77,13 @@ class ClusterGateway(GatewayProcess):
         written["cluster"]["listen"] = listen
         self.write(written)
 
+    def kill_and_start(self) -> None:
+        """Kill it, and start the next one where its nodes look for it."""
+        listen = self.door[0]
+        self.kill()
+        self.listen_at(listen)
+        self.start()
+
     def ticket(self, name: str) -> str:
         answer = HTTP.post(f"{self.url}/v1/node-tickets", json={"name": name})
         assert answer.status_code == 201, answer.text
@@ -179,6 +186,12 @@ class DaemonProcess:
         command += ["--labels", ",".join(f"{key}={value}" for key, value in (labels or {"pool": "there"}).items())]
         with (self._directory / "log").open("ab") as log:
             self._process = warm.start(command, log, log, os.environ | self.environment)
+
+    def join(self, **given: Any) -> DaemonProcess:
+        """Start as ``start`` does, and return once the gateway has it ready."""
+        self.start(**given)
+        self._gateway.until_state(self.name, "ready")
+        return self
 
     @property
     def pid(self) -> int:
