@@ -6,12 +6,15 @@ figures, or parts that the paper does not have: `PARTS`.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 
 from bench.paper.figures import (
@@ -41,11 +44,15 @@ from bench.paper.regimes import (
     wide_figures,
 )
 from bench.paper.windows import window_figures
-from bench.report import BenchReport, parser, play
+from bench.report import BenchReport, Figure, parser, play
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds after which nothing further is begun; what is then missing is named.
 BUDGET_S = 570.0
+#: The same with five seeds, and their number.
+FULL_BUDGET_S, FULL_SEEDS = 3600.0, 5
+#: Student's t of a 95 % interval by the number of seeds.
+STUDENT = {FULL_SEEDS: 2.776}
 #: Beyond the paper, each by its name alone: minutes, and what most people need not play.
 PARTS: Mapping[str, Callable[[BenchReport], None]] = {
     "windows": window_figures,
@@ -60,7 +67,7 @@ PARTS: Mapping[str, Callable[[BenchReport], None]] = {
 }
 
 
-def play_all(report: BenchReport, plays: Sequence[Play], began_s: float) -> dict[Play, Measures]:
+def play_all(report: BenchReport, plays: Sequence[Play], ends_s: float) -> dict[Play, Measures]:
     """Play each once, as many at a time as there are cores, until the budget is up; say how far it is."""
     done: dict[Play, Measures] = {}
     unique = list(dict.fromkeys(plays))
@@ -72,32 +79,65 @@ def play_all(report: BenchReport, plays: Sequence[Play], began_s: float) -> dict
             each = running[future]
             done[each] = future.result()
             report.progress(f"{number} of {len(unique)}: {each.workload} {each.batch}, {each.policy}")
-            if time.monotonic() - began_s > BUDGET_S:
+            if time.monotonic() > ends_s:
                 for waiting in running:
                     waiting.cancel()
     return done
 
 
-def play_figures(report: BenchReport, drawn: Mapping[str, PaperFigure], out: Path, *, quick: bool, docs: bool) -> None:
-    """Play what the figures need; write the page and, with ``docs``, the table of docs/PAPER.md."""
+def of_seed(figure: PaperFigure, number: int) -> PaperFigure:
+    """Return the figure with its factors played on other random values."""
+
+    def moved(play: Play) -> Play:
+        return replace(play, seed=play.seed + 100 * number)
+
+    factors = {name: (moved(over), moved(under), *more) for name, (over, under, *more) in figure.factors.items()}
+    return replace(figure, lines={}, factors=factors)  # type: ignore[arg-type]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the mean."""
+    mean = statistics.fmean(values)
+    half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return mean - half, mean + half
+
+
+def play_figures(
+    report: BenchReport, drawn: Mapping[str, PaperFigure], out: Path, *, quick: bool, docs: bool, full: bool
+) -> None:
+    """Play what the figures need; write the page and, with ``docs``, the table of docs/PAPER.md.
+
+    ``full``: the factors on five seeds.
+    """
     began_s = time.monotonic()
-    plays = [each for figure in drawn.values() for each in figure.plays()]
+    more = [
+        {name: of_seed(each, number) for name, each in drawn.items()} for number in range(1, FULL_SEEDS if full else 1)
+    ]
+    plays = [each for figures_ in (drawn, *more) for figure in figures_.values() for each in figure.plays()]
     if not quick and len(drawn) > 1:
         plays += CONSTANT
         plays += [each for row in sensitivity().values() for pair in row for each in pair]
-    done = play_all(report, plays, began_s)
+    done = play_all(report, plays, began_s + (FULL_BUDGET_S if full else BUDGET_S))
     whole = [name for name, figure in drawn.items() if set(figure.plays()) <= done.keys()]
+    spreads: dict[str, dict[str, tuple[float, float]]] = {}
     for name, figure in drawn.items():
-        report.figure(
-            name, {key: {"paper": paper, "here": here} for key, (here, paper) in factors_of(figure, done).items()}
-        )
+        factors = factors_of(figure, done)
+        shown: dict[str, Figure] = {key: {"paper": paper, "here": here} for key, (here, paper) in factors.items()}
+        others = [factors_of(figures_[name], done) for figures_ in more]
+        for key, (here, paper) in factors.items() if full else ():
+            if all(key in each for each in others):
+                low, high = interval([here, *(each[key][0] for each in others)])
+                spreads.setdefault(name, {})[key] = low, high
+                shown[key] = {"paper": paper, "here": here, "low": low, "high": high}
+        report.figure(name, shown)
     report.check("figures_played", len(whole), limit=len(drawn), better="higher")
     for name in drawn.keys() - set(whole):
         report.note(f"{name} is not whole: the time was up")
     _checks(report, done)
-    report.check("wall_s", time.monotonic() - began_s, limit=600, better="lower")
+    if not full:
+        report.check("wall_s", time.monotonic() - began_s, limit=600, better="lower")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "index.html").write_text(page(drawn, done, report.notes), encoding="utf-8")
+    (out / "index.html").write_text(page(drawn, done, report.notes, spreads), encoding="utf-8")
     report.note(f"the page: {out / 'index.html'}")
     if docs:
         write_docs(docs_table(drawn, done), ROOT / "docs" / "PAPER.md")
@@ -122,6 +162,7 @@ def _checks(report: BenchReport, done: Mapping[Play, Measures]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     flags = parser("paper", parts=True)
     flags.add_argument("--out", type=Path, default=ROOT / "out" / "paper", help="where index.html is written")
+    flags.add_argument("--full", action="store_true", help="five seeds and their 95 %% intervals: an hour at most")
     flags.add_argument("--docs", action="store_true", help="also write the table of docs/PAPER.md")
     flags.add_argument("--row", default="", help="what the names of the windows begin with that `windows` plays")
     options = flags.parse_args(argv)
@@ -135,7 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.only = ""
     parts: dict[str, Callable[[], object]] = {}
     if drawn:
-        parts["figures"] = lambda: play_figures(report, drawn, options.out, quick=options.quick, docs=options.docs)
+        parts["figures"] = lambda: play_figures(
+            report, drawn, options.out, quick=options.quick, docs=options.docs, full=options.full
+        )
     for name in [name for name in PARTS if name in chosen]:
         parts[name] = lambda name=name: PARTS[name](report)  # type: ignore[misc]
     if "windows" in parts:

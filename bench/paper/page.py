@@ -10,20 +10,27 @@ from bench.paper.figures import Measures, PaperFigure, Play, factors_of, ratio, 
 from gateway.cli.report import HUES, PARTS, STYLE
 
 
-def page(drawn: Mapping[str, PaperFigure], done: Mapping[Play, Measures], notes: Sequence[str]) -> str:
-    """Return the page with every figure that was played."""
+def page(
+    drawn: Mapping[str, PaperFigure],
+    done: Mapping[Play, Measures],
+    notes: Sequence[str],
+    spreads: Mapping[str, Mapping[str, tuple[float, float]]],
+) -> str:
+    """Return the page with every figure that was played; ``spreads``: intervals of factors by figure, over seeds."""
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>The paper, played here</title><style>{STYLE}</style>"
         "<main><h1>ARL-Tangram's evaluation, played here</h1>"
         "<p class=dim>Simulated on the real scheduler; seconds are virtual. python -m bench.paper</p>"
     ]
-    for figure in drawn.values():
+    for key, figure in drawn.items():
         parts.append(f"<section><h2>{escape(figure.title)}</h2><p>The paper: {escape(figure.reported)}</p>")
         rows = factors_of(figure, done)
         if rows:
             parts.append("<table><tr><th>baseline over ours<th class=n>paper<th class=n>here</tr>")
             for name, (here, paper) in rows.items():
-                parts.append(f"<tr><td>{escape(name)}<td class=n>{_times(paper)}<td class=n>{_times(here)}</tr>")
+                parts.append(f"<tr><td>{escape(name)}<td class=n>{_times(paper)}<td class=n>{_times(here)}")
+                if name in spreads.get(key, {}):
+                    parts.append(" ({:.2f} to {:.2f})".format(*spreads[key][name]))
             parts.append("</table>")
         if figure.value == "windows":
             failed = {
@@ -31,7 +38,9 @@ def page(drawn: Mapping[str, PaperFigure], done: Mapping[Play, Measures], notes:
             }
             listed = ", ".join(f"{each.workload} ({each.policy}) {count}" for each, count in failed.items() if count)
             parts.append(f"<p>Actions that never ended well: {escape(listed) or 'none'}.</p>")
-        parts.append({"stages": _stages, "breakdown": _stages}.get(figure.value, _chart)(figure, done))
+        parts.append(
+            {"stages": _stages, "breakdown": _stages, "trainers": _trainers}.get(figure.value, _chart)(figure, done)
+        )
         parts.append(f"<p class=dim>{escape(figure.why)}</p></section>")
     parts += [f"<section><h2>What the paper does not give</h2>{_sensitivity_table(done)}</section>"]
     parts += [f"<p class=dim>{escape(note)}</p>" for note in notes]
@@ -93,6 +102,18 @@ def _stages(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
         cells = "".join(f"<td class=n>{value:.3f}" for value in row)
         shown.append(f"<tr><td>{escape(name)}{cells}<td><svg width=480 height=13>{bars}</svg></tr>")
     return "".join([*shown, "</table>"])
+
+
+def _trainers(figure: PaperFigure, done: Mapping[Play, Measures]) -> str:
+    """A row for each line: what its rollouts take, and its steps by how the trainer waits."""
+    columns = ("rollouts", "synchronous", "one_step_off")
+    head = "".join(f"<th class=n>{each.replace('_', ' ')}, s" for each in columns)
+    rows = [
+        f"<tr><td>{escape(name)}" + "".join(f"<td class=n>{value_of(done[play], each):.0f}" for each in columns)
+        for name, ((_, play), *_) in figure.lines.items()
+        if play in done
+    ]
+    return f"<table><tr><th>{head}</tr>{'</tr>'.join(rows)}</tr></table>"
 
 
 def _sensitivity_table(done: Mapping[Play, Measures]) -> str:

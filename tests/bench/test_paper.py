@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.paper.__main__ import main
-from bench.paper.figures import TRAIN_S, Play, factors_of, figures
+from bench.paper.__main__ import interval, main
+from bench.paper.figures import TRAIN_S, Play, factors_of, figures, trainers
 from bench.paper.page import BEGIN, END, docs_table, page, write_docs
 from bench.paper.reality import kendall_tau, reality_figures
 from bench.report import BenchReport
@@ -15,8 +15,8 @@ from tests.house.source import ROOT
 
 
 def measured(value: float) -> dict[str, object]:
-    names = ("act", "execution", "queue", "overhead", "generation", "tools", "reward", "makespan")
-    return {**dict.fromkeys(names, value), "failures": 0, "windows": [[1.0, value]]}
+    names = ("act", "execution", "queue", "overhead", "generation", "tools", "reward", "makespan", "synchronous")
+    return {**dict.fromkeys((*names, "one_step_off"), value), "failures": 0, "windows": [[1.0, value]]}
 
 
 def test_the_docs_have_a_row_for_each_factor() -> None:
@@ -42,10 +42,11 @@ def test_a_factor_is_the_baseline_over_ours_beside_the_papers() -> None:
 
 def test_what_was_not_played_is_left_out_of_the_page_and_the_rest_is_drawn() -> None:
     drawn = figures(quick=True)
-    assert "Not played." in page(drawn, {}, [])
+    assert "Not played." in page(drawn, {}, [], {})
     done = {each: measured(2.0) for each in drawn["cpu_batch"].plays()}
-    text = page(drawn, done, ["a note"])  # type: ignore[arg-type]
+    text = page(drawn, done, ["a note"], {"cpu_batch": {"pods, largest batch": (0.9, 1.1)}})  # type: ignore[arg-type]
     assert text.count("<polyline") >= len(drawn["cpu_batch"].lines) and "a note" in text
+    assert "1.00x (0.90 to 1.10)" in text.replace("\n", "")
 
 
 def test_only_what_stands_between_the_marks_is_replaced(tmp_path: Path) -> None:
@@ -62,6 +63,15 @@ def test_a_play_is_of_the_papers_cluster_and_repeats_itself() -> None:
     assert one.measure() == one.measure()
     with pytest.raises(SystemExit, match="no figure or part is named nothing"):
         main(["--only", "nothing"])
+
+
+def test_a_trainer_one_step_off_hides_the_shorter_of_rollouts_and_training() -> None:
+    assert trainers([100.0, 300.0, 60.0]) == {"rollouts": 460.0, "synchronous": 820.0, "one_step_off": 640.0}
+
+
+def test_an_interval_is_students_around_the_mean() -> None:
+    low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (low + high) / 2 == pytest.approx(3.0) and high - low == pytest.approx(2 * 1.963, abs=1e-3)
 
 
 def test_the_order_of_two_lists_agrees_wholly_not_at_all_or_by_half() -> None:
