@@ -57,70 +57,6 @@ from runtimes.sandbox.sandbox import Provider
 from runtimes.sandbox.session import InteractiveSession, SessionTable, TerminalSize
 from runtimes.sandbox.spec import ImageKeeper, ImageState, chosen, forked, require_image_name
 from tangram import types
-from tangram.types import (
-    ActivityInfo,
-    ArchiveReadQuery,
-    ArchiveWriteQuery,
-    ConfigDiff,
-    ConfigFiles,
-    ConfigQuery,
-    DrainWanted,
-    FileEntry,
-    FileHeaders,
-    FileList,
-    FileReadQuery,
-    FileWriteAtQuery,
-    FileWriteQuery,
-    FileWritten,
-    ForkAnswer,
-    ForkRequest,
-    FunctionInfo,
-    FunctionList,
-    FunctionQuery,
-    FunctionUpload,
-    Health,
-    ImageInfo,
-    ImageList,
-    ImagesWanted,
-    InvocationPage,
-    InvocationQuery,
-    JsonObject,
-    LeaseAnswer,
-    LeaseRequest,
-    LivingSandbox,
-    Name,
-    NodeStatus,
-    NodeStatusList,
-    NodeTicket,
-    PageKey,
-    Purged,
-    PurgeQuery,
-    QueuePage,
-    QueueQuery,
-    ResourcesInfo,
-    SandboxChoice,
-    SandboxesInfo,
-    SandboxPath,
-    SessionEnd,
-    SessionFed,
-    SessionOpening,
-    SessionSteering,
-    SessionWriteQuery,
-    SnapshotId,
-    SnapshotInfo,
-    SnapshotList,
-    StepExpectation,
-    StepInfo,
-    StepList,
-    StepNumber,
-    TaskList,
-    TicketWanted,
-    TrajectoryInfo,
-    TrajectoryOpening,
-    TrajectoryPage,
-    TrajectoryQuery,
-    WaitQuery,
-)
 
 # Declarations. An operation is a method that says by its signature what HTTP reads and answers:
 #
@@ -142,16 +78,18 @@ Chunks = AsyncIterator[bytes]
 JSON, BYTES = "application/json", "application/octet-stream"
 BINARY = Annotated[str, Meta(extra_json_schema={"format": "binary"})]
 
-FunctionName = Annotated[Name, Meta(title="function", description="A registered function")]
-InvocationId = Annotated[Name, Meta(title="id", description="Id of an invocation")]
-TrajectoryId = Annotated[Name, Meta(title="trajectory", description="Name of a trajectory, chosen by its caller")]
-DeadId = Annotated[Name, Meta(title="id", description="Id of a dead invocation")]
-NewFunctionName = Annotated[Name, Meta(title="function", description="The function")]
-NodeName = Annotated[Name, Meta(title="node", description="A machine that has joined")]
-SnapshotName = Annotated[SnapshotId, Meta(title="snapshot", description="Id of a snapshot, given when it was taken")]
-TaskName = Annotated[Name, Meta(title="task", description="An RL task")]
-Step = Annotated[StepNumber, Meta(title="step", description="A step, as the trainer numbers it")]
-FilePath = Annotated[SandboxPath, Meta(title="path", description="Path in the sandbox, from its root")]
+FunctionName = Annotated[types.Name, Meta(title="function", description="A registered function")]
+InvocationId = Annotated[types.Name, Meta(title="id", description="Id of an invocation")]
+TrajectoryId = Annotated[types.Name, Meta(title="trajectory", description="Name of a trajectory, chosen by its caller")]
+DeadId = Annotated[types.Name, Meta(title="id", description="Id of a dead invocation")]
+NewFunctionName = Annotated[types.Name, Meta(title="function", description="The function")]
+NodeName = Annotated[types.Name, Meta(title="node", description="A machine that has joined")]
+SnapshotName = Annotated[
+    types.SnapshotId, Meta(title="snapshot", description="Id of a snapshot, given when it was taken")
+]
+TaskName = Annotated[types.Name, Meta(title="task", description="An RL task")]
+Step = Annotated[types.StepNumber, Meta(title="step", description="A step, as the trainer numbers it")]
+FilePath = Annotated[types.SandboxPath, Meta(title="path", description="Path in the sandbox, from its root")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +240,7 @@ PATH_BYTES_MAX = 4095
 #: Sandboxes that one fork has made at a time, beside the provider's own bound.
 OPENED_AT_ONCE = 16
 #: Why a machine is to leave, where nobody says it.
-NO_REASON = DrainWanted()
+NO_REASON = types.DrainWanted()
 #: Problems of what is done with files.
 FILE_PROBLEMS = (404, 409, 410, 502)
 SESSION_PROBLEMS = (404, 409)
@@ -411,7 +349,7 @@ class Api:
             *links("/next_cursor", "cursor", "listInvocations"),
         ),
     )
-    async def list_invocations(self, query: InvocationQuery) -> InvocationPage:
+    async def list_invocations(self, query: types.InvocationQuery) -> types.InvocationPage:
         """Records, newest first unless asked otherwise."""
         now_s = self.wall()
         wanted = Filter(
@@ -430,20 +368,20 @@ class Api:
         )
         page = await self.store.find(wanted)
         records = tuple([self.invocations.shown(record).as_wire(payload=False) for record in page.records])
-        return InvocationPage(invocations=records, next_cursor=cursor_of(page.before))
+        return types.InvocationPage(invocations=records, next_cursor=cursor_of(page.before))
 
     @operation(
         "DELETE /v1/dead-letters/{id}", "dead letters", "How many left the list", problems=(404, 409), admin=True
     )
-    async def purge_dead_letter(self, id: DeadId) -> Purged:
+    async def purge_dead_letter(self, id: DeadId) -> types.Purged:
         """Take a dead letter off the list; its record stays."""
         await self.dead_letters.purge(id)
-        return Purged(purged=1)
+        return types.Purged(purged=1)
 
     @operation("DELETE /v1/dead-letters", "dead letters", "How many left the list", admin=True)
-    async def purge_dead_letters(self, query: PurgeQuery) -> Purged:
+    async def purge_dead_letters(self, query: types.PurgeQuery) -> types.Purged:
         """Take all dead letters off the list; they are listed by GET /v1/invocations?dead=true."""
-        return Purged(purged=await self.dead_letters.purge_all(query.function))
+        return types.Purged(purged=await self.dead_letters.purge_all(query.function))
 
     # --- trajectories
 
@@ -455,8 +393,8 @@ class Api:
             self.answers.expect(peer, holder, name, undo)
 
     async def open_trajectory(
-        self, id: str, body: TrajectoryOpening, peer: ConnectionPeer | None = None
-    ) -> TrajectoryInfo:
+        self, id: str, body: types.TrajectoryOpening, peer: ConnectionPeer | None = None
+    ) -> types.TrajectoryInfo:
         """Make the trajectory's sandbox as it was chosen, or find that it lives so already; return the trajectory.
 
         A caller that goes meanwhile is to cancel this. Of one that names itself as the ``holder`` it is found out
@@ -514,7 +452,7 @@ class Api:
         with outside.waiting(wait):
             yield
 
-    def _begun_with(self, function: FunctionSpec, opening: TrajectoryOpening) -> FunctionSpec:
+    def _begun_with(self, function: FunctionSpec, opening: types.TrajectoryOpening) -> FunctionSpec:
         """Return the function with a sandbox that begins with a snapshot, on the machine that has it.
 
         Raises as `SnapshotCatalogue.get`, InvalidInput or Conflict.
@@ -530,7 +468,7 @@ class Api:
         sandbox = forked(function.sandbox, snapshot.record, images=snapshot.record.provider == "container")
         return replace(function, sandbox=sandbox, on_node=snapshot.node)
 
-    def _require_images(self, choice: SandboxChoice) -> None:
+    def _require_images(self, choice: types.SandboxChoice) -> None:
         """Raise Unsupported if an image is named where sandboxes have none."""
         kind = self.provider.info.kind
         if choice.image is not None and kind != "container":
@@ -545,30 +483,30 @@ class Api:
         "A page",
         next_ones=links("/trajectories/0/trajectory", "id", "getTrajectory"),
     )
-    async def list_trajectories(self, query: TrajectoryQuery) -> TrajectoryPage:
+    async def list_trajectories(self, query: types.TrajectoryQuery) -> types.TrajectoryPage:
         """Living trajectories, by name."""
-        page = convert(self.engine.trajectories(query.limit, query.cursor), TrajectoryPage)
+        page = convert(self.engine.trajectories(query.limit, query.cursor), types.TrajectoryPage)
         return replaced(page, trajectories=tuple([self._leased(each) for each in page.trajectories]))
 
     @operation("GET /v1/trajectories/{id}", "trajectories", "The trajectory", problems=(404,))
-    async def get_trajectory(self, id: TrajectoryId) -> TrajectoryInfo:
+    async def get_trajectory(self, id: TrajectoryId) -> types.TrajectoryInfo:
         """One trajectory."""
         trajectory = self.engine.trajectory(id)
         if trajectory is None:
             raise self._no_trajectory(id)
         sandbox, living = self.environments.get(id), self.machines.living(id)
         if sandbox is not None:
-            living = convert(sandbox.spec, LivingSandbox, from_attributes=True)
-        return self._leased(replaced(convert(trajectory, TrajectoryInfo), sandbox=living))
+            living = convert(sandbox.spec, types.LivingSandbox, from_attributes=True)
+        return self._leased(replaced(convert(trajectory, types.TrajectoryInfo), sandbox=living))
 
     def _no_trajectory(self, id: str) -> NotFound:
         """Return what is told of a name that does not live, with the nearest that does."""
-        living = convert(self.engine.trajectories(), TrajectoryPage).trajectories
+        living = convert(self.engine.trajectories(), types.TrajectoryPage).trajectories
         near = get_close_matches(id, [each.trajectory for each in living], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return NotFound(f"no trajectory {id!r}{hint}", component="trajectories")
 
-    def _leased(self, trajectory: TrajectoryInfo) -> TrajectoryInfo:
+    def _leased(self, trajectory: types.TrajectoryInfo) -> types.TrajectoryInfo:
         """Return it with the time for which its client holds it."""
         return replaced(trajectory, lease_left_s=self.leases.left_s(trajectory.trajectory))
 
@@ -579,16 +517,16 @@ class Api:
             raise self._no_trajectory(id)
 
     @operation("POST /v1/leases", "trajectories", "They are held for so long")
-    async def renew_leases(self, body: LeaseRequest) -> LeaseAnswer:
+    async def renew_leases(self, body: types.LeaseRequest) -> types.LeaseAnswer:
         """Say that the client of these trajectories lives, or that it lets some go."""
         holder = body.holder or NOBODY
         self.answers.known(holder, (*body.trajectories, *body.known))
         await self.leases.release(body.released, holder)
-        return LeaseAnswer(gone=tuple(self.leases.renew(body.trajectories, body.lease_s, holder)))
+        return types.LeaseAnswer(gone=tuple(self.leases.renew(body.trajectories, body.lease_s, holder)))
 
     # --- snapshots
 
-    async def take_snapshot(self, id: str) -> SnapshotInfo:
+    async def take_snapshot(self, id: str) -> types.SnapshotInfo:
         """Keep the files of a trajectory's sandbox.
 
         As they are when all that was asked of it before has ended; they stay where the trajectory lives.
@@ -624,7 +562,9 @@ class Api:
             raise
         return self._snapshot_info(taken[0])
 
-    async def fork_trajectory(self, id: str, body: ForkRequest, peer: ConnectionPeer | None = None) -> ForkAnswer:
+    async def fork_trajectory(
+        self, id: str, body: types.ForkRequest, peer: ConnectionPeer | None = None
+    ) -> types.ForkAnswer:
         """Open trajectories that begin with the files of another as they are now: all of them, or none and no snapshot.
 
         Raises as `take_snapshot` and `open_trajectory`, and Conflict for a name that lives or comes twice.
@@ -642,7 +582,7 @@ class Api:
             raise self._no_trajectory(id)
         self.functions.get(body.function)
         taken = (await self.take_snapshot(id)).snapshot
-        opening = TrajectoryOpening(
+        opening = types.TrajectoryOpening(
             function=body.function,
             task=body.task or str(parent["task"]),
             step=body.step,
@@ -658,17 +598,17 @@ class Api:
             with suppress(CodedError):  # nobody was told of it
                 await self.snapshots.remove(taken)
             raise
-        return ForkAnswer(snapshot=self._snapshot_info(self.snapshots.get(taken)), trajectories=opened)
+        return types.ForkAnswer(snapshot=self._snapshot_info(self.snapshots.get(taken)), trajectories=opened)
 
     async def _open_all(
-        self, names: tuple[str, ...], opening: TrajectoryOpening, peer: ConnectionPeer | None
-    ) -> tuple[TrajectoryInfo, ...]:
+        self, names: tuple[str, ...], opening: types.TrajectoryOpening, peer: ConnectionPeer | None
+    ) -> tuple[types.TrajectoryInfo, ...]:
         """Open them, or end those that could be opened and raise why another could not.
 
         They come under their step when all of them live: those of a fork that is refused were no rollouts.
         """
         alone = replaced(opening, step=None)
-        gate, opened = asyncio.Semaphore(OPENED_AT_ONCE), dict[str, TrajectoryInfo]()
+        gate, opened = asyncio.Semaphore(OPENED_AT_ONCE), dict[str, types.TrajectoryInfo]()
 
         async def open_one(name: str) -> None:
             async with gate:
@@ -687,10 +627,10 @@ class Api:
         return tuple([opened[name] for name in names])
 
     @operation("GET /v1/snapshots", "trajectories", "All of them")
-    async def list_snapshots(self) -> SnapshotList:
+    async def list_snapshots(self) -> types.SnapshotList:
         """Snapshots of trajectories, the oldest first."""
         settings, used = self.snapshots.settings, self.snapshots.in_use()
-        return SnapshotList(
+        return types.SnapshotList(
             snapshots=tuple([self._snapshot_info(each, used) for each in self.snapshots.all()]),
             count_max=settings.count_max,
             total_max_bytes=settings.total_max_bytes,
@@ -701,9 +641,9 @@ class Api:
         """Remove a snapshot."""
         await self.snapshots.remove(id)
 
-    def _snapshot_info(self, snapshot: NodeSnapshot, used: Collection[str] | None = None) -> SnapshotInfo:
+    def _snapshot_info(self, snapshot: NodeSnapshot, used: Collection[str] | None = None) -> types.SnapshotInfo:
         record, used = snapshot.record, self.snapshots.in_use() if used is None else used
-        return SnapshotInfo(
+        return types.SnapshotInfo(
             snapshot=record.id,
             trajectory=record.trajectory,
             task=record.task or "default",
@@ -719,7 +659,7 @@ class Api:
 
     # --- files
 
-    def files_of(self, trajectory: str, headers: FileHeaders) -> SandboxFiles:
+    def files_of(self, trajectory: str, headers: types.FileHeaders) -> SandboxFiles:
         """Return the files of a trajectory, wherever it lives.
 
         Raises NotFound, TrajectoryHasEnded if it is to live, CapacityExceeded while its node is not reached.
@@ -740,21 +680,21 @@ class Api:
         problems=FILE_PROBLEMS,
     )
     async def put_file(
-        self, id: TrajectoryId, path: FilePath, query: FileWriteQuery, headers: FileHeaders, body: Chunks
-    ) -> FileWritten:
+        self, id: TrajectoryId, path: FilePath, query: types.FileWriteQuery, headers: types.FileHeaders, body: Chunks
+    ) -> types.FileWritten:
         """Write a file into the sandbox."""
         return await _write(self.files_of(id, headers), rooted(path), query, body)
 
     @operation("PUT /v1/trajectories/{id}/files", "trajectories", "It is written", status=201, problems=FILE_PROBLEMS)
     async def put_file_at(
-        self, id: TrajectoryId, query: FileWriteAtQuery, headers: FileHeaders, body: Chunks
-    ) -> FileWritten:
+        self, id: TrajectoryId, query: types.FileWriteAtQuery, headers: types.FileHeaders, body: Chunks
+    ) -> types.FileWritten:
         """Write a file into the sandbox."""
         files = self.files_of(id, headers)
         return await _write(files, placed_path(query.path, files.workdir), query, body)
 
     @asynccontextmanager
-    async def read_file(self, files: SandboxFiles, path: str, query: FileReadQuery) -> AsyncIterator[FileStream]:
+    async def read_file(self, files: SandboxFiles, path: str, query: types.FileReadQuery) -> AsyncIterator[FileStream]:
         """Open a file that is read piece by piece."""
         opened = files.open(path, limit_bytes=self.server.file_limit_bytes, user=query.user or "")
         async with AsyncExitStack() as opening:
@@ -775,18 +715,20 @@ class Api:
         required=True,
     )
     async def put_archive(
-        self, id: TrajectoryId, query: ArchiveWriteQuery, headers: FileHeaders, body: Chunks
-    ) -> FileWritten:
+        self, id: TrajectoryId, query: types.ArchiveWriteQuery, headers: types.FileHeaders, body: Chunks
+    ) -> types.FileWritten:
         """Unpack a tar below a directory of the sandbox."""
         files = self.files_of(id, headers)
         path, source = placed_path(query.path, files.workdir), _SentData(body)
         limit_bytes = self.server.file_limit_bytes
         with source.failing(), file_conflicts():
             size_bytes = await files.unpack(path, source.chunks(), user=query.user or "", limit_bytes=limit_bytes)
-        return FileWritten(path=path, size_bytes=size_bytes)
+        return types.FileWritten(path=path, size_bytes=size_bytes)
 
     @asynccontextmanager
-    async def read_archive(self, files: SandboxFiles, query: ArchiveReadQuery) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def read_archive(
+        self, files: SandboxFiles, query: types.ArchiveReadQuery
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Pack a file or a directory into a tar, as it is read."""
         path, limit_bytes = placed_path(query.path, files.workdir), self.server.file_limit_bytes
         packing = files.pack(path, user=query.user or "", limit_bytes=limit_bytes, base=query.base)
@@ -797,7 +739,7 @@ class Api:
 
     # --- sessions
 
-    def session_input(self, opening: SessionOpening) -> bytes:
+    def session_input(self, opening: types.SessionOpening) -> bytes:
         """Return the input of the exec function whose invocation the session is.
 
         Raises NotFound for the function, InvalidInput with the field that does not fit, CapacityExceeded if there may
@@ -840,14 +782,14 @@ class Api:
         return self.sessions.living(record.id, terminal_of(fields))
 
     @operation("POST /v1/invocations/{id}/session/input", "sessions", "How far it came", problems=SESSION_PROBLEMS)
-    async def write_session(self, id: InvocationId, query: SessionWriteQuery, body: bytes) -> SessionFed:
+    async def write_session(self, id: InvocationId, query: types.SessionWriteQuery, body: bytes) -> types.SessionFed:
         """Pass input to a session."""
         session = await self._living_session(id)
         position = await session.write(body, query.offset, end=query.end)
-        return SessionFed(input_offset=position, reads=session.reads)
+        return types.SessionFed(input_offset=position, reads=session.reads)
 
     @operation("POST /v1/invocations/{id}/session/control", "sessions", "It was told", problems=SESSION_PROBLEMS)
-    async def steer_session(self, id: InvocationId, body: SessionSteering) -> None:
+    async def steer_session(self, id: InvocationId, body: types.SessionSteering) -> None:
         """Resize a session's terminal, or signal what runs in it."""
         session = await self._living_session(id)
         session.require_reached()
@@ -876,7 +818,7 @@ class Api:
             ),
         ),
     )
-    async def list_functions(self) -> FunctionList:
+    async def list_functions(self) -> types.FunctionList:
         """Registered functions.
 
         By name, without what was learned of them.
@@ -886,10 +828,10 @@ class Api:
             function_info(each, readiness=known.preparation.of(each.name), source=known.source(each.name))
             for each in known.all()
         ]
-        return FunctionList(functions=tuple(infos))
+        return types.FunctionList(functions=tuple(infos))
 
     @operation("GET /v1/functions/{name}", "functions", "The function", problems=(404,))
-    async def get_function(self, name: FunctionName) -> FunctionInfo:
+    async def get_function(self, name: FunctionName) -> types.FunctionInfo:
         """One function.
 
         With what was learned of it, and its changes.
@@ -900,7 +842,9 @@ class Api:
         return function_info(spec, learned, ready, known.source(name), known.revisions.of(name))
 
     @operation("PUT /v1/functions/{name}", "functions", "The differences", problems=(409,), admin=True)
-    async def put_function(self, name: NewFunctionName, query: FunctionQuery, body: FunctionUpload) -> ConfigDiff:
+    async def put_function(
+        self, name: NewFunctionName, query: types.FunctionQuery, body: types.FunctionUpload
+    ) -> types.ConfigDiff:
         """Add or change one function, with a handler's files; 409 for one of the server's own files.
 
         Nothing in flight is dropped.
@@ -908,7 +852,7 @@ class Api:
         return await self.functions.put(name, body, query.dry_run)
 
     @operation("DELETE /v1/functions/{name}", "functions", "The differences", problems=(404, 409), admin=True)
-    async def remove_function(self, name: FunctionName, query: FunctionQuery) -> ConfigDiff:
+    async def remove_function(self, name: FunctionName, query: types.FunctionQuery) -> types.ConfigDiff:
         """Remove a function that was applied; 409 for one of the server's own files.
 
         There are no new invocations of it; nothing in flight is dropped.
@@ -919,10 +863,10 @@ class Api:
         "PUT /v1/config",
         "functions",
         "The differences",
-        body={"application/yaml": JsonObject, JSON: ConfigFiles},
+        body={"application/yaml": types.JsonObject, JSON: types.ConfigFiles},
         admin=True,
     )
-    async def put_config(self, query: ConfigQuery, body: bytes) -> ConfigDiff:
+    async def put_config(self, query: types.ConfigQuery, body: bytes) -> types.ConfigDiff:
         """Apply a configuration without dropping anything in flight.
 
         Functions and tasks are added and changed: new invocations see the new ones.
@@ -930,7 +874,7 @@ class Api:
         return await self.functions.configure(body, query.dry_run, query.prune)
 
     @operation("GET /v1/images", "images", "All of them", problems=(422,))
-    async def list_images(self) -> ImageList:
+    async def list_images(self) -> types.ImageList:
         """Container images, and how far pulls are.
 
         Every image of the engine that has a name, and those that are pulled or could not be.
@@ -939,7 +883,7 @@ class Api:
         return _image_list(await keeper.states(), keeper)
 
     @operation("PUT /v1/images", "images", "Those that were asked for", admin=True)
-    async def pull_images(self, query: WaitQuery, body: ImagesWanted) -> ImageList:
+    async def pull_images(self, query: types.WaitQuery, body: types.ImagesWanted) -> types.ImageList:
         """Pull container images ahead of a run.
 
         Pulls begin, and are waited for if that is asked; what became of each stands in the answer.
@@ -967,20 +911,20 @@ class Api:
         return self.provider.images
 
     @operation("GET /v1/tasks", "scheduler", "The present state")
-    async def get_tasks(self) -> TaskList:
+    async def get_tasks(self) -> types.TaskList:
         """RL tasks: weights, bounds and use, and the steps that have not ended.
 
         One that has a step and no action yet has an empty account.
         """
         tasks = self.engine.tasks(self.steps.tasks())
         return convert(
-            {"tasks": [{**each, "steps": self.steps.unfinished(str(each["task"]))} for each in tasks]}, TaskList
+            {"tasks": [{**each, "steps": self.steps.unfinished(str(each["task"]))} for each in tasks]}, types.TaskList
         )
 
     @operation("GET /v1/tasks/{task}/steps", "scheduler", "All of them; none if none was told of")
-    async def list_steps(self, task: TaskName) -> StepList:
+    async def list_steps(self, task: TaskName) -> types.StepList:
         """The steps of a task that are kept, that opened last first."""
-        return StepList(steps=tuple(self.steps.of(task)))
+        return types.StepList(steps=tuple(self.steps.of(task)))
 
     @operation(
         "PUT /v1/tasks/{task}/steps/{step}",
@@ -988,7 +932,7 @@ class Api:
         "The step as it stands",
         next_ones=links("/task", "task", "listSteps"),
     )
-    async def put_step(self, task: TaskName, step: Step, body: StepExpectation) -> StepInfo:
+    async def put_step(self, task: TaskName, step: Step, body: types.StepExpectation) -> types.StepInfo:
         """Tell of a step of a task: how many rollouts it is to have.
 
         It is durable.
@@ -997,12 +941,12 @@ class Api:
         return await self.steps.tell(task, step, body.expected)
 
     @operation("GET /v1/nodes", "operation", "All of them", next_ones=links("/nodes/0/node", "name", "drainNode"))
-    async def list_nodes(self) -> NodeStatusList:
+    async def list_nodes(self) -> types.NodeStatusList:
         """The machines that actions run on, and how they are."""
         return self.machines.info()
 
     @operation("POST /v1/nodes/{name}/drain", "operation", "How it is now", problems=(404,), admin=True)
-    async def drain_node(self, name: NodeName, body: DrainWanted = NO_REASON) -> NodeStatus:
+    async def drain_node(self, name: NodeName, body: types.DrainWanted = NO_REASON) -> types.NodeStatus:
         """Have a machine take no new work, and leave when it is empty.
 
         Or when its grace is over.
@@ -1010,46 +954,46 @@ class Api:
         return self.machines.drain(name, body.why)
 
     @operation("POST /v1/node-tickets", "operation", "The ticket", status=201, problems=(409,), admin=True)
-    async def issue_ticket(self, body: TicketWanted) -> NodeTicket:
+    async def issue_ticket(self, body: types.TicketWanted) -> types.NodeTicket:
         """What admits one machine once, soon."""
         return self.machines.ticket(body.name)
 
     # --- the state
 
     @operation("POST /v1/page-keys", "operation", "The key", status=201, admin=True)
-    async def issue_page_key(self) -> PageKey:
+    async def issue_page_key(self) -> types.PageKey:
         """What opens the page in one browser, once: `/?key=KEY`."""
-        return PageKey(key=self.pages.issue(), expires_in_s=KEY_LIFE_S)
+        return types.PageKey(key=self.pages.issue(), expires_in_s=KEY_LIFE_S)
 
     @operation("GET /v1/resources", "scheduler", "The present state")
-    async def get_resources(self) -> ResourcesInfo:
+    async def get_resources(self) -> types.ResourcesInfo:
         """Pools, what is held of them, and the sandboxes."""
-        sandboxes = convert(self.provider.info, SandboxesInfo, from_attributes=True)
+        sandboxes = convert(self.provider.info, types.SandboxesInfo, from_attributes=True)
         state = {**self.engine.resources(), "sandboxes": sandboxes, "models": self.runtimes.model.resources()}
-        return convert(state, ResourcesInfo)
+        return convert(state, types.ResourcesInfo)
 
     @operation("GET /v1/activity", "scheduler", "The present state")
-    async def get_activity(self) -> ActivityInfo:
+    async def get_activity(self) -> types.ActivityInfo:
         """Rates and times of the last minute, failures of the last 15."""
         return self.stats.whole_info()
 
     @operation("GET /v1/queue", "scheduler", "A page", next_ones=links("/next_cursor", "cursor", "getQueue"))
-    async def get_queue(self, query: QueueQuery) -> QueuePage:
+    async def get_queue(self, query: types.QueueQuery) -> types.QueuePage:
         """How many wait, and a page of them in order of service, with what each waits for.
 
         A cursor stays good when the action that it names has left.
         """
-        return convert(self.engine.queue(query.limit, query.cursor), QueuePage)
+        return convert(self.engine.queue(query.limit, query.cursor), types.QueuePage)
 
     @operation("GET /healthz", "operation", "It lives", open=True)
-    async def get_health(self) -> Health:
+    async def get_health(self) -> types.Health:
         """Whether the process lives."""
-        return Health(status="ok")
+        return types.Health(status="ok")
 
-    def readiness(self) -> Health:
+    def readiness(self) -> types.Health:
         """Return whether work is taken now (`READY`), and if not, why."""
         states = {name: status for name, (status, _) in self.functions.health().items()}
-        return Health(
+        return types.Health(
             status=self.unready() or READY,
             warnings=(*self.engine.policy_faults.values(), *self.machines.warnings(), *self.provider.info.weakenings),
             record=self.state_dir.checked or UNSET,
@@ -1073,7 +1017,7 @@ async def _wait(verdicts: Sequence[Verdict], until: str, timeout_s: float) -> No
             wait.cancel()
 
 
-def with_choice(function: FunctionSpec, choice: SandboxChoice) -> FunctionSpec:
+def with_choice(function: FunctionSpec, choice: types.SandboxChoice) -> FunctionSpec:
     """Return the function with the sandbox that a trajectory has chosen; raises InvalidInput."""
     if function.sandbox is None:
         raise _no_choice(function, "sandbox")
@@ -1143,28 +1087,28 @@ class _SentData:
             raise self._failure from None
 
 
-async def _write(files: SandboxFiles, path: str, query: FileWriteQuery, data: Chunks) -> FileWritten:
+async def _write(files: SandboxFiles, path: str, query: types.FileWriteQuery, data: Chunks) -> types.FileWritten:
     """Write a file as it comes; ``data`` keeps its bound."""
     mode, source = None if query.mode is None else int(query.mode, 8), _SentData(data)
     with source.failing(), file_conflicts():
         size_bytes = await files.write(path, source.chunks(), mode=mode, user=query.user or "")
-    return FileWritten(path=path, size_bytes=size_bytes)
+    return types.FileWritten(path=path, size_bytes=size_bytes)
 
 
-async def list_files(files: SandboxFiles, path: str, query: FileReadQuery) -> FileList:
+async def list_files(files: SandboxFiles, path: str, query: types.FileReadQuery) -> types.FileList:
     """Return the entries of a directory, by name."""
     with file_conflicts():
         stats = await files.list(path, user=query.user or "")
     entries = [
-        FileEntry(path=stat.path, size_bytes=stat.size_bytes, directory=stat.directory, mode=f"{stat.mode:o}")
+        types.FileEntry(path=stat.path, size_bytes=stat.size_bytes, directory=stat.directory, mode=f"{stat.mode:o}")
         for stat in stats
     ]
-    return FileList(files=tuple(entries))
+    return types.FileList(files=tuple(entries))
 
 
-def _image_list(states: Sequence[ImageState], keeper: ImageKeeper) -> ImageList:
+def _image_list(states: Sequence[ImageState], keeper: ImageKeeper) -> types.ImageList:
     images = tuple(
-        ImageInfo(
+        types.ImageInfo(
             image=each.image,
             state=each.state,
             size_bytes=each.size_bytes,
@@ -1177,14 +1121,14 @@ def _image_list(states: Sequence[ImageState], keeper: ImageKeeper) -> ImageList:
         )
         for each in states
     )
-    return ImageList(images=images, bound_bytes=keeper.bound_bytes)
+    return types.ImageList(images=images, bound_bytes=keeper.bound_bytes)
 
 
-def session_end(record: Record, offset: int) -> SessionEnd:
+def session_end(record: Record, offset: int) -> types.SessionEnd:
     """Return how an ended invocation that was a session ended."""
     result = {} if record.result is None else serialization.loads_object(record.result)
     exit_code, signal = result.get("exit_code"), result.get("signal")
-    return SessionEnd(
+    return types.SessionEnd(
         stream="eof",
         offset=offset,
         state=cast(types.State, record.state),

@@ -49,19 +49,7 @@ from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec, settings_of
 from runtimes.kinds import input_schema, result_schema
 from runtimes.secrets import REDACTED, SECRET
-from tangram.types import (
-    UNSET,
-    ConfigDiff,
-    ConfigFiles,
-    FunctionInfo,
-    FunctionUpload,
-    LearnedInfo,
-    RevisionChange,
-    UnitsInfo,
-    UnsetType,
-    ValueChange,
-    backoff_s,
-)
+from tangram import types
 
 #: Bounds of one handler's files, and of how many handlers' files there may be before a restart removes the unused.
 UPLOAD_FILES_MAX, UPLOAD_BYTES_MAX, UPLOADS_MAX = 200, 4 * 2**20, 1000
@@ -367,7 +355,7 @@ class Preparation:
                 say = self._log.info if room else self._log.error
                 say("a function waits for a node" if room else "a function is unavailable", function=name, why=problem)
             again, loop = self._again[name], asyncio.get_running_loop()
-            again_s = loop.time() + backoff_s(attempt, AGAIN_S, AGAIN_MAX_S)
+            again_s = loop.time() + types.backoff_s(attempt, AGAIN_S, AGAIN_MAX_S)
             failures = 0 if room else failures + 1
             configured = isinstance(error, InvalidConfig)
             self._states[name] = Readiness("unavailable", problem, failures, 0.0 if room else again_s, configured)
@@ -402,11 +390,11 @@ _COMMON = {each.name for each in fields(FunctionSpec)}
 
 def function_info(
     spec: FunctionSpec,
-    learned: Mapping[str, object] | UnsetType = UNSET,
+    learned: Mapping[str, object] | types.UnsetType = types.UNSET,
     readiness: Readiness | None = None,
     source: str | None = None,
-    changes: Sequence[RevisionChange] = (),
-) -> FunctionInfo:
+    changes: Sequence[types.RevisionChange] = (),
+) -> types.FunctionInfo:
     """Return a registered function. What is not set is left out; secrets are references and stay so."""
     result = msgspec.to_builtins(spec, enc_hook=str)
     if (sandbox := result.get("sandbox")) is not None:
@@ -416,13 +404,13 @@ def function_info(
         "input_schema": input_schema(spec),
         "result_schema": result_schema(spec),
         "own": {each.name: result[each.name] for each in fields(spec) if each.name not in _COMMON} or None,
-        "learned": None if learned is UNSET else msgspec.convert(learned, Mapping[str, LearnedInfo]),
+        "learned": None if learned is types.UNSET else msgspec.convert(learned, Mapping[str, types.LearnedInfo]),
         "source": source,
         "changes": list(changes) or None,
         "status": None if readiness is None else readiness.status,
         "problem": (readiness.problem or None) if readiness is not None else None,
     }
-    return msgspec.convert({name: value for name, value in result.items() if value is not None}, FunctionInfo)
+    return msgspec.convert({name: value for name, value in result.items() if value is not None}, types.FunctionInfo)
 
 
 def masked(value: str) -> str:
@@ -430,10 +418,10 @@ def masked(value: str) -> str:
     return value if SECRET.fullmatch(value) else REDACTED
 
 
-def _units(units: UnitSet) -> int | UnitsInfo:
+def _units(units: UnitSet) -> int | types.UnitsInfo:
     if units.choices is not None:
-        return UnitsInfo(choices=units.choices)
-    return UnitsInfo(min=units.minimum, max=units.maximum) if units.elastic else units.minimum
+        return types.UnitsInfo(choices=units.choices)
+    return types.UnitsInfo(min=units.minimum, max=units.maximum) if units.elastic else units.minimum
 
 
 #: Changes that are kept of a function, keys that are told of one, and characters of a value.
@@ -447,9 +435,9 @@ class Revisions:
 
     def __init__(self, functions: Mapping[str, FunctionSpec], wall: Callable[[], float]) -> None:
         self._functions, self._wall = functions, wall
-        self._changes: dict[str, deque[RevisionChange]] = {}
+        self._changes: dict[str, deque[types.RevisionChange]] = {}
 
-    def of(self, name: str) -> tuple[RevisionChange, ...]:
+    def of(self, name: str) -> tuple[types.RevisionChange, ...]:
         """Return the changes of a function, the last one first."""
         return tuple(self._changes.get(name, ()))
 
@@ -458,7 +446,7 @@ class Revisions:
         for name, new in functions.items():
             old = self._functions.get(name)
             if old is not None and old != new:
-                change = RevisionChange(
+                change = types.RevisionChange(
                     at=serialization.instant(self._wall()),
                     was=old.revision,
                     now=new.revision,
@@ -469,13 +457,13 @@ class Revisions:
         self._functions = functions
 
 
-def _differing(old: FunctionSpec, new: FunctionSpec) -> dict[str, ValueChange]:
+def _differing(old: FunctionSpec, new: FunctionSpec) -> dict[str, types.ValueChange]:
     """Return the keys that differ, by their path, with nothing of an environment's values."""
     was, now, environments = dict(_flat(_shown(old))), dict(_flat(_shown(new))), (_environment(old), _environment(new))
     differing = {key for key in was.keys() | now.keys() if was.get(key) != now.get(key)}
     differing |= {name for name, _ in environments[0].items() ^ environments[1].items()}
     keys = sorted(differing)
-    return {key: ValueChange(was=was.get(key, ""), now=now.get(key, "")) for key in keys[:KEYS_MAX]}
+    return {key: types.ValueChange(was=was.get(key, ""), now=now.get(key, "")) for key in keys[:KEYS_MAX]}
 
 
 def _environment(function: FunctionSpec) -> dict[str, str]:
@@ -615,7 +603,7 @@ class Registry:
         self.revisions.switched(self.config.functions)
         self.preparation.expect(self.config.functions.values())
 
-    async def put(self, name: str, upload: FunctionUpload, dry_run: bool) -> ConfigDiff:
+    async def put(self, name: str, upload: types.FunctionUpload, dry_run: bool) -> types.ConfigDiff:
         """Add or change one function, with the files of a handler, as `configure` does.
 
         Raises Conflict for a function of the server's own files.
@@ -639,7 +627,7 @@ class Registry:
         except (InvalidConfig, Unsatisfiable, Unsupported) as error:
             raise _as_sent(error, directory) from None
 
-    async def remove(self, name: str, dry_run: bool = False) -> ConfigDiff:
+    async def remove(self, name: str, dry_run: bool = False) -> types.ConfigDiff:
         """Remove a function that was applied; raises NotFound, and Conflict for one of the files.
 
         With ``dry_run`` nothing is removed, and all that would be is told.
@@ -675,7 +663,7 @@ class Registry:
         """Begin to prepare the functions of the first configuration."""
         self.preparation.begin(self.config.functions.values())
 
-    def plan(self, new: GatewayConfig) -> ConfigDiff:
+    def plan(self, new: GatewayConfig) -> types.ConfigDiff:
         """What `apply` would change; changes nothing."""
         old, functions = self.config.functions, new.functions
         changed = {
@@ -683,7 +671,7 @@ class Registry:
             for name in sorted(old.keys() & functions.keys())
             if old[name] != functions[name]
         }
-        return ConfigDiff(
+        return types.ConfigDiff(
             added=tuple(sorted(functions.keys() - old.keys())),
             changed=changed,
             values={name: _differing(old[name], functions[name]) for name in changed},
@@ -694,7 +682,7 @@ class Registry:
             needs_restart=tuple(_fixed_differences(self.config, new)),
         )
 
-    async def apply(self, new: GatewayConfig) -> ConfigDiff:
+    async def apply(self, new: GatewayConfig) -> types.ConfigDiff:
         """Prepare what is new, then switch all of it at once; an error leaves everything as it was.
 
         Raises InvalidConfig, Unsatisfiable or Unsupported.
@@ -702,7 +690,7 @@ class Registry:
         async with self._applying:
             return await self._apply(new)
 
-    async def _apply(self, new: GatewayConfig) -> ConfigDiff:
+    async def _apply(self, new: GatewayConfig) -> types.ConfigDiff:
         diff = self.plan(new)
         if diff.needs_restart:
             raise InvalidConfig(
@@ -713,7 +701,7 @@ class Registry:
         await self._make_ready(new, [new.functions[name] for name in (*diff.added, *diff.changed)])
         return self._switch(new)
 
-    def _switch(self, new: GatewayConfig) -> ConfigDiff:
+    def _switch(self, new: GatewayConfig) -> types.ConfigDiff:
         """Serve a configuration whose new functions are ready."""
         diff = self.plan(new)
         self.config = new
@@ -723,7 +711,7 @@ class Registry:
             switched(new)
         return diff
 
-    async def _keep(self, document: bytes, diff: ConfigDiff) -> None:
+    async def _keep(self, document: bytes, diff: types.ConfigDiff) -> None:
         """Keep a document for the next gateway; ``diff`` is what it has changed."""
         if self._applied is not None:
             differing = [f"functions.{name}" for name in (*diff.added, *diff.changed, *diff.removed)]
@@ -732,7 +720,7 @@ class Registry:
             self._applied.take(document, living & set(differing), set(differing) - living)
             await self._applied.commit()
 
-    async def configure(self, document: bytes, dry_run: bool, prune: bool = False) -> ConfigDiff:
+    async def configure(self, document: bytes, dry_run: bool, prune: bool = False) -> types.ConfigDiff:
         """Apply what was received: nothing (the server's own files again), ``{"files": [...]}``, or YAML text.
 
         What it does not name stays, unless ``prune`` removes it. Raises StorageUnavailable where it cannot be kept.
@@ -772,7 +760,7 @@ class Registry:
         if not isinstance(body, dict) or "files" not in body:
             return [ConfigSource(path=base / "request.yaml", text=document.decode("utf-8", "replace"))], {}
         try:
-            sent = convert(body, ConfigFiles)
+            sent = convert(body, types.ConfigFiles)
         except ValidationError as error:
             message = f'write {{"files": [{{"path": ..., "text": ...}}, ...], "variables": {{...}}}}: {error}'
             raise InvalidConfig(message, component="registry") from None

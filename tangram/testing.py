@@ -17,37 +17,7 @@ from urllib.parse import unquote
 import httpx
 import msgspec
 
-from tangram.types import (
-    UNSET,
-    BatchAnswer,
-    BatchItem,
-    BatchRequest,
-    BatchVerdict,
-    DurationInfo,
-    FileEntry,
-    FileList,
-    FileWritten,
-    FunctionInfo,
-    FunctionList,
-    Health,
-    Invocation,
-    InvocationPage,
-    LeaseAnswer,
-    LeaseRequest,
-    LogEnd,
-    LogLine,
-    Problem,
-    Reason,
-    RetryInfo,
-    SandboxChoice,
-    State,
-    StepExpectation,
-    StepInfo,
-    StepList,
-    TrajectoryInfo,
-    TrajectoryOpening,
-    TrajectoryPage,
-)
+from tangram import types
 
 #: What answers one request; it may raise an `httpx.TransportError`.
 Answer = Callable[[httpx.Request], httpx.Response]
@@ -75,21 +45,21 @@ def json_answer(value: object, status: int = 200) -> httpx.Response:
 
 def problem_answer(status: int, code: str, detail: str, *, retry_after_s: float | None = None) -> httpx.Response:
     """Return a refusal as the gateway writes it."""
-    problem = Problem(
+    problem = types.Problem(
         type=f"urn:tangram:error:{code}",
         title=code.replace("_", " ").capitalize(),
         status=status,
         code=code,
         detail=detail,
         component="gateway",
-        retry_after_s=UNSET if retry_after_s is None else retry_after_s,
+        retry_after_s=types.UNSET if retry_after_s is None else retry_after_s,
     )
     return json_answer(problem, status)
 
 
 #: The beginning of a scripted gateway's time; nothing in it takes any.
 BEGINNING = datetime(2026, 1, 1, tzinfo=timezone.utc)
-_STATES: Mapping[Reason, State] = {
+_STATES: Mapping[types.Reason, types.State] = {
     "timeout": "timed_out",
     "queue_timeout": "timed_out",
     "cancelled": "cancelled",
@@ -102,9 +72,11 @@ _STATES: Mapping[Reason, State] = {
 class ScriptedFailure(Exception):
     """Raised by a script: the invocation ends with this reason, message and partial result."""
 
-    def __init__(self, reason: Reason = "handler_error", message: str = "as scripted", result: object = None) -> None:
+    def __init__(
+        self, reason: types.Reason = "handler_error", message: str = "as scripted", result: object = None
+    ) -> None:
         super().__init__(message)
-        self.reason: Reason = reason
+        self.reason: types.Reason = reason
         self.message = message
         self.result = result
 
@@ -120,12 +92,12 @@ class ScriptedCall:
     key: str | None = None
     #: The headers of its request, or none of a call of a batch.
     headers: Mapping[str, str] = field(default_factory=dict)
-    record: Invocation
-    lines: list[LogLine] = field(default_factory=list)
+    record: types.Invocation
+    lines: list[types.LogLine] = field(default_factory=list)
 
     def log(self, text: str, stream: str = "stdout") -> None:
         """Write to the invocation's log."""
-        self.lines.append(LogLine(offset=len(self.lines), time=BEGINNING, stream=stream, data=text))
+        self.lines.append(types.LogLine(offset=len(self.lines), time=BEGINNING, stream=stream, data=text))
 
     def end(self, result: object, failure: ScriptedFailure | None = None) -> None:
         """Take the end of the script."""
@@ -152,7 +124,7 @@ Script = Callable[[ScriptedCall], object | Awaitable[object]]
 
 def queued(
     number: int, function: str, input: Mapping[str, Any], *, mode: str, task: str, trajectory: str | None
-) -> Invocation:
+) -> types.Invocation:
     """Return the record of an invocation that was just accepted."""
     body: dict[str, object] = {
         "id": f"scripted-{number}",
@@ -185,36 +157,36 @@ def queued(
         "input": dict(input),
         "result": None,
     }
-    return msgspec.convert(body, Invocation)
+    return msgspec.convert(body, types.Invocation)
 
 
-def listed(record: Invocation) -> Invocation:
+def listed(record: types.Invocation) -> types.Invocation:
     """Return the record as listings have it: without input and result."""
-    return msgspec.structs.replace(record, input=UNSET, result=UNSET)
+    return msgspec.structs.replace(record, input=types.UNSET, result=types.UNSET)
 
 
-def function_info(name: str) -> FunctionInfo:
+def function_info(name: str) -> types.FunctionInfo:
     """Return the description of a scripted function."""
-    return FunctionInfo(
+    return types.FunctionInfo(
         name=name,
         runtime="handler",
         revision="scripted",
         description="scripted",
         cost={"cpu": 1},
-        duration=DurationInfo(profile="learned", key="", initial_s=None),
+        duration=types.DurationInfo(profile="learned", key="", initial_s=None),
         timeout_s=300.0,
         queue_timeout_s=3600.0,
         idempotent=False,
         max_queued=1000,
         output_limit_bytes=0,
         log_limit_bytes=0,
-        retry=RetryInfo(max_attempts=1, backoff_s=1.0, backoff_max_s=60.0, jitter="none", on=(), on_status=()),
+        retry=types.RetryInfo(max_attempts=1, backoff_s=1.0, backoff_max_s=60.0, jitter="none", on=(), on_status=()),
     )
 
 
-def trajectory_info(name: str, task: str) -> TrajectoryInfo:
+def trajectory_info(name: str, task: str) -> types.TrajectoryInfo:
     """Return the description of a living trajectory."""
-    return TrajectoryInfo(
+    return types.TrajectoryInfo(
         trajectory=name,
         task=task,
         node="scripted",
@@ -227,9 +199,9 @@ def trajectory_info(name: str, task: str) -> TrajectoryInfo:
     )
 
 
-def step_info(task: str, step: int, expected: int) -> StepInfo:
+def step_info(task: str, step: int, expected: int) -> types.StepInfo:
     """Return the description of a step that was told of; nothing is counted."""
-    return StepInfo(
+    return types.StepInfo(
         task=task,
         step=step,
         expected=expected,
@@ -261,7 +233,7 @@ class ScriptedTrajectory:
     task: str
     files: dict[str, tuple[bytes, str]] = field(default_factory=dict)
     #: What it chose for its sandbox when it was opened, and what the request was called.
-    sandbox: SandboxChoice | None = None
+    sandbox: types.SandboxChoice | None = None
     opening: str | None = None
 
 
@@ -354,25 +326,25 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         yield "GET", f"/v1/trajectories/{name}/files", self._get_file
         yield "PUT", f"/v1/trajectories/{name}/archive", self._put_archive
         yield "GET", f"/v1/trajectories/{name}/archive", self._get_archive
-        yield "GET", "/healthz", lambda request: json_answer(Health(status="ok"))
-        yield "GET", "/readyz", lambda request: json_answer(Health(status="ready"))
+        yield "GET", "/healthz", lambda request: json_answer(types.Health(status="ok"))
+        yield "GET", "/readyz", lambda request: json_answer(types.Health(status="ready"))
 
     # Steps
 
     def _tell_step(self, request: httpx.Request, task: str, step: str) -> _Reply:
-        expectation = msgspec.json.decode(request.content, type=StepExpectation)
+        expectation = msgspec.json.decode(request.content, type=types.StepExpectation)
         self.steps[task, int(step)] = expectation.expected
         return json_answer(step_info(task, int(step), expectation.expected))
 
     def _list_steps(self, request: httpx.Request, task: str) -> _Reply:
         infos = [step_info(each, step, expected) for (each, step), expected in self.steps.items() if each == task]
-        return json_answer(StepList(steps=tuple(reversed(infos))))
+        return json_answer(types.StepList(steps=tuple(reversed(infos))))
 
     # Invocations
 
     def _invoke(self, request: httpx.Request, function: str) -> _Reply:
         headers, mode = request.headers, request.url.params.get("mode", "sync")
-        item = BatchItem(
+        item = types.BatchItem(
             function=function,
             input=msgspec.json.decode(request.content or b"{}", type=dict[str, Any]),
             task=headers.get("x-task"),
@@ -384,7 +356,7 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
             return json_answer(call.record, 200 if call.record.ended else 202)
         return self._run(call)
 
-    def _accept(self, item: BatchItem, mode: str, headers: Mapping[str, str]) -> ScriptedCall:
+    def _accept(self, item: types.BatchItem, mode: str, headers: Mapping[str, str]) -> ScriptedCall:
         if item.function not in self.functions:
             raise ScriptedRefusal(404, "not_found", f"no function {item.function!r}")
         for known in self.calls:
@@ -431,17 +403,17 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
     def _batch(self, request: httpx.Request) -> httpx.Response:
         verdicts = []
-        for item in msgspec.json.decode(request.content, type=BatchRequest).calls:
+        for item in msgspec.json.decode(request.content, type=types.BatchRequest).calls:
             try:
                 call = self._accept(item, "async", {})
             except ScriptedRefusal as refused:
-                problem = msgspec.json.decode(refused.answer.content, type=Problem)
-                verdicts.append(BatchVerdict(status=problem.status, problem=problem))
+                problem = msgspec.json.decode(refused.answer.content, type=types.Problem)
+                verdicts.append(types.BatchVerdict(status=problem.status, problem=problem))
                 continue
             if request.url.params.get("wait", "none") != "none" and not call.record.ended:
                 self._run(call)
-            verdicts.append(BatchVerdict(status=200 if call.record.ended else 202, invocation=call.record))
-        return json_answer(BatchAnswer(results=tuple(verdicts)))
+            verdicts.append(types.BatchVerdict(status=200 if call.record.ended else 202, invocation=call.record))
+        return json_answer(types.BatchAnswer(results=tuple(verdicts)))
 
     def _list(self, request: httpx.Request) -> httpx.Response:
         query = request.url.params
@@ -457,7 +429,7 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         ]
         begin, limit = int(query.get("cursor", "0")), int(query.get("limit", "100"))
         rest = str(begin + limit) if begin + limit < len(records) else None
-        return json_answer(InvocationPage(invocations=tuple(records[begin : begin + limit]), next_cursor=rest))
+        return json_answer(types.InvocationPage(invocations=tuple(records[begin : begin + limit]), next_cursor=rest))
 
     def _get(self, request: httpx.Request, id: str) -> _Reply:
         call = self._known(id)
@@ -470,7 +442,7 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
             self._run(call)
         lines: list[object] = list(call.lines[int(request.url.params.get("offset", "0")) :])
         record = call.record
-        lines.append(LogEnd(stream="eof", offset=len(call.lines), state=record.state, reason=record.reason))
+        lines.append(types.LogEnd(stream="eof", offset=len(call.lines), state=record.state, reason=record.reason))
         return httpx.Response(200, content=b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
     def _cancel(self, request: httpx.Request, id: str) -> httpx.Response:
@@ -489,7 +461,7 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
     # What there is
 
     def _functions(self, request: httpx.Request) -> httpx.Response:
-        return json_answer(FunctionList(functions=tuple(function_info(name) for name in sorted(self.functions))))
+        return json_answer(types.FunctionList(functions=tuple(function_info(name) for name in sorted(self.functions))))
 
     def _function(self, request: httpx.Request, name: str) -> httpx.Response:
         if name not in self.functions:
@@ -499,7 +471,7 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
     # Trajectories
 
     def _open(self, request: httpx.Request, name: str) -> httpx.Response:
-        opening = msgspec.json.decode(request.content, type=TrajectoryOpening)
+        opening = msgspec.json.decode(request.content, type=types.TrajectoryOpening)
         if opening.function not in self.functions:
             raise ScriptedRefusal(404, "not_found", f"no function {opening.function!r}")
         found = self.trajectories.get(name)
@@ -511,16 +483,16 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
         return json_answer(msgspec.structs.replace(trajectory_info(name, trajectory.task), joined=joined))
 
     def _renew(self, request: httpx.Request) -> httpx.Response:
-        asked = msgspec.json.decode(request.content, type=LeaseRequest)
+        asked = msgspec.json.decode(request.content, type=types.LeaseRequest)
         names = asked.trajectories
         for released in asked.released:
             self.trajectories.pop(released, None)
         self.heartbeats.update(name for name in names if name in self.trajectories)
-        return json_answer(LeaseAnswer(gone=tuple([name for name in names if name not in self.trajectories])))
+        return json_answer(types.LeaseAnswer(gone=tuple([name for name in names if name not in self.trajectories])))
 
     def _list_trajectories(self, request: httpx.Request) -> httpx.Response:
         living = tuple(trajectory_info(name, each.task) for name, each in sorted(self.trajectories.items()))
-        return json_answer(TrajectoryPage(trajectories=living, next_cursor=None))
+        return json_answer(types.TrajectoryPage(trajectories=living, next_cursor=None))
 
     def _trajectory(self, request: httpx.Request, name: str) -> httpx.Response:
         return json_answer(trajectory_info(name, self._found(name, request.headers).task))
@@ -532,18 +504,18 @@ class ScriptedGateway(httpx.BaseTransport, httpx.AsyncBaseTransport):
     def _put_file(self, request: httpx.Request, name: str) -> httpx.Response:
         trajectory, path = self._found(name, request.headers), _path(request)
         trajectory.files[path] = (request.content, request.url.params.get("mode", "644"))
-        return json_answer(FileWritten(path=path, size_bytes=len(request.content)), 201)
+        return json_answer(types.FileWritten(path=path, size_bytes=len(request.content)), 201)
 
     def _get_file(self, request: httpx.Request, name: str) -> httpx.Response:
         files, path = self._found(name, request.headers).files, _path(request)
         if request.url.params.get("list") == "true":
             prefix = path.rstrip("/") + "/"
             entries = [
-                FileEntry(path=each, size_bytes=len(data), directory=False, mode=mode)
+                types.FileEntry(path=each, size_bytes=len(data), directory=False, mode=mode)
                 for each, (data, mode) in sorted(files.items())
                 if each.startswith(prefix) and "/" not in each.removeprefix(prefix)
             ]
-            return json_answer(FileList(files=tuple(entries)))
+            return json_answer(types.FileList(files=tuple(entries)))
         if path not in files:
             raise ScriptedRefusal(404, "not_found", f"no file {path}")
         return httpx.Response(200, content=files[path][0])

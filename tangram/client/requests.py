@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 import httpx
 import msgspec
 
+from tangram import types
 from tangram.errors import (
     CapacityExceededError,
     ConnectionFailed,
@@ -35,42 +36,6 @@ from tangram.errors import (
     UnauthorizedError,
     UnreadableAnswerError,
     from_problem,
-)
-from tangram.types import (
-    ADMIN,
-    INVOKE,
-    NAME_WORDS,
-    REPLAY,
-    BatchAnswer,
-    BatchItem,
-    BatchRequest,
-    BatchVerdict,
-    ConfigDiff,
-    ConfigFile,
-    ConfigFiles,
-    DrainWanted,
-    FileList,
-    ForkAnswer,
-    ForkRequest,
-    FunctionUpload,
-    ImageList,
-    ImagesWanted,
-    Invocation,
-    LogLine,
-    NodeStatus,
-    Problem,
-    Purged,
-    SandboxChoice,
-    SessionFed,
-    SnapshotInfo,
-    TrajectoryInfo,
-    TrajectoryOpening,
-    backoff_s,
-    explained,
-    find_token,
-    is_name,
-    lost_state_dir,
-    served_by_us,
 )
 
 COMPONENT = "client"
@@ -129,11 +94,11 @@ def given_headers(values: Mapping[str, str | None]) -> dict[str, str]:
     return headers
 
 
-class InvocationResult(Invocation, frozen=True, kw_only=True, omit_defaults=True):
+class InvocationResult(types.Invocation, frozen=True, kw_only=True, omit_defaults=True):
     """An invocation as its record stood when it was answered; its times are those of all its tries."""
 
     #: The log, if it was asked for with ``logs=True``.
-    logs: tuple[LogLine, ...] = ()
+    logs: tuple[types.LogLine, ...] = ()
     #: Whether the call's key was known: it ran nothing, and this is the invocation of the first call.
     replayed: bool = False
 
@@ -178,7 +143,7 @@ class InvocationResult(Invocation, frozen=True, kw_only=True, omit_defaults=True
         return self
 
 
-def result_of(invocation: Invocation, *, replayed: bool = False) -> InvocationResult:
+def result_of(invocation: types.Invocation, *, replayed: bool = False) -> InvocationResult:
     """Return the result of a call whose record is part of another answer."""
     fields = {name: getattr(invocation, name) for name in msgspec.structs.asdict(invocation)}
     return InvocationResult(**{**fields, "replayed": replayed})
@@ -265,14 +230,14 @@ def _add(request: httpx.Request, token: str | None) -> None:
         request.headers.update(given_headers({"Authorization": f"Bearer {token}"}))
 
 
-def find_token_of(url: httpx.URL, names: tuple[str, ...] = (ADMIN, INVOKE)) -> str | None:
+def find_token_of(url: httpx.URL, names: tuple[str, ...] = (types.ADMIN, types.INVOKE)) -> str | None:
     """Return the first of these tokens of the gateway that this user serves at a loopback address; None without."""
-    return find_token(url.host, _port(url), names)
+    return types.find_token(url.host, _port(url), names)
 
 
 def why_without(url: httpx.URL) -> str:
     """Return why no token was found for a gateway that this user serves; nothing where there is none such."""
-    lost = lost_state_dir(url.host, _port(url))
+    lost = types.lost_state_dir(url.host, _port(url))
     if lost is None:
         return ""
     return (
@@ -394,7 +359,7 @@ def _odd_part(url: SplitResult) -> str | None:
 
 _T = TypeVar("_T")
 _QUOTED = 200
-_PROBLEM = msgspec.json.Decoder(Problem)
+_PROBLEM = msgspec.json.Decoder(types.Problem)
 _INVOCATION = msgspec.json.Decoder(InvocationResult)
 
 
@@ -406,7 +371,7 @@ def reader(kind: type[_T]) -> Callable[[httpx.Response], _T]:
 
 def read_invocation(response: httpx.Response) -> InvocationResult:
     """Return the invocation of an answer, also that of a problem body which tells how it ended."""
-    replayed = REPLAY in response.headers
+    replayed = types.REPLAY in response.headers
     if response.is_success:
         invocation = _decoded(_INVOCATION, response)
         return msgspec.structs.replace(invocation, replayed=True) if replayed else invocation
@@ -423,7 +388,7 @@ def is_answered(response: httpx.Response) -> bool:
     return problem is not None and bool(problem.invocation)
 
 
-def problem_of(response: httpx.Response) -> Problem | None:
+def problem_of(response: httpx.Response) -> types.Problem | None:
     """Return the problem in the body of a refusal; None if it is no problem of a gateway."""
     try:
         return _PROBLEM.decode(response.content)
@@ -470,7 +435,7 @@ def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
 
 def _remedy() -> str:
     """Return where gateways of this user are, or that none is seen."""
-    addresses = [f"http://{address}" for address in served_by_us()]
+    addresses = [f"http://{address}" for address in types.served_by_us()]
     where = f"yours serves at {' and '.join(addresses)}" if addresses else "is `tangram serve` running?"
     return f"; {where} (--server or {SERVER} names the address)"
 
@@ -542,9 +507,9 @@ class BatchCall:
     #: Drawn at random if it is not given, so that a batch can be sent again.
     key: str | None = None
 
-    def item(self) -> BatchItem:
+    def item(self) -> types.BatchItem:
         """Return the call as it is sent."""
-        return BatchItem(
+        return types.BatchItem(
             function=self.function,
             input=self.input,
             task=self.task,
@@ -658,20 +623,20 @@ def batch(
     calls: Sequence[BatchCall], wait: str, timeout_s: float | None
 ) -> ApiRequest[list[InvocationResult | TangramError]]:
     """Return the request of many asynchronous invocations; the verdicts come in the order of the calls."""
-    read = reader(BatchAnswer)
+    read = reader(types.BatchAnswer)
     return ApiRequest(
         method="POST",
         path="/v1/invocations:batch",
         read=lambda response: [_verdict(each) for each in read(response).results],
         params=present({"wait": wait, "timeout": duration_text(timeout_s)}),
         headers=JSON_BODY,
-        content=json_body(BatchRequest(calls=tuple(call.item() for call in calls))),
+        content=json_body(types.BatchRequest(calls=tuple(call.item() for call in calls))),
         patient=wait != "none",
         lane="spare" if wait == "none" else "lasting",
     )
 
 
-def _verdict(verdict: BatchVerdict) -> InvocationResult | TangramError:
+def _verdict(verdict: types.BatchVerdict) -> InvocationResult | TangramError:
     if verdict.problem:
         return from_problem(verdict.problem)
     assert verdict.invocation, "a verdict is an invocation or a problem"
@@ -692,21 +657,21 @@ def redrive(id: str) -> ApiRequest[InvocationResult]:
     return sent("POST", f"{_dead_letters_path(id)}/redrive", read_invocation, repeatable=False)
 
 
-def purge(id: str | None, function: str | None = None) -> ApiRequest[Purged]:
+def purge(id: str | None, function: str | None = None) -> ApiRequest[types.Purged]:
     """Return the request that takes one dead letter, or all (of one function), off the list."""
-    return sent("DELETE", _dead_letters_path(id), reader(Purged), params={"function": function})
+    return sent("DELETE", _dead_letters_path(id), reader(types.Purged), params={"function": function})
 
 
 def apply(
     files: Mapping[str, str] | None, dry_run: bool, prune: bool, variables: Mapping[str, str] | None
-) -> ApiRequest[ConfigDiff]:
+) -> ApiRequest[types.ConfigDiff]:
     """Return the request that applies files by path, or with None the server's own, read again."""
-    listed = tuple(ConfigFile(path=path, text=text) for path, text in (files or {}).items())
-    body = None if files is None else ConfigFiles(files=listed, variables=variables or {})
+    listed = tuple(types.ConfigFile(path=path, text=text) for path, text in (files or {}).items())
+    body = None if files is None else types.ConfigFiles(files=listed, variables=variables or {})
     return ApiRequest(
         method="PUT",
         path="/v1/config",
-        read=reader(ConfigDiff),
+        read=reader(types.ConfigDiff),
         params=present({"dry_run": _flag(dry_run), "prune": _flag(prune)}),
         headers=JSON_BODY,
         content=b"" if body is None else msgspec.json.encode(body),
@@ -716,36 +681,36 @@ def apply(
 
 def put_function(
     name: str, definition: Mapping[str, Any], sources: Mapping[str, str], dry_run: bool
-) -> ApiRequest[ConfigDiff]:
+) -> ApiRequest[types.ConfigDiff]:
     """Return the request that adds or changes one function."""
-    upload = FunctionUpload(definition=definition, sources=sources)
+    upload = types.FunctionUpload(definition=definition, sources=sources)
     try:
         params = {"dry_run": _flag(dry_run)}
-        return sent("PUT", function_path(name), reader(ConfigDiff), upload, params=params, patient=True)
+        return sent("PUT", function_path(name), reader(types.ConfigDiff), upload, params=params, patient=True)
     except TypeError as error:
         raise InvalidInputError(f"the definition of {name} is no JSON: {error}") from None
 
 
-def pull_images(images: Sequence[str], wait_s: float | None = None) -> ApiRequest[ImageList]:
+def pull_images(images: Sequence[str], wait_s: float | None = None) -> ApiRequest[types.ImageList]:
     """Return the request that begins to pull images, and may wait for them."""
-    body, params = ImagesWanted(images=tuple(images)), {"wait": duration_text(wait_s)}
+    body, params = types.ImagesWanted(images=tuple(images)), {"wait": duration_text(wait_s)}
     lane: Literal["spare", "lasting"] = "spare" if wait_s is None else "lasting"
-    return sent("PUT", "/v1/images", reader(ImageList), body, params=params, patient=True, lane=lane)
+    return sent("PUT", "/v1/images", reader(types.ImageList), body, params=params, patient=True, lane=lane)
 
 
 def open_trajectory(
     id: str,
     function: str,
     task: str | None,
-    sandbox: SandboxChoice | None = None,
+    sandbox: types.SandboxChoice | None = None,
     snapshot: str | None = None,
     step: int | None = None,
     lease_s: float | None = None,
     holder: str | None = None,
     new: bool = False,
-) -> ApiRequest[TrajectoryInfo]:
+) -> ApiRequest[types.TrajectoryInfo]:
     """Return the request that makes a trajectory's environment, or finds that it lives already."""
-    opening = TrajectoryOpening(
+    opening = types.TrajectoryOpening(
         function=function,
         task="default" if task is None else task,
         step=step,
@@ -756,12 +721,12 @@ def open_trajectory(
         opening=drawn_name(),
         new=new,
     )
-    return sent("PUT", trajectory_path(id), reader(TrajectoryInfo), _said(opening), patient=True, lane="opening")
+    return sent("PUT", trajectory_path(id), reader(types.TrajectoryInfo), _said(opening), patient=True, lane="opening")
 
 
-def remove_function(name: str, dry_run: bool = False) -> ApiRequest[ConfigDiff]:
+def remove_function(name: str, dry_run: bool = False) -> ApiRequest[types.ConfigDiff]:
     params = {"dry_run": _flag(dry_run)}
-    return sent("DELETE", function_path(name), reader(ConfigDiff), params=params, patient=True)
+    return sent("DELETE", function_path(name), reader(types.ConfigDiff), params=params, patient=True)
 
 
 def end_trajectory(id: str) -> ApiRequest[None]:
@@ -802,8 +767,8 @@ class FileRequests:
     def download_archive(self, path: str) -> ApiRequest[bytes]:
         return replace(self._request("archive", path, _content), lane="lasting")
 
-    def list(self, path: str) -> ApiRequest[FileList]:
-        return self._request("files", path, reader(FileList), list="true")
+    def list(self, path: str) -> ApiRequest[types.FileList]:
+        return self._request("files", path, reader(types.FileList), list="true")
 
     def _request(
         self,
@@ -860,8 +825,8 @@ def _dead_letters_path(id: str | None) -> str:
 
 def trajectory_path(id: str) -> str:
     """Return the path of a trajectory; raises InvalidInputError for what names none."""
-    if not is_name(id):
-        raise InvalidInputError(f"trajectory {id[:64]!r} must be {NAME_WORDS}", component="client")
+    if not types.is_name(id):
+        raise InvalidInputError(f"trajectory {id[:64]!r} must be {types.NAME_WORDS}", component="client")
     return f"/v1/trajectories/{quote(id, safe='')}"
 
 
@@ -877,14 +842,14 @@ def duration_text(seconds: float | str | None) -> str | None:
     return None if seconds is None else f"{seconds:.3f}s"
 
 
-def sandbox_choice(choice: Mapping[str, Any] | SandboxChoice | None) -> SandboxChoice | None:
+def sandbox_choice(choice: Mapping[str, Any] | types.SandboxChoice | None) -> types.SandboxChoice | None:
     """Return what a trajectory chooses, from its fields by name; raises InvalidInputError for what is none of them."""
-    if choice is None or isinstance(choice, SandboxChoice):
+    if choice is None or isinstance(choice, types.SandboxChoice):
         return choice
     try:
-        return msgspec.convert(choice, SandboxChoice)
+        return msgspec.convert(choice, types.SandboxChoice)
     except msgspec.ValidationError as error:
-        problem, place = explained(error)
+        problem, place = types.explained(error)
         raise InvalidInputError(f"sandbox{place}: {problem}") from None
 
 
@@ -902,10 +867,10 @@ def present(values: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def drain_node(name: str, why: str = "") -> ApiRequest[NodeStatus]:
+def drain_node(name: str, why: str = "") -> ApiRequest[types.NodeStatus]:
     """Return the request that has a machine take no new work."""
-    body = DrainWanted(why=why) if why else DrainWanted()
-    return sent("POST", f"/v1/nodes/{quote(name, safe='')}/drain", reader(NodeStatus), body)
+    body = types.DrainWanted(why=why) if why else types.DrainWanted()
+    return sent("POST", f"/v1/nodes/{quote(name, safe='')}/drain", reader(types.NodeStatus), body)
 
 
 def open_session(
@@ -939,12 +904,12 @@ def session_path(id: str) -> str:
     return f"{invocation_path(id)}/session"
 
 
-def write_session(id: str, data: bytes, offset: int | None, *, end: bool = False) -> ApiRequest[SessionFed]:
+def write_session(id: str, data: bytes, offset: int | None, *, end: bool = False) -> ApiRequest[types.SessionFed]:
     """Return the request that passes input on; it can be sent again if it says where its input belongs."""
     return ApiRequest(
         method="POST",
         path=f"{session_path(id)}/input",
-        read=reader(SessionFed),
+        read=reader(types.SessionFed),
         params=present({"offset": None if offset is None else str(offset), "end": "true" if end else None}),
         headers=BYTES_BODY,
         content=data,
@@ -960,10 +925,10 @@ def steer_session(id: str, *, size: tuple[int, int] | None = None, signal: str |
     return sent("POST", f"{session_path(id)}/control", nothing, body, repeatable=signal is None)
 
 
-def take_snapshot(trajectory: str, holder: str | None = None) -> ApiRequest[SnapshotInfo]:
+def take_snapshot(trajectory: str, holder: str | None = None) -> ApiRequest[types.SnapshotInfo]:
     """Return the request that keeps the files of a trajectory's sandbox; sent twice it would keep them twice."""
     path = f"/v1/trajectories/{quote(trajectory, safe='')}/snapshots"
-    answer = reader(SnapshotInfo)
+    answer = reader(types.SnapshotInfo)
     return sent("POST", path, answer, params={"holder": holder}, repeatable=False, patient=True, lane="lasting")
 
 
@@ -975,13 +940,13 @@ def fork(
     step: int | None = None,
     lease_s: float | None = None,
     holder: str | None = None,
-) -> ApiRequest[ForkAnswer]:
+) -> ApiRequest[types.ForkAnswer]:
     """Return the request that opens trajectories with the files of another; raises InvalidInputError for one text."""
     if isinstance(to, str) or not to:
         raise InvalidInputError("name the trajectories to open in a list, at least one")
     path = f"/v1/trajectories/{quote(trajectory, safe='')}/fork"
-    body = ForkRequest(function=function, to=tuple(to), task=task, step=step, lease_s=lease_s, holder=holder)
-    return sent("POST", path, reader(ForkAnswer), body, repeatable=False, patient=True, lane="opening")
+    body = types.ForkRequest(function=function, to=tuple(to), task=task, step=step, lease_s=lease_s, holder=holder)
+    return sent("POST", path, reader(types.ForkAnswer), body, repeatable=False, patient=True, lane="opening")
 
 
 def steps_path(task: str) -> str:
@@ -1050,7 +1015,7 @@ class Retries:
             return error.retry_after_s if error.retry_after_s <= self.wait_max_s else None
         if lost and (repeatable or not error.detail.get("sent", True)):
             most_s = min(BACKOFF_MAX_S, self.wait_max_s)
-            return min(left_s, backoff_s(attempt + 1, BACKOFF_S, most_s, CHANCE.uniform(0.5, 1.0)))
+            return min(left_s, types.backoff_s(attempt + 1, BACKOFF_S, most_s, CHANCE.uniform(0.5, 1.0)))
         return None
 
 
