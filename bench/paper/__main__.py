@@ -95,11 +95,11 @@ def of_seed(figure: PaperFigure, number: int) -> PaperFigure:
     return replace(figure, lines={}, factors=factors)  # type: ignore[arg-type]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the mean."""
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean, and the low and the high end of its 95 % confidence interval."""
     mean = statistics.fmean(values)
     half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return mean - half, mean + half
+    return mean, mean - half, mean + half
 
 
 def play_figures(
@@ -119,16 +119,16 @@ def play_figures(
         plays += [each for row in sensitivity().values() for pair in row for each in pair]
     done = play_all(report, plays, began_s + (FULL_BUDGET_S if full else BUDGET_S))
     whole = [name for name, figure in drawn.items() if set(figure.plays()) <= done.keys()]
-    spreads: dict[str, dict[str, tuple[float, float]]] = {}
+    spreads: dict[str, dict[str, tuple[float, float, float]]] = {}
     for name, figure in drawn.items():
         factors = factors_of(figure, done)
         shown: dict[str, Figure] = {key: {"paper": paper, "here": here} for key, (here, paper) in factors.items()}
         others = [factors_of(figures_[name], done) for figures_ in more]
         for key, (here, paper) in factors.items() if full else ():
             if all(key in each for each in others):
-                low, high = interval([here, *(each[key][0] for each in others)])
-                spreads.setdefault(name, {})[key] = low, high
-                shown[key] = {"paper": paper, "here": here, "low": low, "high": high}
+                mean, low, high = interval([here, *(each[key][0] for each in others)])
+                spreads.setdefault(name, {})[key] = mean, low, high
+                shown[key] = {"paper": paper, "here": mean, "low": low, "high": high}
         report.figure(name, shown)
     report.check("figures_played", len(whole), limit=len(drawn), better="higher")
     for name in drawn.keys() - set(whole):

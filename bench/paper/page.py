@@ -14,9 +14,9 @@ def page(
     drawn: Mapping[str, PaperFigure],
     done: Mapping[Play, Measures],
     notes: Sequence[str],
-    spreads: Mapping[str, Mapping[str, tuple[float, float]]],
+    spreads: Mapping[str, Mapping[str, tuple[float, float, float]]],
 ) -> str:
-    """Return the page with every figure that was played; ``spreads``: intervals of factors by figure, over seeds."""
+    """Return the page with every figure that was played; ``spreads``: mean and interval of factors over seeds."""
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>The paper, played here</title><style>{STYLE}</style>"
         "<main><h1>ARL-Tangram's evaluation, played here</h1>"
@@ -28,9 +28,9 @@ def page(
         if rows:
             parts.append("<table><tr><th>baseline over ours<th class=n>paper<th class=n>here</tr>")
             for name, (here, paper) in rows.items():
-                parts.append(f"<tr><td>{escape(name)}<td class=n>{_times(paper)}<td class=n>{_times(here)}")
-                if name in spreads.get(key, {}):
-                    parts.append(" ({:.2f} to {:.2f})".format(*spreads[key][name]))
+                spread = spreads.get(key, {}).get(name)
+                shown = _times(here) if spread is None else "{:.2f}x ({:.2f} to {:.2f})".format(*spread)
+                parts.append(f"<tr><td>{escape(name)}<td class=n>{_times(paper)}<td class=n>{shown}</tr>")
             parts.append("</table>")
         if figure.value == "windows":
             failed = {
