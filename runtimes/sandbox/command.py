@@ -82,6 +82,8 @@ class CommandResult:
     timed_out: bool = False
     #: Whether that was because a process of it was stopped and none made progress.
     stopped: bool = False
+    #: Whether its end was asked for, perhaps by an earlier gateway.
+    killed: bool = False
     out_of_memory: bool = False
     duration_s: float = 0.0
     cpu_s: float = 0.0
@@ -96,6 +98,8 @@ def processes_refused(count: int, pids: int) -> str:
     return f"new processes were refused {times}: the sandbox had {pids}, and sandbox.pids bounds it"
 
 
+#: What is told of a command whose end a gateway asked for that did not live to tell it.
+KILLED = "cancelled: its end was asked for before a restart"
 #: What is told of a command that was ended as it stood still.
 STOPPED = "made no progress: a process of it was stopped (SIGSTOP), and none worked or said anything (sandbox.still)"
 

@@ -23,6 +23,7 @@ from runtimes.kind import Kind, schema_of
 from runtimes.runtime import Execution, Result, Runtime
 from runtimes.sandbox.command import (
     ARGUMENT_MAX_BYTES,
+    KILLED,
     STOPPED,
     Command,
     CommandResult,
@@ -370,7 +371,7 @@ def _checked_size(path: str, text: str) -> int:
 
 
 def conclude(result: CommandResult, command: Command) -> Result:
-    """Return the end of a command as that of its action; raises ActionFailed for timeout and out_of_memory."""
+    """Return the end of a command as that of its action; raises ActionFailed (timeout, out_of_memory, cancelled)."""
     value: dict[str, object] = {
         "exit_code": result.exit_code,
         "signal": result.signal,
@@ -382,6 +383,8 @@ def conclude(result: CommandResult, command: Command) -> Result:
     }
     peak = {"peak_memory_bytes": result.peak_memory_bytes}
     usage = {"cpu_s": result.cpu_s, **peak}
+    if result.killed:
+        raise ActionFailed(Reason.CANCELLED, KILLED, component=COMPONENT, result=value, detail=peak, usage=usage)
     if result.timed_out:
         message = f"the command ran longer than timeout, {command.timeout_s:g} s, and was ended"
         message = f"the command {STOPPED}" if result.stopped else message

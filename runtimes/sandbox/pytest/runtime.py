@@ -27,7 +27,15 @@ from manager.errors import ActionFailed, CodedError, InvalidInput, NotFound, Rea
 from manager.function import FunctionSpec, PytestSpec, Setting
 from runtimes.kind import Kind, Schema, schema_of
 from runtimes.runtime import Execution, Result, Runtime
-from runtimes.sandbox.command import STOPPED, Command, CommandResult, claims_of, memory_ended, processes_refused
+from runtimes.sandbox.command import (
+    KILLED,
+    STOPPED,
+    Command,
+    CommandResult,
+    claims_of,
+    memory_ended,
+    processes_refused,
+)
 from runtimes.sandbox.disk import DiskBound
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec import Directory, Env, LogLines, Stage, begin, checked, invalid, traced
@@ -767,6 +775,8 @@ class _Run:
             raise
         finally:
             self._lines.close()
+        if ended.killed:
+            raise self._failed(Reason.CANCELLED, KILLED)
         if ended.timed_out:
             raise self._timed_out(stopped=ended.stopped)
         if why := await self._undone():

@@ -126,6 +126,8 @@ class RunnerEnd(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool = False
     #: Whether it was ended as a process of it was stopped and none made progress.
     stopped: bool = False
+    #: Whether its end was asked for.
+    killed: bool = False
     out_of_memory: bool = False
     truncated: tuple[bool, bool] = (False, False)
     #: Bytes of standard output and error that were dropped before their ends.
@@ -158,6 +160,7 @@ class RunnerEnd(msgspec.Struct, frozen=True, kw_only=True):
             unshown=unshown or {},
             timed_out=self.timed_out,
             stopped=self.stopped,
+            killed=self.killed,
             out_of_memory=self.out_of_memory,
             duration_s=self.duration_s,
             cpu_s=self.cpu_s,

@@ -1171,6 +1171,7 @@ class Job:
         self.progress: list[Any] = []
         self.looks = 0  # at the same progress
         self.stopped = False  # whether it was ended for that
+        self.killed = False  # whether a gateway asked for its end: the next one is to know why it ended
         self.status: int | None = None  # set when its first process was reaped
         self.cpu_s = 0.0
         self.peak_kib = 0
@@ -1219,6 +1220,7 @@ class Job:
             "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
             "timed_out": self.timed_out,
             "stopped": self.stopped,
+            "killed": self.killed,
             "truncated": [self.dropped[STDOUT] > 0, self.dropped[STDERR] > 0],
             "dropped": [self.dropped[STDOUT], self.dropped[STDERR]],
             "duration_s": time.monotonic() - self.started_s,
@@ -1930,7 +1932,7 @@ class Jobs:
     def kill(self, number: int, grace_s: float) -> None:
         job = self.running.get(number)
         if job is not None:
-            job.let_end()
+            job.killed = True
             self.end(job, grace_s)
 
     def look_for_progress(self, job: Job, now: float) -> None:

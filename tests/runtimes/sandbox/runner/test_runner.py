@@ -197,7 +197,7 @@ async def test_what_was_started_is_told_until_it_is_acknowledged_whatever_became
     client.close()
     client = await box.connect(unattended_s=0.0)
     assert client.started == frozenset({"ended.1/1", "killed.1/1"})
-    assert set(client.resumable) == {"ended.1/1"}
+    assert set(client.resumable) == {"ended.1/1", "killed.1/1"}
     client.close()
 
     async def dropped() -> bool:  # by the runner, once it has seen that the gateway left
@@ -309,6 +309,11 @@ async def test_what_was_claimed_can_be_killed(box: Box) -> None:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert not children(box)
+    client.close()
+    client = await box.connect()
+    assert (await client.run(command())).killed, "who asked for its end may not live to tell it"
+    client.keep("a.1/", detached=False)
+    await client.sweep()
     client.close()
     assert not await holds(box)
 
