@@ -147,6 +147,8 @@ class NodeAttempt:
     attached: bool = False
     start_sent: bool = False
     sent_bytes: int = 0
+    #: Bytes of its log that the disk refused.
+    unkept_bytes: int = 0
     end_sent: bool = False
     #: Whether nobody waits for its end.
     disowned: bool = False
@@ -229,13 +231,14 @@ class LogShipper:
                     await link.drained()
 
     def _piece(self, attempt: NodeAttempt) -> bytes:
-        """Return what of a log is sent next; one that cannot be read is left out."""
+        """Return what of a log is sent next; an end waits for no disk, and says what is left out."""
         try:
             return attempt.log.read(attempt.sent_bytes, LOG_PIECE_BYTES)
         except OSError as error:
-            logger.error("a log cannot be kept", claim=attempt.claim, why=str(error))
-            attempt.log.omit(attempt.log.end - attempt.sent_bytes)
-            attempt.sent_bytes = attempt.log.end
+            if attempt.end is not None:
+                logger.error("a log cannot be kept", claim=attempt.claim, why=str(error))
+                attempt.unkept_bytes += attempt.log.end - attempt.sent_bytes
+                attempt.sent_bytes = attempt.log.end
             return b""
 
     def _send(self, attempt: NodeAttempt, link: NodeLink) -> bool:
@@ -252,7 +255,7 @@ class LogShipper:
                 return bool(piece)
         if attempt.end is not None and not attempt.end_sent and not self._owes(attempt.claim):
             attempt.end_sent = True
-            link.send(attempt.end)
+            link.send(msgspec.structs.replace(attempt.end, unkept_bytes=attempt.unkept_bytes))
         return False
 
 

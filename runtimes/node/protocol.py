@@ -437,8 +437,9 @@ class AttemptEnd(Message):
     outcome: Outcome
     result: bytes
     detail: bytes
-    #: Bytes of its log that were said and not kept.
+    #: Bytes of its log that were beyond its limit, and that the node's disk refused.
     omitted_bytes: int
+    unkept_bytes: int = 0
 
 
 # --- the rest

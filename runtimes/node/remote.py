@@ -1163,6 +1163,8 @@ class RemoteNode:
             return
         if end.omitted_bytes:
             remote.call.log.omit(end.omitted_bytes)
+        if end.unkept_bytes:
+            remote.call.log.write("system", f"{end.unkept_bytes} bytes are missing: the node's disk refused them\n")
         self._unrecorded.add(end.claim)
         self._end(remote, outcome)
 
