@@ -45,19 +45,28 @@ class Reattachment:
         """``environments`` are this machine's, ``node`` finds one that has joined or is awaited, of all ``nodes``."""
         self._environments = environments
         self._node, self._nodes = node, nodes
-        #: What the claims of each held try begin with.
-        self._resumable: set[str] = set()
+        #: What the claims of each held try begin with, and whether it runs.
+        self._resumable: dict[str, bool] = {}
         self._taken: set[str] = set()
 
     def look(self) -> None:
         """See what the adopted sandboxes hold."""
-        self._resumable = {claim.rpartition("/")[0] + "/" for claim in self._environments.resumable()}
+        held = self._environments.resumable()
+        self._resumable = {claim.rpartition("/")[0] + "/": each.running for claim, each in held.items()}
 
     def holds(self, invocation: LiveInvocation) -> bool:
         """Return whether a living sandbox holds the present try, which the record says has begun."""
         record = invocation.record
         begun = record.detached and record.state is State.RUNNING
         return begun and self.may_hold(invocation) and claims_of_try(record) in self._resumable
+
+    def take_ended(self, invocation: LiveInvocation) -> bool:
+        """Have how its present try ended be kept for it, though its record does not even tell of the begin."""
+        claims = claims_of_try(invocation.record)
+        ended = self._resumable.get(claims) is False and invocation.record.detached and self.may_hold(invocation)
+        if ended:
+            self._taken.add(claims)
+        return ended
 
     def may_hold(self, invocation: LiveInvocation) -> bool:
         """Return whether work of its kind outlives the gateway that began it.
@@ -199,7 +208,7 @@ class Restart:
         if self._takeover.holds(invocation) and self._invocations.resume(invocation):
             self._takeover.take(invocation)
             return "resumed"
-        if invocation.log is not None:
+        if invocation.log is not None and not (was_queued and self._takeover.take_ended(invocation)):
             invocation.log.pass_over_nothing()
         if record.detached and function is not None and not was_queued and self._takeover.never_started(invocation):
             self._invocations.take_back(invocation)
