@@ -815,7 +815,8 @@ class Cluster:
         within_s, largest_bytes = config.times.lost_after_s, config.link.frame_max_bytes
         inventory = await link.receive(Inventory, within_s, frame_max_bytes=largest_bytes)
         if name in self._awaited:  # before anything is begun there anew
-            self._lose_trajectories(set(self._trajectories.on_node(name)) - _living(inventory))
+            living = {facts.trajectory for facts in inventory.trajectories if facts.alive}
+            self._lose_trajectories(set(self._trajectories.on_node(name)) - living)
         machine.remote.connect(link, inventory, recovering=name in self._awaited)
         serving = asyncio.create_task(machine.remote.serve(link))
         reconciling = asyncio.create_task(self._reconcile(machine, hello, inventory))
@@ -837,8 +838,9 @@ class Cluster:
         machine.spec = replace(machine.spec, able=self.abilities.able(name))
         if name in self._awaited:
             here = set(self._trajectories.on_node(name))
-            for trajectory in _living(inventory) - here:
-                self._spawn(remote.end_trajectory(trajectory))
+            for facts in inventory.trajectories:
+                if facts.trajectory not in here:  # also what is left of a dead sandbox
+                    self._spawn(remote.end_trajectory(facts.trajectory))
             self.engine.tell(NodeJoined(node=machine.spec))
             self._awaited.discard(name)
             await remote.end_unclaimed(self._awaited_on(name))
@@ -1004,11 +1006,6 @@ class Cluster:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _living(inventory: Inventory) -> set[str]:
-    """Return the trajectories whose sandbox lives on a node."""
-    return {facts.trajectory for facts in inventory.trajectories if facts.alive}
 
 
 def _is_drained(member: Member) -> bool:

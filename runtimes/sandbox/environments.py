@@ -479,8 +479,11 @@ class Environments:
             await asyncio.gather(self._reaper, return_exceptions=True)
         for sandbox in await self._pools.close():
             self._remove(sandbox)
-        for claims in list(self._awaiting_ack):
-            self.acknowledge(None, claims)
+        for claims, ended in list(self._awaiting_ack.items()):
+            if self.settings.keep_on_close:  # its end is on no record yet: the next one asks for it
+                self._spawn(ended.release())
+            else:
+                self.acknowledge(None, claims)
         for environment in self._environments.values():
             if environment.sandbox is None:
                 continue
