@@ -529,7 +529,7 @@ class SimHistory:
             with suppress(NotFound):
                 invocation = await app.invocations.get(id)
                 rows = await app.logs.read(invocation.record.seq, 0)
-                call.log = [row.data for row in rows if row.stream in ("stdout", "truncated", "dropped")]
+                call.log = [row.data for row in rows if row.stream in ("stdout", "truncated", "dropped", "system")]
                 call.record = replace(invocation.record)
                 self._tell(call, self._shown(app, invocation))
 

@@ -90,15 +90,14 @@ def _end_of(history: SimHistory, call: Asked, mine: list[Run]) -> Iterator[str]:
     if in_box and record.state == "succeeded":
         result = json.loads(record.result or b"{}")
         of_try = [run for run in done if run.attempt == record.attempt]
-        # One whose killer died before it knew of that is told by its signal, which is data.
-        if not of_try and not call.cancelled:
+        if not of_try:
             yield f"{what}: succeeded, and nothing ran to its end: {mine}"
         lines = call.about["script"].get("say", 0)
         said = "".join(f"{record.id} {record.attempt} {line}\n" for line in range(lines))
         if result.get("stdout") != said and of_try:
             yield f"{what}: its result says {result.get('stdout')!r}, and it said {said!r}"
         log = "".join(call.log)
-        whole = log.count(said) == 1 or "are missing" in log or "were dropped" in log
+        whole = log.count(said) == 1 or "disk refused" in log or "were dropped" in log
         if said and of_try and not whole and len(mine) == 1 and not history.holes:
             yield f"{what}: its log is {log!r}, and it said {said!r}"
     if record.state == "cancelled" and not call.cancelled and call.kept:
@@ -106,7 +105,7 @@ def _end_of(history: SimHistory, call: Asked, mine: list[Run]) -> Iterator[str]:
     if record.reason is not None and record.reason.value in ("environment_lost", "node_lost", "gateway_restart"):
         excused = call.cancelled or bool(history.losses)
         # Of a sandbox of its own nobody knows whether its command was started: its record says that it might have been.
-        unknown = call.about["trajectory"] is None and not mine
+        unknown = call.about["trajectory"] is None and all(run.attempt < record.attempt for run in mine)
         if in_box and call.kept and not excused and not unknown:
             yield f"{what}: {record.state} {record.reason.value}: {record.message}, and nothing was lost: {mine}"
     if record.reason is not None and record.reason.value == "internal" and call.told:

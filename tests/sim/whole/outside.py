@@ -238,6 +238,7 @@ class BoxCommand:
             signal=None if how == "done" else 9,
             stdout=stdout,
             timed_out=how == "timed_out",
+            killed=how == "killed",
             duration_s=ran_s,
         )
         self.box.ended(self)

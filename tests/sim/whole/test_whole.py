@@ -52,9 +52,10 @@ def call(
     trajectory: str | None = None,
     function: str = "there",
     gone: int | None = None,
+    say: int = 0,
 ) -> SimOperation:
     about = {"function": function, "trajectory": trajectory, "key": f"k{number}", "mode": "async", "gone": gone}
-    return SimOperation(at_s, "call", {"number": number, "script": {"s": runs_s}, **about})
+    return SimOperation(at_s, "call", {"number": number, "script": {"s": runs_s, "say": say}, **about})
 
 
 kill = partial(SimOperation, name="kill", about={"fuse": 0, "down_s": 0.2})
@@ -92,6 +93,32 @@ FOUND = {
     "a command goes on, and its end is told, as nobody can speak to its runner": (
         call(0, 0.5, 5.0, "n0"),
         SimOperation(2.5, "runner", {"where": "n1", "fuse": 0}),
+    ),
+    "what is cancelled as its daemon dies is told as succeeded, by a signal": (
+        call(0, 0.5, 5.0, "n0"),
+        SimOperation(2.0, "cancel", {"call": 0}),
+        SimOperation(2.0, "kill node", {"node": "n1", "node_fuse": 8, "node_down_s": 0.5}),
+    ),
+    "a node's full disk cuts a log without a word": (
+        call(0, 0.5, 4.0, "n0", say=2),
+        SimOperation(3.5, "disk", {"where": "n1", "for_s": 6.0}),
+    ),
+    "what ended runs again after what came behind it": (
+        call(0, 0.5, 2.0, "t0", "again"),
+        call(1, 0.6, 0.0, "t0", "again"),
+        call(2, 0.7, 0.0, "t0", "again"),
+        call(3, 0.8, 5.0, "t0", "again"),
+        kill(2.6),
+    ),
+    "a node keeps what is left of a sandbox that broke while the gateway was away": (
+        call(0, 0.5, 0.2, "n0"),
+        SimOperation(4.0, "stop", {"node": "n1", "down_s": 2.0}),
+        SimOperation(5.0, "runner", {"where": "n1", "fuse": 0}),
+    ),
+    "a try in a sandbox of its own is lost with a gateway that leaves on a full disk": (
+        call(0, 0.5, 3.0, None, "flaky"),
+        SimOperation(2.0, "disk", {"where": "gw", "for_s": 5.0}),
+        SimOperation(3.4, "stop", {"node": "n1", "down_s": 2.0}),
     ),
     "the sandbox of a command whose end the next daemon knows is left behind": (
         call(0, 0.5, 1.0),
