@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
-import orjson
+import msgspec
 import structlog
 
 from gateway import limits
@@ -53,7 +53,7 @@ from manager.core.outside import OutsideQueue
 from manager.engine import Engine
 from manager.errors import CodedError
 from manager.events import Reconfigured
-from manager.learning import History
+from manager.learning import History, SavedHistory
 from runtimes.node.journal import BOOT_ID
 
 HISTORY = "history"
@@ -123,8 +123,7 @@ class App:
         self.machines = await open_cluster(config, here, self.store, self._clock, self.wall, copies)
         self.node = self.machines.here
         closers.push_async_callback(self.machines.close)
-        saved = await self.store.document(HISTORY)
-        self.history = History.from_json(orjson.loads(saved)) if saved else History()
+        self.history = self._remembered(await self.store.document(HISTORY))
         self.runtimes = make_runtimes(config, self._clock, copies) if make is None else make(config, self._clock)
         closers.push_async_callback(self.runtimes.close)
         self._trajectories = TrajectoryRecovery(self.store, self.runtimes.environments)
@@ -468,8 +467,16 @@ class App:
             self._save_history()
             self._save_clock()
 
+    def _remembered(self, saved: str | None) -> History:
+        """The history of an earlier run; what another version wrote is forgotten."""
+        try:
+            return History(msgspec.json.decode(saved, type=SavedHistory) if saved else None)
+        except msgspec.ValidationError as error:
+            self._log.warning("history_forgotten", error=str(error))
+            return History()
+
     def _save_history(self) -> None:
-        self.store.save_document(HISTORY, orjson.dumps(self.history.to_json()).decode())
+        self.store.save_document(HISTORY, msgspec.json.encode(self.history.saved()).decode())
 
     def _announce(self, recovered: Mapping[str, int]) -> None:
         info = self.runtimes.provider.info

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -76,12 +76,6 @@ class Fit:
         self.sums = [total * fade + share * one for total, one in zip(self.sums, implied, strict=True)]
         self.squares = [total * fade + share * one * one for total, one in zip(self.squares, implied, strict=True)]
         self.serial_fraction = self._expected(group)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Fit:
-        """What an earlier run knew; nothing where it was made with another grid."""
-        fit = cls(**data)
-        return fit if len(fit.sums) == len(fit.squares) == len(_SERIALS) else cls()
 
     def _expected(self, group: float) -> float | None:
         """The mean of all values, each weighted by its prior and by how well the runs agree on T_ori under it.
@@ -199,16 +193,6 @@ class BatchFit:
             match = _Width(units)
             self.widths.append(match)
         return match
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any] | None) -> BatchFit:
-        """What an earlier run knew: nothing where it did not fit batches, or with another grid."""
-        if data is None:
-            return cls()
-        widths = [_Width(**width) for width in data["widths"]]
-        if any(len(width.sums) != len(_GRID) for width in widths):
-            return cls()
-        return cls(widths, data["marginal"], data["pending"])
 
 
 #: Halvings of the span in which the end is looked for: to less than a thousandth of the longest lifetime.
@@ -354,15 +338,6 @@ class SizeFit:
         """Whether one odd size was taken for the measure of all others: learning has to start anew."""
         return self.runs >= _RUNS_MIN and abs(self.centre - math.log(self.reference)) > _FAR
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any] | None) -> SizeFit | None:
-        """What an earlier run knew; None where it knew nothing of sizes or of means, or had another grid."""
-        if data is None:
-            return None
-        fit = cls(**data)
-        whole = len(fit.means) == len(fit.variances) == len(fit.excesses) == len(_RATIOS)
-        return fit if whole and "excesses" in data else None
-
     def observe(self, size: float, log_s: float, share: float) -> None:
         """Learn from a run, alone and with one unit, of which ``share`` counts; ``log_s`` is log(seconds)."""
         size = min(size, SIZE_MAX)
@@ -506,8 +481,10 @@ class Estimate:
 
 @dataclass(slots=True)
 class Profile:
-    """What is known of one function or key."""
+    """What is known of one function (its key is "") or of one key of it."""
 
+    function: str
+    key: str
     estimate: Estimate = field(default_factory=Estimate)
     fit: Fit = field(default_factory=Fit)
     #: Kept for the function as a whole only.
@@ -537,13 +514,25 @@ class Learned:
     error: float = 0.0
 
 
-class History:
-    """Learned profiles. Pure but for its own state; ``to_json`` and ``from_json`` carry it across restarts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedHistory:
+    """All that a history knows, in types that JSON can hold."""
 
-    def __init__(self) -> None:
-        self._profiles: OrderedDict[tuple[str, str], Profile] = OrderedDict()
-        #: By function, the path of its calls' size.
-        self._size_paths: dict[str, str] = {}
+    #: Another number where a field or a grid comes to mean something else.
+    version: Literal[1] = 1
+    #: By function, the path of its calls' size.
+    size_paths: dict[str, str]
+    #: The least recently used first.
+    profiles: list[Profile]
+
+
+class History:
+    """Learned profiles. Pure but for its own state, which ``saved`` carries across restarts."""
+
+    def __init__(self, saved: SavedHistory | None = None) -> None:
+        known = saved or SavedHistory(size_paths={}, profiles=[])
+        self._profiles = OrderedDict(((each.function, each.key), each) for each in known.profiles)
+        self._size_paths = known.size_paths
 
     def observe(self, settlement: Settlement) -> None:
         """Learn from an action that succeeded."""
@@ -670,41 +659,9 @@ class History:
             self._forget_sizes(function)
             self._size_paths[function] = path
 
-    def to_json(self) -> dict[str, object]:
-        """Return all of it as JSON, of which lists are its own: write it down at once."""
-        return {
-            "version": 1,
-            "size_paths": dict(self._size_paths),
-            "profiles": [
-                {
-                    "function": function,
-                    "key": key,
-                    "estimate": _shallow(profile.estimate),
-                    "fit": _shallow(profile.fit),
-                    **({} if key else {"batches": asdict(profile.batches)}),
-                    **({} if profile.sizes is None else {"sizes": _shallow(profile.sizes)}),
-                }
-                for (function, key), profile in self._profiles.items()
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, object]) -> History:
-        """The history of an earlier run; what another version wrote is forgotten, what it did not know yet is new."""
-        history = cls()
-        profiles = data.get("profiles")
-        if data.get("version") != 1 or not isinstance(profiles, list):
-            return history
-        paths = data.get("size_paths")
-        history._size_paths = {**paths} if isinstance(paths, dict) else {}
-        for item in profiles:
-            history._profiles[item["function"], item["key"]] = Profile(
-                Estimate(**item["estimate"]),
-                Fit.from_json(item["fit"]),
-                BatchFit.from_json(item.get("batches")),
-                SizeFit.from_json(item.get("sizes")),
-            )
-        return history
+    def saved(self) -> SavedHistory:
+        """Return all of it, still shared: write it down at once."""
+        return SavedHistory(size_paths=self._size_paths, profiles=list(self._profiles.values()))
 
     def _work(self, members: Mapping[Kin, int], own: Kin, *, early: bool) -> tuple[Work, float]:
         """What members take alone, by what is known of them now, and what one of ``own`` does; equal while unknown."""
@@ -765,16 +722,11 @@ class History:
     def _profile(self, function: str, key: str) -> Profile:
         profile = self._profiles.get((function, key))
         if profile is None:
-            profile = self._profiles[function, key] = Profile()
+            profile = self._profiles[function, key] = Profile(function, key)
         self._profiles.move_to_end((function, key))
         if len(self._profiles) > _KEYS_MAX:
             self._profiles.popitem(last=False)
         return profile
-
-
-def _shallow(value: Estimate | Fit | SizeFit) -> dict[str, object]:
-    """Return the fields of something flat, which `asdict` would copy number by number."""
-    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 def _ran_with(settlement: Settlement) -> Mapping[Kin, int] | None:
