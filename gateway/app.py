@@ -343,7 +343,8 @@ class App:
         Raises CodedError if a bug has stopped the scheduler: the next gateway goes on from the record.
         """
         gc.set_threshold(*COLLECT_EVERY)
-        self._listener.open(self.facades.open(self.api, HttpApp(self.api)))
+        self._http = HttpApp(self.api)
+        self._listener.open(self.facades.open(self.api, self._http))
         try:
             stopping = asyncio.ensure_future(self._stopping.wait())
             await asyncio.wait({self._listener.serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -388,6 +389,7 @@ class App:
         left = await self.restart.drain(grace_s)
         await self.machines.let_go()
         self.watch.close()
+        self._http.close_streams()
         self._log.info("drained", left_for_the_next_gateway=left)
 
     @property

@@ -2,7 +2,7 @@
 
 `tangram/client/aio.py` is written by hand, `tangram/client/sync.py` comes out of it word by word and is committed;
 so is `sync.py` of `tangram/adapters`, out of its `aio.py`. What waiting means to each is written by hand:
-`aio_primitives.py` and `sync_primitives.py`.
+`aio_primitives.py` and `sync_primitives.py`, `aio_stream.py` and `sync_stream.py`.
 tests/tangram/client/test_client.py checks that they are current.
 """
 
@@ -34,6 +34,7 @@ NAMES = {
     "aiter_lines": "iter_lines",
     "aio": "sync",
     "aio_primitives": "sync_primitives",
+    "aio_stream": "sync_stream",
     "aread": "read",
     "enter_async_context": "enter_context",
     "handle_async_request": "handle_request",

@@ -131,6 +131,8 @@ REACHED: Mapping[str, str] = {
     "functions.NAME.sandbox.idle_ttl": "the trajectory ends: 410 `trajectory_ended` for who expects it to live",
     "server.body_limit": "413 `too_large`, RESOURCE_EXHAUSTED on gRPC; nothing more is read",
     "server.file_limit": "413 `too_large`, RESOURCE_EXHAUSTED on gRPC; nothing is left of an upload",
+    "server.stream_message": "the stream is closed with 1009",
+    "server.stream_calls_max": "429 `quota_exceeded`, with `retry_after_s`, as the answer of that call",
     "server.inputs_max": "503 `capacity_exceeded`, with Retry-After",
     "server.connections_max": "503 `capacity_exceeded` on a connection that is closed then",
     "server.free_min": "`/readyz` is 503 with the reason",

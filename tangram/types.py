@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, field
+from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, field, structs
 
 PATTERNS = ("tangram.yaml", "function.yaml", "*/function.yaml", "functions/*/function.yaml")
 
@@ -1459,6 +1459,22 @@ class InvokeQuery(Struct, frozen=True, kw_only=True):
     wait: Annotated[
         Wait | None, Meta(description="sync: answer 202 when it takes longer; async: wait so long first")
     ] = None
+
+
+# What a call says beside its function and its input where it is no request of its own (`tangram.stream`): the fields of
+# its headers and of its query. Any: there is one declaration of them, and it is not here.
+if TYPE_CHECKING:
+    CallOptions = Any
+else:
+    CallOptions = msgspec.defstruct(
+        "CallOptions",
+        [(each.name, each.type, each.default) for kind in (CallHeaders, InvokeQuery) for each in structs.fields(kind)],
+        frozen=True,
+        kw_only=True,
+        omit_defaults=True,
+        forbid_unknown_fields=True,
+        module=__name__,
+    )
 
 
 class WaitQuery(Struct, frozen=True, kw_only=True):

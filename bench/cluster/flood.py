@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from runtimes.node.certificate import node_side
-from runtimes.node.protocol import HANDSHAKE_BYTES, HEADER
+from runtimes.node.protocol import HANDSHAKE_BYTES
+from tangram.frames import HEADER
 
 SOURCE = "127.0.0.2"
 #: Dialling at once; dials in a second after the first wave; descriptors left for other things than connections.

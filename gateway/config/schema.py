@@ -433,6 +433,12 @@ class ServerConfig:
     ] = "process"
     body_limit_bytes: Annotated[int, Setting("largest request body")] = 16 * 2**20
     file_limit_bytes: Annotated[int, Setting("largest file up or down")] = 256 * 2**20
+    stream_message_bytes: Annotated[
+        int, Setting("largest message of a stream of calls (/v1/stream)", key="stream_message")
+    ] = 32 * 2**20
+    stream_calls_max: Annotated[
+        int, Setting("most calls of one stream that are in flight; beyond it they are answered 429", ge=1)
+    ] = 16_384
     connections_max: Annotated[
         int, Setting("most open connections of each server; beyond it 503, or UNAVAILABLE on gRPC", ge=1)
     ] = 8192

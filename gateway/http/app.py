@@ -24,6 +24,7 @@ from gateway.auth import REMEDY, Guard, PageSessions, Role
 from gateway.config.schema import ServerConfig
 from gateway.dashboard.files import WORKER, the_page
 from gateway.errors import MethodNotAllowed
+from gateway.http.calls import StreamConnection
 from gateway.http.endpoints import ROLE, HttpOperations
 from gateway.http.messages import body_chunks, peer_of, problem_response, read_body, read_headers, read_query, respond
 from gateway.http.openapi import Shapes, document
@@ -32,6 +33,7 @@ from gateway.http.streaming import GIVE_UP_STALLS
 from gateway.registry import function_info
 from gateway.tls import Connections
 from manager.errors import CodedError, Forbidden, InvalidInput, NotFound, StorageUnavailable, Unauthorized, exhaustion
+from tangram.stream import STREAM_PATH
 from tangram.types import Health, JsonObject, Name, is_loopback
 
 # The guard: who may send a request, seen by its headers alone, before anything of it is read.
@@ -336,6 +338,7 @@ class HttpApp(GuardedApp):
         self._routes = [Route(each.path, _endpoint(each, api), methods=[each.method]) for each in self.operations]
         media_types = {kind for each in self.operations for kind in each.body}
         super().__init__(api, "http", media_types)
+        self._streams: set[StreamConnection] = set()
         page = LandingPage(self.guard, api.pages)
         self._routes.append(Route(PAGE, page.show, methods=["GET"]))
         self._routes.append(Route(BARE_UI, page.lead, methods=["GET"]))
@@ -344,12 +347,34 @@ class HttpApp(GuardedApp):
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            return send({"type": "websocket.close"})  # before it was accepted: a 403
+            return self._carry(scope, receive, send)
         peer = peer_of(scope)
         if peer is not None and peer.unread and scope["http_version"] != "2":
             peer.asks()
         path = scope["path"]
         return self.answer(scope, receive, send, checked=path not in self._open and not path.startswith(UI))
+
+    async def _carry(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Carry a stream of calls; who may not open one is answered as over HTTP."""
+        asked = {**scope, "method": "POST", "scheme": "https" if scope["scheme"] in ("wss", "https") else "http"}
+        try:
+            self.guard.authorize(asked)
+            if scope["path"] != STREAM_PATH:
+                raise self.no_route(404, scope)
+        except CodedError as error:
+            await self._refusal(error, scope)(scope, receive, send)
+            return
+        stream = StreamConnection(self.api)
+        self._streams.add(stream)
+        try:
+            await stream.serve(receive, send)
+        finally:
+            self._streams.discard(stream)
+
+    def close_streams(self) -> None:
+        """Close streams of calls as soon as what is in flight is answered."""
+        for stream in self._streams:
+            stream.close()
 
     def refuse(self, error: CodedError, scope: Scope) -> Response:
         if isinstance(error, MethodNotAllowed):

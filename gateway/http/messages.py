@@ -170,20 +170,15 @@ def replay_headers(replayed: bool) -> dict[str, str]:
     return {REPLAY: "true"} if replayed else {}
 
 
-def result_response(record: Record, *, replayed: bool = False) -> Response:
-    """The end of a synchronous invocation: its record, or a problem body with the record in it.
+def result_of(record: Record) -> tuple[int, Struct]:
+    """Status and body of the end of a synchronous invocation: its record, or a problem with the record in it.
 
-    A failure of the user's own work is an answer: 200 with ``X-Function-Error``.
+    A failure of the user's own work is an answer: 200.
     """
-    if record.reason is None:
-        return record_response(record, replayed=replayed)
-    shown, headers = REASON_STATUSES[record.reason], record_headers(record) | replay_headers(replayed)
-    headers["X-Function-Error"] = record.reason.value
-    if shown.http == 200:
-        return respond(record.as_wire(), 200, headers)
-    if record.retry_after_s is not None:
-        headers["Retry-After"] = retry_after(record.retry_after_s)
-    body = Problem(
+    shown = None if record.reason is None else REASON_STATUSES[record.reason]
+    if shown is None or shown.http == 200:
+        return 200, record.as_wire()
+    return shown.http, Problem(
         type=f"urn:tangram:reason:{record.reason}",
         title=shown.title,
         status=shown.http,
@@ -194,7 +189,19 @@ def result_response(record: Record, *, replayed: bool = False) -> Response:
         retry_after_s=record.retry_after_s,
         invocation=record.as_wire(),
     )
-    return Response(serialization.encode(body), shown.http, headers, PROBLEM)
+
+
+def result_response(record: Record, *, replayed: bool = False) -> Response:
+    """The end of a synchronous invocation; of a failure of the user's own work ``X-Function-Error`` tells."""
+    status, body = result_of(record)
+    headers = record_headers(record) | replay_headers(replayed)
+    if record.reason is not None:
+        headers["X-Function-Error"] = record.reason.value
+    if status == 200:
+        return respond(body, 200, headers)
+    if record.retry_after_s is not None:
+        headers["Retry-After"] = retry_after(record.retry_after_s)
+    return Response(serialization.encode(body), status, headers, PROBLEM)
 
 
 async def attend(request: Request, api: Api, invocation: LiveInvocation, wait_s: float | None) -> bool:

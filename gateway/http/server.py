@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import cast
 
@@ -21,18 +23,32 @@ from hypercorn.config import Config
 from hypercorn.events import Closed, RawData
 from hypercorn.events import Event as WireEvent
 from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.events import Request, StreamClosed
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.ws_stream import FrameTooLargeError, WSStream
 from hypercorn.typing import ASGIFramework, H11SendableEvent, LifespanState
 from hypercorn.utils import wrap_app
 from msgspec.structs import replace
 from starlette.types import ASGIApp
+from wsproto.connection import ConnectionState
+from wsproto.events import CloseConnection, Message, Ping
 
 from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.errors import problem, retry_after
 from gateway.http.messages import PEER, PHRASES
-from gateway.tls import HANDSHAKE_S, LINGER_S, RESETS_MAX, STREAMS_MAX, Connections, RenewedContext, Resets, Turns
+from gateway.tls import (
+    HANDSHAKE_S,
+    LINGER_S,
+    RESETS_MAX,
+    STREAMS_MAX,
+    STRETCH_S,
+    Connections,
+    RenewedContext,
+    Resets,
+    Turns,
+)
 from gateway.trajectory_records import ConnectionPeer
 from manager.errors import CodedError, Conflict, InvalidConfig
 
@@ -95,9 +111,78 @@ class BoundedResets(H2Protocol):
         await super()._handle_events(events)
 
 
+class BoundedMessages(WSStream):
+    """A WebSocket whose messages come whole in time and within their bound. They are not compressed.
+
+    A few bytes that unpack to a great many are read before anybody can look at how many they are.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    async def handle(self, event: StreamEvent) -> None:
+        if isinstance(event, Request):
+            headers = [header for header in event.headers if header[0].lower() != b"sec-websocket-extensions"]
+            event = dataclasses.replace(event, headers=headers)
+        await super().handle(event)
+        if isinstance(event, StreamClosed):
+            self._rest()
+
+    async def _handle_events(self) -> None:
+        """As Hypercorn does, but let others go first meanwhile, and read nothing beyond a bound."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + STRETCH_S
+        for event in self.connection.events():
+            if isinstance(event, Message):
+                try:
+                    self.buffer.extend(event)
+                except (FrameTooLargeError, TypeError) as error:
+                    large = isinstance(error, FrameTooLargeError)
+                    await self._end(1009 if large else 1007, f"a message of more than {self.buffer.max_length} bytes")
+                    return
+                if event.message_finished:
+                    self._rest()
+                    message = self.buffer.to_message()
+                    self.buffer.clear()
+                    assert self.app_put is not None, "it was accepted by the application"
+                    await self.app_put(message)
+            elif isinstance(event, Ping):
+                await self._send_wsproto_event(event.response())
+            elif isinstance(event, CloseConnection):
+                await self._end(event.code, None)
+                return
+            if loop.time() > until_s:
+                await asyncio.sleep(0)
+                until_s = loop.time() + STRETCH_S
+        if self.buffer.value is not None and self._late is None:
+            assert isinstance(self.config, BoundedConfig)
+            why = f"a message that took longer than {self.config.message_timeout_s:g} s"
+            late = partial(self.task_group.spawn, self._end, 1008, why)
+            self._late = loop.call_later(self.config.message_timeout_s, late)
+
+    def _rest(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    async def _end(self, code: int, reason: str | None) -> None:
+        """Say farewell, and read no more."""
+        if self.connection.state is not ConnectionState.CLOSED:
+            await self._send_wsproto_event(CloseConnection(code=code, reason=reason))
+        await self.send(StreamClosed(stream_id=self.stream_id))
+
+
+class BoundedConfig(Config):
+    """Hypercorn's configuration, and what it has no name for."""
+
+    #: Seconds in which a message of a WebSocket that has begun must have come.
+    message_timeout_s = 300.0
+
+
 # Hypercorn makes its protocols by these names, and takes no others.
 setattr(hypercorn.protocol, H11Protocol.__name__, NamedStatuses)
 setattr(hypercorn.protocol, H2Protocol.__name__, BoundedResets)
+for _module in (hypercorn.protocol.h11, hypercorn.protocol.h2):
+    setattr(_module, WSStream.__name__, BoundedMessages)
 
 
 class HttpConnection(TCPServer):
@@ -126,7 +211,7 @@ async def serve(
     counted, bounds = connections or Connections(), bounds or ServerConfig()
     loop = asyncio.get_running_loop()
     framework = cast(ASGIFramework, app)  # the same protocol: Hypercorn types its messages, Starlette does not
-    wrapped, config, context = wrap_app(framework, 0, "asgi"), _config(), WorkerContext(None)
+    wrapped, config, context = wrap_app(framework, 0, "asgi"), _config(bounds), WorkerContext(None)
     tasks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -209,8 +294,10 @@ async def _refuse(
         writer.transport.abort()
 
 
-def _config() -> Config:
-    config = Config()
+def _config(bounds: ServerConfig) -> Config:
+    config = BoundedConfig()
+    config.message_timeout_s = bounds.body_timeout_s
+    config.websocket_max_message_size = bounds.stream_message_bytes
     config.errorlog = None
     config.accesslog = None
     config.keep_alive_timeout = KEEP_ALIVE_S

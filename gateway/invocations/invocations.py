@@ -119,6 +119,48 @@ class InvocationRequest:
         return options
 
 
+class EndSignal:
+    """That something has ended. An `asyncio.Event` that tells whoever asked, and holds nothing while nobody has."""
+
+    __slots__ = ("_is_set", "_told")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._told: list[Callable[[], object]] = []
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """It has ended; idempotent."""
+        self._is_set = True
+        told, self._told = self._told, []
+        for tell in told:
+            tell()
+
+    def then(self, tell: Callable[[], object]) -> None:
+        """Call ``tell`` at the end, at once if it has come; it must neither block nor raise."""
+        if self._is_set:
+            tell()
+        else:
+            self._told.append(tell)
+
+    def forget(self, tell: Callable[[], object]) -> None:
+        """Do not call it any more; idempotent."""
+        if tell in self._told:
+            self._told.remove(tell)
+
+    async def wait(self) -> None:
+        """Return when it has ended."""
+        if not self._is_set:
+            woken = asyncio.Event()
+            self._told.append(woken.set)
+            try:
+                await woken.wait()
+            finally:
+                self.forget(woken.set)
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class LiveInvocation:
     """A living invocation, or the record of an ended one with the same face."""
@@ -138,7 +180,7 @@ class LiveInvocation:
     #: Why the scheduler refused it before any work, or that the next gateway goes on with it; None otherwise.
     refusal: CodedError | None = None
     #: Set at its end, or when all that is still to come of it comes in the next gateway.
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: EndSignal = field(default_factory=EndSignal)
     #: The end of its waiting for a function that is not ready.
     retry: asyncio.TimerHandle | None = None
     #: The call that made it; another one with the same key latched on.
@@ -625,7 +667,7 @@ def next_try_s(
 # An asynchronous call, and every call with an Idempotency-Key, is durable before it is submitted. A synchronous one
 # without a key dies with its connection anyway: its record follows with the next transaction.
 
-GONE = "its caller went away"
+GONE, CANCELLED = "its caller went away", "cancelled by request"
 #: Of the kernel: numbers of the process itself may be somebody's who wants them again, and are alike after a fork.
 CHANCE = random.SystemRandom()
 #: Calls of a batch that are accepted in one turn of the event loop.
@@ -669,7 +711,7 @@ class Invocations:
         #: What is accepted now: the loop holds tasks weakly.
         self._accepting: set[asyncio.Future[list[LiveInvocation | CodedError]]] = set()
         self._closing = False
-        self._losses = LostSandboxes(lambda: self.living, self._stop)
+        self._losses = LostSandboxes(lambda: self.living, self.stop)
         #: Called with each record that is accepted or recovered, that starts, and that has ended.
         self.on_accept: list[Callable[[Record], None]] = []
         self.on_start: list[Callable[[Record], None]] = []
@@ -1075,10 +1117,10 @@ class Invocations:
             record = living.record
         return record.as_of(self._wall())
 
-    async def cancel(self, invocation_id: str, message: str = "cancelled by request") -> LiveInvocation:
+    async def cancel(self, invocation_id: str, message: str = CANCELLED) -> LiveInvocation:
         """Ask for the end of an invocation; raises Conflict when it has ended already."""
         invocation = await self.get(invocation_id)
-        if not self._stop(invocation, message):
+        if not self.stop(invocation, message):
             state = invocation.record.state.value
             raise Conflict(f"invocation {invocation_id} is {state} already", invocation_id=invocation_id)
         return invocation
@@ -1087,7 +1129,7 @@ class Invocations:
         """A caller no longer attends: the last one takes an attached invocation with it."""
         invocation.callers -= 1
         if invocation.callers <= 0 and not invocation.record.detached and not invocation.record.terminal:
-            self._stop(invocation, GONE)
+            self.stop(invocation, GONE)
 
     async def detach(self, invocation: LiveInvocation) -> None:
         """Let it go on without its caller, durably from now on."""
@@ -1097,7 +1139,8 @@ class Invocations:
             on_detach(invocation)
         await self._store.commit()
 
-    def _stop(self, invocation: LiveInvocation, message: str) -> bool:
+    def stop(self, invocation: LiveInvocation, message: str = CANCELLED) -> bool:
+        """Ask for the end of a living invocation; False if it has ended."""
         record = invocation.record
         if record.terminal:
             return False

@@ -10,7 +10,7 @@ import os
 import struct
 import tarfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -33,6 +33,7 @@ from runtimes.sandbox.handler.sources import (
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError
 from runtimes.sandbox.session import Window
 from runtimes.sandbox.snapshots import SnapshotRecord
+from tangram.frames import HEADER, FrameCodec, FrameError
 
 
 class Facts(msgspec.Struct, array_like=True, gc=False):
@@ -245,12 +246,11 @@ class SnapshotOrder(msgspec.Struct, frozen=True):
 
 # The channel between gateway and node: its frames, and what each of them says.
 #
-# A frame is its body's length (4 bytes, big-endian), its kind (1 byte) and its body in msgpack. There are no sequence
-# numbers: a link only ever ends as a whole, and after each beginning both sides compare what they have (`Inventory`).
-# An attempt of an action is named by its claim, `runtimes.sandbox.command.claims_of`. Only durations cross the wire.
+# Its frames are those of `tangram.frames`. There are no sequence numbers: a link only ever ends as a whole, and after
+# each beginning both sides compare what they have (`Inventory`). An attempt of an action is named by its claim,
+# `runtimes.sandbox.command.claims_of`. Only durations cross the wire.
 
 PROTOCOL = 1
-HEADER = struct.Struct(">IB")
 #: Bytes of the largest frame of somebody who has not shown who he is.
 HANDSHAKE_BYTES = 64 * 2**10
 COMPONENT = "node.channel"
@@ -490,19 +490,9 @@ class NodeGoodbye(Message):
     killed: bool
 
 
-#: Every message by the kind that stands in its frame: its place among those above.
-KINDS: Mapping[int, type[Message]] = dict(enumerate(Message.__subclasses__(), 1))
-_NUMBERS = {message: kind for kind, message in KINDS.items()}
-_DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
-    kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()
-}
-_ENCODER = msgspec.msgpack.Encoder()
-
-
-def encode(message: Message) -> bytes:
-    """Return a message as a frame."""
-    body = _ENCODER.encode(message)
-    return HEADER.pack(len(body), _NUMBERS[type(message)]) + body
+#: Each kind is the place of its message among those above.
+_FRAMES = FrameCodec(Message)
+KINDS, encode = _FRAMES.kinds, _FRAMES.encode
 
 
 def messages(frames: FrameDecoder, data: bytes) -> Iterator[Message]:
@@ -516,13 +506,10 @@ def messages(frames: FrameDecoder, data: bytes) -> Iterator[Message]:
 
 def decode(kind: int, body: bytes) -> Message:
     """Return the message in a frame's body; raises ChannelError."""
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
-        raise ChannelError(f"a frame of unknown kind {kind}")
     try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, ValueError, TypeError, AssertionError) as error:
-        raise ChannelError(f"a {KINDS[kind].__name__} that does not fit: {error}") from None
+        return _FRAMES.decode(kind, body)
+    except FrameError as error:
+        raise ChannelError(str(error)) from None
 
 
 # --- nouns
@@ -534,7 +521,7 @@ def pack(value: object) -> bytes:
     They are msgpack, and JSON where that is too narrow: for lone surrogates and integers beyond 64 bits.
     """
     try:
-        return b"m" + _ENCODER.encode(value)
+        return b"m" + msgspec.msgpack.encode(value)
     except (UnicodeEncodeError, OverflowError):
         return b"j" + json.dumps(value).encode("ascii")
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 from urllib.parse import quote
 from urllib.request import getproxies, proxy_bypass
 
@@ -17,6 +17,7 @@ import msgspec
 
 from tangram.client import requests
 from tangram.client.aio_primitives import AsyncCallSlots, AsyncOpened, aside, for_each, pause
+from tangram.client.aio_stream import AsyncCallStream
 from tangram.client.followers import LogFollower, OutputLines, SessionFollower
 from tangram.client.handlers import captured, definition_of
 from tangram.client.heartbeats import LEASE_S, Heartbeats
@@ -33,6 +34,7 @@ from tangram.client.requests import (
     Retries,
     connection_lost,
     error_of,
+    read_streamed,
     result_of,
     server_of,
     token_of,
@@ -104,8 +106,9 @@ class AsyncConnectionPool(httpx.AsyncBaseTransport):
     def __init__(self, server: httpx.URL, connections: int, ca: str | None = None, cert: str | None = None) -> None:
         self._server = server
         self._slots = AsyncCallSlots(connections)
-        self._trust = trust_of(server.scheme == "https", ca, cert)
-        self._proxy = _proxy(server)
+        self.trust = trust_of(server.scheme == "https", ca, cert)
+        #: What the environment names for this server.
+        self.proxy = _proxy(server)
         #: Free connections and when each became free (on the monotonic clock), the latest last.
         self._free: deque[tuple[float, httpx.AsyncBaseTransport]] = deque()
 
@@ -152,8 +155,8 @@ class AsyncConnectionPool(httpx.AsyncBaseTransport):
         with suppress(IndexError):
             return self._free.pop()[1]
         return httpx.AsyncHTTPTransport(
-            verify=self._trust,
-            proxy=self._proxy,
+            verify=self.trust,
+            proxy=self.proxy,
             limits=httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=IDLE_S),
             socket_options=KEEPALIVE,
         )
@@ -171,8 +174,10 @@ class AsyncConnectionPool(httpx.AsyncBaseTransport):
 class AsyncLink:
     """What a client has open in one process and event loop."""
 
-    def __init__(self, http: httpx.AsyncClient, connections: int) -> None:
+    def __init__(self, http: httpx.AsyncClient, connections: int, stream: AsyncCallStream | None) -> None:
         self.http = http
+        #: For calls, when there are several at once; None where a transport was given.
+        self.stream = stream
         lasting = connections - min(SPARE, connections // 3)
         #: For calls that last, so that those which do not always find a connection.
         self.lasting = AsyncCallSlots(lasting)
@@ -674,6 +679,8 @@ class AsyncClient:
         await aside(self.heartbeats.close)
         link = self._opened.take()
         if link is not None:
+            if link.stream is not None:
+                await link.stream.close()
             await link.http.aclose()
 
     async def invoke(
@@ -1120,6 +1127,19 @@ class AsyncClient:
 
     async def _send_once(self, request: ApiRequest[_T]) -> _T:
         link = self._link()
+        if request.streamed is None or link.stream is None:
+            return await self._over_http(link, request)
+        link.stream.enter()
+        try:
+            answer = await link.stream.carry(request.streamed)
+            if answer is None:
+                return await self._over_http(link, request)
+        finally:
+            link.stream.leave()
+        self._reached = True
+        return cast(_T, read_streamed(answer))  # what a stream carries is of an invocation
+
+    async def _over_http(self, link: AsyncLink, request: ApiRequest[_T]) -> _T:
         async with AsyncExitStack() as stack:
             if request.lane == "opening":
                 await stack.enter_async_context(link.opening)
@@ -1148,13 +1168,9 @@ class AsyncClient:
         return self._opened.get()
 
     def _open(self) -> AsyncLink:
-        transport = self._transport or AsyncConnectionPool(
-            httpx.URL(self.server), self._connections, self._ca, self._cert
-        )
-        http = httpx.AsyncClient(
-            base_url=self.server,
-            auth=Bearer(self._token),
-            timeout=ANSWER_S,
-            transport=transport,
-        )
-        return AsyncLink(http, self._connections)
+        bearer, transport, stream = Bearer(self._token), self._transport, None
+        if transport is None:
+            transport = AsyncConnectionPool(httpx.URL(self.server), self._connections, self._ca, self._cert)
+            stream = AsyncCallStream(self.server, bearer, transport.trust, transport.proxy)
+        http = httpx.AsyncClient(base_url=self.server, auth=bearer, timeout=ANSWER_S, transport=transport)
+        return AsyncLink(http, self._connections, stream)

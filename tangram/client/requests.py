@@ -37,6 +37,7 @@ from tangram.errors import (
     UnreadableAnswerError,
     from_problem,
 )
+from tangram.stream import StreamAnswer, StreamCall, StreamWait
 
 COMPONENT = "client"
 
@@ -210,6 +211,13 @@ class Bearer(httpx.Auth):
         self._given = token
         self._found: str | None = None
 
+    def headers(self, url: httpx.URL) -> dict[str, str]:
+        """Return what a request is sent with that no flow sends again."""
+        if self._given is None:
+            self._found = self._found or find_token_of(url)
+        token = self._given or self._found
+        return given_headers({"Authorization": f"Bearer {token}"}) if token else {}
+
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         if self._given is not None:
             _add(request, self._given)
@@ -380,6 +388,21 @@ def read_invocation(response: httpx.Response) -> InvocationResult:
     return result_of(problem.invocation, replayed=replayed)
 
 
+def read_streamed(answer: StreamAnswer) -> InvocationResult:
+    """Return the invocation of an answer of the stream; raises the TangramError of a refused call."""
+    try:
+        if answer.status < httpx.codes.MULTIPLE_CHOICES:
+            invocation = _INVOCATION.decode(answer.body)
+            return msgspec.structs.replace(invocation, replayed=True) if answer.replayed else invocation
+        problem = _PROBLEM.decode(answer.body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        text = answer.body[:_QUOTED].decode(errors="replace")
+        raise UnreadableAnswerError(f"the stream answered what is not understood ({error}): {text}") from error
+    if not problem.invocation:
+        raise from_problem(problem)
+    return result_of(problem.invocation, replayed=answer.replayed)
+
+
 def is_answered(response: httpx.Response) -> bool:
     """Return whether the request was granted: an invocation that ended badly is an answer, too."""
     if response.is_success:
@@ -538,6 +561,8 @@ class ApiRequest(Generic[_T]):
     #: The connections that it takes one of. Those that wait for memory (``opening``) leave some to the other calls that
     #: last, and both leave the ``spare`` ones: whoever has memory can act and end, so that others get it.
     lane: Literal["spare", "lasting", "opening"] = "spare"
+    #: The same as a stream of calls carries it, if it is of an invocation.
+    streamed: StreamCall | StreamWait | None = None
 
     def answer(self, response: httpx.Response) -> _T:
         """Return the typed answer; raises the TangramError of a refused request."""
@@ -597,26 +622,36 @@ def invoke(
     """Return the request of one invocation. An asynchronous one always carries a key, so that it can be sent again."""
     if key is True or (key is None and mode == "async"):
         key = secrets.token_urlsafe(16)
-    headers = {
-        "X-Task": task,
-        "X-Step": None if step is None else str(step),
-        "X-Trajectory-Id": trajectory,
-        "X-Parent-Id": parent,
-        "Idempotency-Key": key,
-        "X-Timeout": duration_text(timeout_s),
-        "X-Callback-Url": callback_url,
+    options = {
+        "mode": mode,
+        "wait": duration_text(wait_s),
+        "task": task,
+        "step": step,
+        "trajectory": trajectory,
+        "expect": "living" if living else None,
+        "parent": parent,
+        "key": key,
+        "timeout": duration_text(timeout_s),
+        "callback_url": callback_url,
     }
+    texts = {name: None if value is None else str(value) for name, value in options.items()}
+    content = json_body(input)
     return ApiRequest(
         method="POST",
         path=f"{function_path(function)}/invocations",
         read=read_invocation,
-        params=present({"mode": mode, "wait": duration_text(wait_s)}),
-        headers=JSON_BODY | given_headers(headers) | (LIVING if living else {}),
-        content=json_body(input),
+        params=present({name: texts.pop(name) for name in ("mode", "wait")}),
+        headers=JSON_BODY | given_headers({_HEADERS[name]: text for name, text in texts.items()}),
+        content=content,
         repeatable=key is not None,
         patient=mode == "sync",
         lane="lasting" if mode == "sync" or wait_s is not None else "spare",
+        streamed=StreamCall(0, function, content, types.CallOptions(**options)),
     )
+
+
+#: The headers of a call by the names of its options.
+_HEADERS = dict(zip(types.CallHeaders.__struct_fields__, types.CallHeaders.__struct_encode_fields__, strict=True))
 
 
 def batch(
@@ -645,8 +680,11 @@ def _verdict(verdict: types.BatchVerdict) -> InvocationResult | TangramError:
 
 def get_invocation(id: str, wait_s: float | None = None) -> ApiRequest[InvocationResult]:
     """Return the request of a record, which may wait for its end."""
-    lane: Literal["spare", "lasting"] = "spare" if wait_s is None else "lasting"
-    return sent("GET", invocation_path(id), read_invocation, params={"wait": duration_text(wait_s)}, lane=lane)
+    wait = duration_text(wait_s)
+    if wait is None:
+        return sent("GET", invocation_path(id), read_invocation)
+    request = sent("GET", invocation_path(id), read_invocation, params={"wait": wait}, lane="lasting")
+    return replace(request, streamed=StreamWait(0, id, wait))
 
 
 def cancel_invocation(id: str) -> ApiRequest[InvocationResult]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 from urllib.parse import quote
 from urllib.request import getproxies, proxy_bypass
 
@@ -34,12 +34,14 @@ from tangram.client.requests import (
     Retries,
     connection_lost,
     error_of,
+    read_streamed,
     result_of,
     server_of,
     token_of,
     trust_of,
 )
 from tangram.client.sync_primitives import CallSlots, Opened, aside, for_each, pause
+from tangram.client.sync_stream import CallStream
 from tangram.errors import (
     ConnectionFailed,
     InvalidInputError,
@@ -106,8 +108,9 @@ class ConnectionPool(httpx.BaseTransport):
     def __init__(self, server: httpx.URL, connections: int, ca: str | None = None, cert: str | None = None) -> None:
         self._server = server
         self._slots = CallSlots(connections)
-        self._trust = trust_of(server.scheme == "https", ca, cert)
-        self._proxy = _proxy(server)
+        self.trust = trust_of(server.scheme == "https", ca, cert)
+        #: What the environment names for this server.
+        self.proxy = _proxy(server)
         #: Free connections and when each became free (on the monotonic clock), the latest last.
         self._free: deque[tuple[float, httpx.BaseTransport]] = deque()
 
@@ -154,8 +157,8 @@ class ConnectionPool(httpx.BaseTransport):
         with suppress(IndexError):
             return self._free.pop()[1]
         return httpx.HTTPTransport(
-            verify=self._trust,
-            proxy=self._proxy,
+            verify=self.trust,
+            proxy=self.proxy,
             limits=httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=IDLE_S),
             socket_options=KEEPALIVE,
         )
@@ -173,8 +176,10 @@ class ConnectionPool(httpx.BaseTransport):
 class Link:
     """What a client has open in one process."""
 
-    def __init__(self, http: httpx.Client, connections: int) -> None:
+    def __init__(self, http: httpx.Client, connections: int, stream: CallStream | None) -> None:
         self.http = http
+        #: For calls, when there are several at once; None where a transport was given.
+        self.stream = stream
         lasting = connections - min(SPARE, connections // 3)
         #: For calls that last, so that those which do not always find a connection.
         self.lasting = CallSlots(lasting)
@@ -674,6 +679,8 @@ class Client:
         aside(self.heartbeats.close)
         link = self._opened.take()
         if link is not None:
+            if link.stream is not None:
+                link.stream.close()
             link.http.close()
 
     def invoke(
@@ -1120,6 +1127,19 @@ class Client:
 
     def _send_once(self, request: ApiRequest[_T]) -> _T:
         link = self._link()
+        if request.streamed is None or link.stream is None:
+            return self._over_http(link, request)
+        link.stream.enter()
+        try:
+            answer = link.stream.carry(request.streamed)
+            if answer is None:
+                return self._over_http(link, request)
+        finally:
+            link.stream.leave()
+        self._reached = True
+        return cast(_T, read_streamed(answer))  # what a stream carries is of an invocation
+
+    def _over_http(self, link: Link, request: ApiRequest[_T]) -> _T:
         with ExitStack() as stack:
             if request.lane == "opening":
                 stack.enter_context(link.opening)
@@ -1148,11 +1168,9 @@ class Client:
         return self._opened.get()
 
     def _open(self) -> Link:
-        transport = self._transport or ConnectionPool(httpx.URL(self.server), self._connections, self._ca, self._cert)
-        http = httpx.Client(
-            base_url=self.server,
-            auth=Bearer(self._token),
-            timeout=ANSWER_S,
-            transport=transport,
-        )
-        return Link(http, self._connections)
+        bearer, transport, stream = Bearer(self._token), self._transport, None
+        if transport is None:
+            transport = ConnectionPool(httpx.URL(self.server), self._connections, self._ca, self._cert)
+            stream = CallStream(self.server, bearer, transport.trust, transport.proxy)
+        http = httpx.Client(base_url=self.server, auth=bearer, timeout=ANSWER_S, transport=transport)
+        return Link(http, self._connections, stream)

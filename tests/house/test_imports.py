@@ -74,14 +74,14 @@ def test_the_client_imports_nothing_of_the_server() -> None:
     ]
 
 
-def test_of_the_client_the_runtimes_know_its_types_and_how_it_lays_out_archives_only() -> None:
+def test_of_the_client_the_runtimes_know_its_types_and_how_it_lays_out_archives_and_frames_only() -> None:
     assert not [
         f"{source.name}:{found.line} imports {found.module}"
         for source in of("runtimes")
         for found in source.imports()
         if within(found.module, "tangram")
         and found.module != "tangram"
-        and not any(within(found.module, part) for part in ("tangram.types", "tangram.archive"))
+        and not any(within(found.module, part) for part in ("tangram.types", "tangram.archive", "tangram.frames"))
     ]
 
 

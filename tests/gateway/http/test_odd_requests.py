@@ -170,7 +170,7 @@ async def test_http_at_its_edges_is_answered(gateway: RunningGateway) -> None:
         (
             b"GET /v1/functions HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
-            403,
+            404,
         ),
         (POST + CHUNKED + b"\r\nzz\r\n{}\r\n0\r\n\r\n", 400),
         (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),

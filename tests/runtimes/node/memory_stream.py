@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from manager.clock import Clock
-from runtimes.node.protocol import HEADER, LinkSettings, NodeLink, Pulse
+from runtimes.node.protocol import LinkSettings, NodeLink, Pulse
+from tangram.frames import HEADER
 
 #: Bytes beyond which who writes is told to wait.
 HIGH_BYTES = 64 * 2**10

@@ -17,6 +17,7 @@ from runtimes.node import protocol
 from runtimes.node.daemon import NodeModels
 from runtimes.node.protocol import Message, ModelsChanged
 from runtimes.node.remote import RemoteModels
+from tangram.frames import HEADER
 from tests.runtimes.node.session import STUCK_S
 
 JUDGE = FunctionSpec(
@@ -59,7 +60,7 @@ async def test_costs_and_residency_arrive_as_they_were_told() -> None:
     await models.prepared(JUDGE)
     devices.restore(Chunk(0, 1), Chunk(1, 1))
     for message in told:
-        (kind, body) = protocol.HEADER.unpack_from(frame := protocol.encode(message))[1], frame[protocol.HEADER.size :]
+        (kind, body) = HEADER.unpack_from(frame := protocol.encode(message))[1], frame[HEADER.size :]
         decoded = protocol.decode(kind, body)
         assert isinstance(decoded, ModelsChanged)
         remote.take(decoded)

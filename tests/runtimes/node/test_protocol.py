@@ -30,6 +30,7 @@ from runtimes.node.protocol import (
     failed,
 )
 from runtimes.sandbox.runner.runner import FrameDecoder
+from tangram.frames import HEADER
 from tests.runtimes.node.memory_stream import CALM, MemoryTransport, pair
 from tests.runtimes.node.session import STUCK_S, hello
 from tests.virtual_clock import VirtualClock
@@ -73,7 +74,7 @@ def test_messages_come_out_whole_whatever_the_pieces(piece_bytes: int) -> None:
         protocol.AttemptLog("a.1/", 3, b"\x00\xff" * 50),
     ]
     data = b"".join(protocol.encode(message) for message in sent)
-    frames = FrameDecoder(protocol.HEADER)
+    frames = FrameDecoder(HEADER)
     pieces = [data[start:][:piece_bytes] for start in range(0, len(data), piece_bytes)]
     assert [message for piece in pieces for message in protocol.messages(frames, piece)] == sent
 
@@ -108,17 +109,17 @@ def test_every_function_of_this_repository_travels() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        protocol.HEADER.pack(2**30, 5),
-        protocol.HEADER.pack(0, 250),
-        protocol.HEADER.pack(1, 7) + b"\xc1",
-        protocol.HEADER.pack(2, 7) + b"\x91\x01",
+        HEADER.pack(2**30, 5),
+        HEADER.pack(0, 250),
+        HEADER.pack(1, 7) + b"\xc1",
+        HEADER.pack(2, 7) + b"\x91\x01",
         protocol.encode(protocol.end_of("a.1/", OUTCOME, 0)).replace(b"failed", b"queued"),
     ],
     ids=["too large", "unknown kind", "no msgpack", "too few fields", "an end that is none"],
 )
 def test_what_does_not_fit_is_refused(data: bytes) -> None:
     with pytest.raises(protocol.ChannelError):
-        list(protocol.messages(FrameDecoder(protocol.HEADER), data))
+        list(protocol.messages(FrameDecoder(HEADER), data))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ async def test_each_side_beats_at_every_tick_whatever_else_it_says() -> None:
         return True
 
     near, _ = pair(see)
-    beat = protocol.encode(protocol.Beat())[protocol.HEADER.size - 1]
+    beat = protocol.encode(protocol.Beat())[HEADER.size - 1]
     for tick in range(1, 11):
         near.tick()
         if tick % 3 == 0:
@@ -275,9 +276,9 @@ async def test_one_who_says_nothing_is_cut() -> None:
 async def test_a_frame_that_does_not_fit_cuts_a_running_link() -> None:
     near, far = pair(settings=CALM)
     running = asyncio.create_task(near.run(lambda message: None))
-    transport_of(far).write(protocol.HEADER.pack(2**31, 1))
+    transport_of(far).write(HEADER.pack(2**31, 1))
     transport_of(far).write(b"")
-    transport_of(near).protocol.data_received(protocol.HEADER.pack(2**31, 1))
+    transport_of(near).protocol.data_received(HEADER.pack(2**31, 1))
     async with asyncio.timeout(WITHIN_S):
         assert "more than" in await running
 
