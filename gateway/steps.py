@@ -244,7 +244,9 @@ class TaskSteps:
         The end of a trajectory is told, unless the scheduler never took any call of it.
         """
         if record.trajectory is not None:
-            self._leave_invocation(record.trajectory)
+            self._invoked[record.trajectory] -= 1
+            if self._invoked[record.trajectory] <= 0:
+                del self._invoked[record.trajectory]
             if record.component == NOT_OF_SCHEDULER:
                 self._end_if_gone(record.trajectory)
             return
@@ -256,11 +258,6 @@ class TaskSteps:
         since_s = None if step is None else step.calls.pop(record.id, None)
         if step is not None and since_s is not None and not refused:
             self._end(step, since_s)
-
-    def _leave_invocation(self, trajectory: str) -> None:
-        self._invoked[trajectory] -= 1
-        if self._invoked[trajectory] <= 0:
-            del self._invoked[trajectory]
 
     # What is shown
 

@@ -427,9 +427,9 @@ def _endpoint(row: Operation, api: Api) -> Callable[[Request], Awaitable[Respons
             if unknown:
                 message = f"no such query parameter: {unknown[0][:64]!r}; known here: {', '.join(known) or 'none'}"
                 raise InvalidInput(message, component="http", detail={"path": unknown[0]})
-        path = request.path_params
-        # Any: each is of the type that the signature says.
-        fields: dict[str, Any] = {name: read(path[name]) for name, read in parts}
+        fields: dict[str, Any] = {}  # Any: each is of the type that the signature says
+        for name, read in parts:
+            fields[name] = read(request.path_params[name])
         if row.takes_request:
             fields["request"] = request
         if row.query is not None:

@@ -31,7 +31,12 @@ PEER = "tangram.peer"
 
 def read_query(request: Request, kind: type[T]) -> T:
     """Return the query parameters; raises InvalidInput."""
-    return _read_texts(dict(request.query_params) if request.scope["query_string"] else {}, kind)
+    return _read_texts(dict(request.query_params), kind) if request.scope["query_string"] else _without_query(kind)
+
+
+@cache
+def _without_query(kind: type[T]) -> T:
+    return serialization.read({}, kind)
 
 
 def read_headers(request: Request, kind: type[T]) -> T:

@@ -614,10 +614,9 @@ class Keys:
         if invocation.key is not None:
             self._store.drop_key(invocation.key, invocation.record.seq)
 
-    def leave(self, invocation: LiveInvocation) -> None:
-        """It has ended: from now on the store tells."""
-        if invocation.key is not None:
-            self._living.pop(invocation.key, None)
+    def leave(self, key: str) -> None:
+        """Its invocation has ended: from now on the store tells."""
+        self._living.pop(key, None)
 
 
 #: Reasons that are the machinery's fault: an idempotent function is tried again without being asked to.
@@ -1073,7 +1072,8 @@ class Invocations:
         if self._living.pop(invocation.record.seq, None) is not None:
             self._held.give(len(invocation.record.input or b""), invocation.record.task)
         self.pending_functions.leave(invocation)
-        self._keys.leave(invocation)
+        if invocation.key is not None:
+            self._keys.leave(invocation.key)
         self._logs.close(invocation.record.seq)
         if not invocation.record.detached:
             self._settle(invocation)

@@ -102,8 +102,8 @@ class InvocationLog:
         if self._omitted_bytes:
             text = f"the log reached its limit of {self._limit_bytes} bytes; {self._omitted_bytes} bytes are missing"
             self._append(TRUNCATED, text)
-        self.closed = True
-        self.pause()
+        self.closed = self.finished = True
+        self._wake()
 
     def pause(self) -> None:
         """Take nothing more: what comes is the next gateway's."""

@@ -94,8 +94,9 @@ class Record:
 
     @property
     def trace(self) -> serialization.TraceContext:
-        """The caller's trace context, as far as it gave one."""
-        return serialization.trace(self.options.get("traceparent"), self.options.get("tracestate"))
+        """The caller's trace context, as far as it gave one; it was read when the invocation was accepted."""
+        parent, state = self.options.get("traceparent"), self.options.get("tracestate")
+        return serialization.TraceContext(traceparent=cast(str | None, parent), tracestate=cast(str | None, state))
 
     @property
     def _capped_s(self) -> float | UnsetType:
