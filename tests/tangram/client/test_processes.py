@@ -18,6 +18,7 @@ from tangram.testing import ScriptedCall, ScriptedFailure, ScriptedGateway
 from tests.faults.world import until
 from tests.gateway.conftest import DEADLINE_S
 from tests.tangram.sockets import ScriptedServer, served
+from tests.tangram.workers import fail, miss, square
 
 # Forking beside the server's thread is what is tested here: a trainer has threads, too.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -39,19 +40,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 def server() -> Iterator[ScriptedServer]:
     with served(ScriptedGateway({"shell": behave})) as server:
         yield server
-
-
-def square(client: Client, number: int) -> int:
-    """In a worker: what the gateway answers, through a client that came with the job."""
-    return int(client.invoke("shell", {"n": number * number}).result["n"])
-
-
-def fail(client: Client) -> None:
-    client.invoke("shell", {"fail": True}).raise_for_failure()
-
-
-def miss(client: Client) -> None:
-    client.invoke("nobody", {})
 
 
 def test_a_client_survives_a_pickle_with_its_settings(server: ScriptedServer) -> None:
