@@ -255,12 +255,25 @@ async def test_a_call_that_is_refused_and_reset_at_once_closes_its_connection_at
 ) -> None:
     monkeypatch.setattr(server, "STREAMS_MAX", 1)
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 10 * DEADLINE_S)
-    async with serving(GatewayBench(tmp_path)) as gateway, http2(gateway) as rapid:
+    bench = GatewayBench(tmp_path, bounds={"stall_s": 10 * DEADLINE_S})
+    async with serving(bench) as gateway, http2(gateway) as rapid:
         for _ in range(50):
             rapid.drop(rapid.send(HEAD, b'{"held": true}'))
         rapid.writer.write_eof()
         await asyncio.wait_for(rapid.reader.read(-1), DEADLINE_S)
     assert not [each for each in caplog.records if each.exc_info]
+
+
+async def test_a_caller_that_goes_without_reading_its_answer_leaves_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 10 * DEADLINE_S)
+    body = orjson.dumps({"a": "x" * 200_000})  # its answer is more than a peer takes before it says that it read any
+    async with serving(GatewayBench(tmp_path, bounds={"stall_s": 10 * DEADLINE_S})) as gateway:
+        async with http2(gateway) as silent:
+            await silent.pour(silent.send(HEAD, None, end=False), body)
+            await until(lambda: bool(gateway.runtime.leases) and gateway.app.invocations.living == ())
+        await until(lambda: gateway.app.connections["http"].open == 0)
 
 
 async def test_random_frames_close_their_own_connection_at_most(gateway: RunningGateway) -> None:

@@ -388,18 +388,15 @@ async def test_an_instance_that_could_not_be_removed_is_the_reapers(
     await environments.close()
 
 
-async def test_a_missing_directory_is_refused_at_registration(runtime: HandlerRuntime, tmp_path: Path) -> None:
-    spec = HandlerSpec(module="handler", callable="score", directory=tmp_path / "none", **SCALE)  # type: ignore[arg-type]
-    with pytest.raises(InvalidConfig, match="does not exist"):
-        await runtime.prepare(FunctionSpec(name="reward", runtime="handler", handler=spec))
-
-
-async def test_an_instance_whose_directory_went_is_not_made_of_an_empty_one(
+async def test_a_missing_directory_is_refused_at_registration_and_no_instance_is_made_of_an_empty_one(
     runtime: HandlerRuntime, tmp_path: Path
 ) -> None:
-    spec = HandlerSpec(module="handler", callable="score", directory=tmp_path / "none", **SCALE)  # type: ignore[arg-type]
+    handler = HandlerSpec(module="handler", callable="score", directory=tmp_path / "none", **SCALE)  # type: ignore[arg-type]
+    spec = FunctionSpec(name="reward", runtime="handler", handler=handler)
+    with pytest.raises(InvalidConfig, match="does not exist"):
+        await runtime.prepare(spec)
     with pytest.raises(ActionFailed, match="does not exist") as gone:
-        await call(runtime, FunctionSpec(name="reward", runtime="handler", handler=spec))
+        await call(runtime, spec)
     assert gone.value.reason is Reason.ENVIRONMENT_LOST
 
 
