@@ -251,16 +251,17 @@ class AttachClient:
         request = replace(command, claim=claim, detached=command.detached and self._detachable)
         shown = Shown(on_output)
         client, number = await self._attached(), None
-        while True:
-            if claim not in client.resumable:
-                number = (client.number + 1) % NUMBERS  # it is given before anything else can happen
-            try:
-                result = await client.run(request, shown.again())
-                if not request.detached:
-                    client.keep(claim, detached=False)
-                return result
-            except ActionFailed as failure:
-                client = await self._after(client, failure, number, claim)
+        try:
+            while True:
+                if claim not in client.resumable:
+                    number = (client.number + 1) % NUMBERS  # it is given before anything else can happen
+                try:
+                    return await client.run(request, shown.again())
+                except ActionFailed as failure:
+                    client = await self._after(client, failure, number, claim)
+        finally:
+            if not request.detached and not client.lost.is_set():
+                client.keep(claim, detached=False)
 
     def keep(self, claims: str, *, detached: bool) -> None:
         if self._client is not None:
@@ -347,6 +348,9 @@ class AttachClient:
                 created = await self._attach(secrets.randbits(31))
             else:
                 created = await self._attach_again(client)
+            if self.lost.is_set():  # it was closed meanwhile
+                created.close()
+                raise lost("the sandbox's runner is gone")
             self._client = created
             self._watch = asyncio.create_task(self._await_loss(created))
             return created

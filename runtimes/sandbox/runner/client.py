@@ -724,12 +724,13 @@ class StreamClient(asyncio.BufferedProtocol):
         try:
             async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
                 client.greeted = await client._ready
-        except TimeoutError:
+            if client.greeted.protocol != wire.PROTOCOL:
+                raise lost(f"the runner speaks protocol {client.greeted.protocol}, not {wire.PROTOCOL}")
+        except BaseException as error:
             client.close()
-            raise lost("the runner does not answer") from None
-        if client.greeted.protocol != wire.PROTOCOL:
-            client.close()
-            raise lost(f"the runner speaks protocol {client.greeted.protocol}, not {wire.PROTOCOL}")
+            if isinstance(error, TimeoutError):
+                raise lost("the runner does not answer") from None
+            raise
         return client
 
     # --- requests

@@ -682,6 +682,31 @@ async def test_the_fuzzer_finds_servers_that_are_killed_with_a_later_command() -
     assert any("killed with another command" in told for told in findings.wrong), findings
 
 
+@pytest.mark.parametrize("answer", [None, (wire.ERROR, {"code": "invalid_input", "message": "no such user"})])
+async def test_a_connection_that_comes_to_nothing_is_closed(
+    tmp_path: Path, answer: tuple[int, dict[str, str]] | None
+) -> None:
+    greeted, closed = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_frame(reader)
+        if answer is not None:
+            writer.write(encode_json(answer[0], 0, answer[1]))
+        greeted.set()
+        assert not await reader.read()
+        closed.set()
+        await hang_up(writer)
+
+    async with await asyncio.start_unix_server(serve, tmp_path / "s"), asyncio.timeout(DEADLINE_S):
+        opening = asyncio.create_task(StreamClient.open(SocketStream(tmp_path), {"token": "t"}, within_s=DEADLINE_S))
+        await greeted.wait()
+        if answer is None:
+            opening.cancel()
+        (failure,) = await asyncio.gather(opening, return_exceptions=True)
+        assert isinstance(failure, asyncio.CancelledError if answer is None else InvalidInput)
+        await closed.wait()
+
+
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
