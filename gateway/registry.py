@@ -400,7 +400,7 @@ def function_info(
     if (sandbox := result.get("sandbox")) is not None:
         sandbox["env"] = {name: masked(value) for name, value in sandbox["env"].items()}
     result |= {
-        "cost": {kind: _units(units) for kind, units in spec.cost.items()},
+        "cost": {kind: units_info(units) for kind, units in spec.cost.items()},
         "input_schema": input_schema(spec),
         "result_schema": result_schema(spec),
         "own": {each.name: result[each.name] for each in fields(spec) if each.name not in _COMMON} or None,
@@ -418,7 +418,8 @@ def masked(value: str) -> str:
     return value if SECRET.fullmatch(value) else REDACTED
 
 
-def _units(units: UnitSet) -> int | types.UnitsInfo:
+def units_info(units: UnitSet) -> int | types.UnitsInfo:
+    """Return unit counts as JSON has them."""
     if units.choices is not None:
         return types.UnitsInfo(choices=units.choices)
     return types.UnitsInfo(min=units.minimum, max=units.maximum) if units.elastic else units.minimum

@@ -11,6 +11,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from gateway.cli.trace import Cost, cost_of, read_trace, write_trace
 from gateway.config import load
 from gateway.limits import describe
 from manager.action import Amdahl, EfficiencyTable, Elasticity
@@ -25,9 +26,6 @@ from manager.simulation.workloads import (
     TracedTrajectory,
     TraceStep,
     Workload,
-    parse_cost,
-    read_trace,
-    write_trace,
 )
 from tangram import Client, InvocationResult
 from tangram.cli.main import VerbGroup
@@ -79,7 +77,7 @@ def _trajectory(
 
 
 def _step(record: InvocationResult, function: Mapping[str, Any], think_s: float) -> TraceStep:
-    cost = parse_cost(function.get("cost") or {}, f"function {record.function}: cost")
+    cost = cost_of(msgspec.convert(function.get("cost") or {}, Cost))
     key = function.get("key")
     elasticity = _elasticity(function) if key is not None else None
     members = max(1.0, record.usage.get("batch", 1.0))

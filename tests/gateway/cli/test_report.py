@@ -13,8 +13,9 @@ import pytest
 
 from gateway.cli.report import COMPARED, PlayedRun, ReportedRun, RunAction, actions_of, page, play, workload_of
 from gateway.cli.simulate import recorded
+from gateway.cli.trace import read_trace, write_trace
 from manager.simulation.simulate import Size, run, simulate
-from manager.simulation.workloads import Workload, read_trace, write_trace
+from manager.simulation.workloads import Workload
 from tangram import InvocationResult
 from tests.gateway.conftest import RunningGateway
 from tests.tangram.cli.conftest import Served, invocation, served
