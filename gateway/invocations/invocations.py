@@ -7,13 +7,13 @@ import hashlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from jsonschema import Draft202012Validator
@@ -483,11 +483,33 @@ class LostSandboxes:
 COMPILED_MAX = 4096
 
 
+#: Bytes of an input up to which it is checked at once: jsonschema takes a microsecond for each, and others wait.
+INLINE_MAX_BYTES = 16 * 2**10
+
+
+class InputVerdict(NamedTuple):
+    """Whether an input fits this form of its function."""
+
+    function: FunctionSpec
+    error: InvalidInput | None
+
+
 class Inputs:
     """Checks inputs against the schemas of their functions."""
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, str], Any] = {}
+        #: One is checked aside at a time: more would only take the interpreter from the loop.
+        self._aside = asyncio.Lock()
+
+    async def checked_aside(self, function: FunctionSpec, input: Mapping[str, object]) -> InputVerdict:
+        """Check a large input in a thread, while others are served."""
+        async with self._aside:
+            try:
+                await asyncio.to_thread(self.check, function, input)
+            except InvalidInput as error:
+                return InputVerdict(function, error)
+        return InputVerdict(function, None)
 
     def check(self, function: FunctionSpec, input: Mapping[str, object]) -> None:
         """Raise InvalidInput with the JSON path of the first thing that does not fit."""
@@ -527,13 +549,8 @@ def _items(validator: Any, items: Any, instance: Any, schema: Any) -> Iterator[V
     if not isinstance(instance, list) or "prefixItems" in schema:
         yield from KEYWORDS["items"](validator, items, instance, schema)
         return
-    plain: set[type] = set()
-    if isinstance(items, dict) and items.keys() <= PLAIN_KEYWORDS:
-        plain = PLAIN.get(items.get("type", ""), plain)
-    if plain and instance and set(map(type, instance)) <= plain:
-        low, high = items.get("minimum"), items.get("maximum")
-        if (low is None or low <= min(instance)) and (high is None or max(instance) <= high):
-            return
+    if _are_plain(items, instance):
+        return
     for index, each in enumerate(instance):
         errors = list(validator.descend(each, items, path=index))
         if errors:
@@ -541,11 +558,28 @@ def _items(validator: Any, items: Any, instance: Any, schema: Any) -> Iterator[V
             return
 
 
+def _are_plain(schema: Any, values: Collection[Any]) -> bool:
+    """Return whether a schema asks for a plain type alone, and all values are of it and within its bounds."""
+    plain: set[type] = set()
+    if isinstance(schema, dict) and schema.keys() <= PLAIN_KEYWORDS:
+        plain = PLAIN.get(schema.get("type", ""), plain)
+    if not (plain and values and set(map(type, values)) <= plain):
+        return False
+    low, high = schema.get("minimum"), schema.get("maximum")
+    return (low is None or low <= min(values)) and (high is None or max(values) <= high)
+
+
 def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
     """Check fields that are not declared as jsonschema does; the first that is refused is enough to tell."""
     if allowed is False and isinstance(instance, dict) and "patternProperties" not in schema:
         declared = schema.get("properties", {})
         instance = dict(islice(((name, value) for name, value in instance.items() if name not in declared), 1))
+    elif (
+        isinstance(instance, dict)
+        and not schema.keys() & {"properties", "patternProperties"}
+        and _are_plain(allowed, instance.values())
+    ):
+        return
     yield from KEYWORDS["additionalProperties"](validator, allowed, instance, schema)
 
 
@@ -760,9 +794,10 @@ class Invocations:
             if index % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
             try:
+                checked = await self._checked(request)
                 invocation = await self._keys.latch(request, self._living) if request.key is not None else None
                 if invocation is None:
-                    invocation = self._accept(request)
+                    invocation = self._accept(request, checked)
                     fresh.append(invocation)
                 invocation.callers += 1
                 verdicts.append(invocation)
@@ -777,8 +812,14 @@ class Invocations:
         self.submit(fresh)
         return verdicts
 
-    def _accept(self, request: InvocationRequest) -> LiveInvocation:
-        """Everything that can refuse happens here, before any work."""
+    async def _checked(self, request: InvocationRequest) -> InputVerdict | None:
+        function = self._functions.config.functions.get(request.function)
+        if function is None or len(request.body) <= INLINE_MAX_BYTES:
+            return None
+        return await self._inputs.checked_aside(function, request.input)
+
+    def _accept(self, request: InvocationRequest, checked: InputVerdict | None) -> LiveInvocation:
+        """Everything that can refuse happens here, before any work; ``checked`` is what is known of its input."""
         self._store.check()
         function = self._functions.get(request.function)
         self._functions.preparation.of(function.name).check(function, asyncio.get_running_loop().time())
@@ -786,7 +827,10 @@ class Invocations:
         self._held.check(len(request.body), request.task)
         if request.trajectory is not None:
             self.engine.check_trajectory(request.trajectory, request.task, living=request.living)
-        self._inputs.check(function, request.input)
+        if checked is None or checked.function is not function:
+            self._inputs.check(function, request.input)
+        elif checked.error is not None:
+            raise checked.error
         seq = self._store.next_seq()
         record = Record(
             seq=seq,

@@ -25,11 +25,13 @@ from gateway import serialization
 from gateway.config.load import load
 from gateway.config.schema import ServerConfig
 from gateway.invocations.invocations import (
+    INLINE_MAX_BYTES,
     Admission,
     Inputs,
     InvocationRequest,
     Keys,
     LiveInvocation,
+    _additional,
     _items,
     next_try_s,
 )
@@ -168,7 +170,10 @@ def test_long_lists_are_checked_together_and_the_first_that_does_not_fit_is_name
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tangram.yaml"
-    fields = "argv: {type: array, items: {type: string}}, ids: {type: array, items: {type: integer, minimum: 0}}"
+    fields = (
+        "argv: {type: array, items: {type: string}}, ids: {type: array, items: {type: integer, minimum: 0}},"
+        "env: {type: object, additionalProperties: {type: string}}"
+    )
     path.write_text(
         f"version: 1\nfunctions: {{box: {{runtime: exec, input: {{type: object, properties: {{{fields}}}}}}}}}"
     )
@@ -177,6 +182,7 @@ def test_long_lists_are_checked_together_and_the_first_that_does_not_fit_is_name
         ({"argv": ["a", 1, 2]}, r"\$.argv\[1\]: 1 is not of type 'string'"),
         ({"ids": [0, True]}, r"\$.ids\[1\]: True is not of type 'integer'"),
         ({"ids": [3, -1, -2]}, r"\$.ids\[1\]: -1 is less than the minimum of 0"),
+        ({"env": {"A": "a", "B": 1}}, r"\$.env.B: 1 is not of type 'string'"),
     ):
         with pytest.raises(InvalidInput, match=message):
             inputs.check(box, wrong)
@@ -184,6 +190,28 @@ def test_long_lists_are_checked_together_and_the_first_that_does_not_fit_is_name
     monkeypatch.setattr(type(validator), "descend", None)  # which looks at one item after the other
     assert not list(_items(validator, {"type": "string"}, ["a"] * 1000, {}))
     assert not list(_items(validator, {"type": "number", "maximum": 2}, [1, 2.0], {}))
+    assert not list(_additional(validator, {"type": "string"}, {"A": "a"}, {}))
+
+
+@pytest.mark.promise("A large input is checked while others are served.")
+async def test_a_large_input_is_checked_aside_and_judged_as_a_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    check = Inputs.check
+
+    def seen(self: Inputs, function: FunctionSpec, input: Mapping[str, object]) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        check(self, function, input)
+
+    monkeypatch.setattr(Inputs, "check", seen)
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        for padding, inline in (("", True), ("x" * INLINE_MAX_BYTES, False)):
+            for n, status in ((1, 200), ("one", 422)):
+                threads.clear()
+                answer = await gateway.invoke({"n": n, "padding": padding}, function="strict")
+                assert (answer.status_code, threads) == (status, [inline]), answer.text
+                assert status == 200 or "$.n: 'one' is not of type 'integer'" in answer.json()["detail"]
 
 
 def test_for_an_unknown_field_the_nearest_and_all_known_ones_are_named(config: Path) -> None:
