@@ -1,10 +1,17 @@
-"""What the gateway adds: a no-op exec and handler through HTTP and gRPC, against a bare echo on the same server."""
+"""What the gateway adds: a no-op exec and handler through HTTP and gRPC, against a bare echo on the same server.
+
+And how long one client can make the others wait.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import multiprocessing
+import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,8 +26,11 @@ from grpclib.health.v1.health_pb2 import HealthCheckRequest
 from bench.docker_exec import DockerExec
 from bench.report import BenchReport, median, parser, percentile, play
 from bench.serving import ECHO, GATEWAY, IMAGE, START_S, TOKEN, BenchConnection, ServerProcess, process, process_cpu_s
+from gateway.app import gateway as opened_gateway
+from gateway.config.load import load
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
+from gateway.invocations.logs import configure
 
 CONNECTIONS = 32
 NOOP = "/v1/functions/noop/invocations"
@@ -34,6 +44,8 @@ functions:
 """
 HANDLER = "def handle(event, context):\n    return event\n"
 Call = Callable[[], Awaitable[object]]
+#: Clients that are processes of their own: a fork would have this one's loop.
+CHILDREN = multiprocessing.get_context("spawn")
 
 
 async def timed(call: Call, count: int) -> list[float]:
@@ -166,6 +178,88 @@ async def processor(report: BenchReport, rounds: int, each: int) -> None:
     report.check("sync_cpu_over_echo", median(ratios), limit=3.0, better="lower")
 
 
+#: What one client sends to hold up the others: method, path and body, made in its own process.
+MANY = 100_000
+HOGS: dict[str, Callable[[], tuple[str, str, object]]] = {
+    "arguments": lambda: ("POST", "/v1/functions/shell/invocations", {"argv": ["x"] * MANY}),
+    "variables": lambda: ("POST", "/v1/functions/shell/invocations", {"command": "true", "env": _keys("x")}),
+    "wrong variables": lambda: ("POST", "/v1/functions/shell/invocations", {"command": "true", "env": _keys(1)}),
+    "fields": lambda: ("POST", "/v1/functions/noop/invocations", _keys(1)),
+    "objects": lambda: ("POST", "/v1/functions/listed/invocations", {"all": [{"n": 1}] * MANY}),
+    "an opening": lambda: ("PUT", "/v1/trajectories/hog", {"function": "shell", "sandbox": {"env": _keys("x")}}),
+    "a fork": lambda: ("POST", "/v1/trajectories/hog/fork", {"to": list(_keys(1))}),
+    "a definition": lambda: ("PUT", "/v1/functions/hog", {"definition": {"runtime": "exec", **_keys(1)}}),
+}
+#: Connections that each ask for something long, and go.
+GONE = 200
+LISTED = """  listed:
+    runtime: handler
+    handler: "noop:handle"
+    input: {type: object, properties: {all: {type: array, items: {type: object, properties: {n: {type: integer}}}}}}
+"""
+
+
+def _keys(value: object) -> dict[str, object]:
+    return {f"key{number}": value for number in range(MANY)}
+
+
+def hog(name: str, port: int) -> None:
+    """Do what one client does of `HOGS`, or open and leave many connections."""
+    if name in HOGS:
+        method, path, body = HOGS[name]()
+        connection = BenchConnection(port)
+        asyncio.run(connection.send(method, path, json.dumps(body).encode()))
+        return
+    body = json.dumps({"function": "shell", "command": "sleep 9"}).encode()
+    about = f"Host: bench\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    open_ = [socket.create_connection(("127.0.0.1", port)) for _ in range(GONE)]
+    for number, each in enumerate(open_):
+        line = "POST /v1/functions/shell/invocations" if number % 2 else f"PUT /v1/trajectories/gone-{number}"
+        each.sendall(f"{line} HTTP/1.1\r\n".encode() + about + body)
+    for each in open_:
+        each.close()
+
+
+def held(report: BenchReport) -> None:
+    """How long one client keeps the loop from all others at most: processor time of one turn, whatever else runs."""
+    turns: list[float] = []
+    run = asyncio.events.Handle._run
+
+    def timed_run(handle: asyncio.Handle) -> None:
+        began_s = time.thread_time()
+        run(handle)
+        turns.append(time.thread_time() - began_s)
+
+    async def measure(config: Path) -> dict[str, float]:
+        worst = {}
+        async with opened_gateway(load([config], os.environ)) as app:
+            serving = asyncio.create_task(app.serve())
+            for name in (*HOGS, "gone clients"):
+                turns.clear()
+                child = CHILDREN.Process(target=hog, args=(name, app.http_port))
+                child.start()
+                await asyncio.to_thread(child.join)
+                while app.invocations.living:  # noqa: ASYNC110  (of those who have gone)
+                    await asyncio.sleep(0.05)
+                worst[name] = max(turns) * 1000
+            app.stop()
+            await serving
+        return worst
+
+    configure("critical")
+    asyncio.events.Handle._run = timed_run  # type: ignore[method-assign]
+    try:
+        with workplace() as place:
+            config = Path(place)
+            config.write_text(config.read_text() + LISTED)
+            worst = asyncio.run(measure(config))
+    finally:
+        asyncio.events.Handle._run = run  # type: ignore[method-assign]
+    for name, worst_ms in worst.items():
+        report.figure(f"held by {name}, ms", worst_ms)
+    report.check("held_max_ms", max(worst.values()), limit=100.0, better="lower")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("gateway", parts=True).parse_args(argv)
     report = BenchReport("gateway")
@@ -176,6 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {
             "latencies": lambda: latencies(report, rounds, count),
             "processor": lambda: processor(report, rounds, count // 4),
+            "held": lambda: held(report),
         },
     )
 

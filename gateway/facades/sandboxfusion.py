@@ -18,7 +18,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from gateway.config.schema import SandboxFusionFacade
+from gateway.config.schema import SandboxFusionFacade, suggestion
 from gateway.errors import FaultKind
 from gateway.facades.facade import (
     STATUSES,
@@ -252,7 +252,8 @@ class SandboxFusion(Facade):
         assert isinstance(self.section, SandboxFusionFacade)
         offered = {str(language): name for language, name in self.section.languages.items()}
         if request.language not in offered:
-            message = f"$.language: {request.language[:64]!r} is not offered here; known: {', '.join(sorted(offered))}"
+            wanted = request.language[:64]
+            message = f"$.language: {wanted!r} is not offered here{suggestion(wanted, offered)}"
             raise InvalidInput(message, component=self.name, detail={"path": "$.language"})
         function = self.function(offered[request.language])
         language = LANGUAGES[request.language]

@@ -351,8 +351,9 @@ def _stdin(inputs: ExecInput) -> bytes:
 def _check_sizes(inputs: ExecInput) -> None:
     """Raise ActionFailed(invalid_input) for what the kernel would not take; a long ``command`` it takes in pieces."""
     size_bytes = len(inputs.get("command", "").encode("utf-8", "surrogatepass"))
-    if (words := len(inputs.get("argv", ()))) > COMMAND_MAX_BYTES // WORD_BYTES:
-        raise invalid("$.argv", f"has {words} words, more than the kernel takes; upload a file and run that")
+    for name, words in (("argv", inputs.get("argv", ())), ("env", inputs.get("env", {}))):
+        if len(words) > COMMAND_MAX_BYTES // WORD_BYTES:
+            raise invalid(f"$.{name}", f"has {len(words)} words, more than the kernel takes; upload a file instead")
     for index, text in enumerate(inputs.get("argv", ())):
         size_bytes += _checked_size(f"$.argv[{index}]", text)
     for name, text in inputs.get("env", {}).items():

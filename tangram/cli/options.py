@@ -81,10 +81,12 @@ def new_option(command: _Command) -> _Command:
 
 def living(client: Client, name: str, function: str = "shell", task: str | None = None, *, new: bool) -> Trajectory:
     """Return a trajectory that lives, or with ``new`` may begin; raises NotFoundError."""
-    if not new and not any(each.trajectory == name for each in client.trajectories()):
-        raise NotFoundError(
-            f"no trajectory {name!r} lives; --new, before any command, makes its sandbox", component="cli"
-        )
+    if not new:
+        try:
+            client.trajectory_info(name)
+        except NotFoundError as error:
+            message = f"{error.message}; --new, before any command, makes its sandbox"
+            raise NotFoundError(message, component="cli") from None
     return client.trajectory(name, function=function, task=task)
 
 

@@ -139,7 +139,8 @@ async def test_what_could_not_be_laid_out_is_no_verdict(door: RunningGateway) ->
 async def test_what_cannot_be_run_is_refused_as_fastapi_does(door: RunningGateway) -> None:
     for body, named in [
         ({"language": "python"}, "code"),
-        ({"code": "1", "language": "cobol"}, "cobol"),
+        ({"code": "1", "language": "cobol"}, "'cobol' is not offered here; known here: "),
+        ({"code": "1", "language": "pyton"}, "did you mean 'python'?"),
         ({"code": "1", "language": "python", "run_timeout": 31}, "run_timeout"),
         ({"code": "1", "language": "python", "compile_timeout": 0}, "compile_timeout"),
         ({"code": "1", "language": "python", "files": {"a": "%"}}, "files"),

@@ -420,6 +420,7 @@ class TestExecRuntime:
             ({"argv": ["a", "b" * 2**17]}, "$.argv[1]"),
             ({"command": "a", "env": {"A": "b" * 2**17}}, "$.env.A"),
             ({"command": "a" * 2**21}, "$.command"),
+            ({"command": "a", "env": dict.fromkeys(map(str, range(2**18)), "b")}, "$.env"),
         ]
         for input, path in rows:
             execution, _ = execution_of(self.function, input)
