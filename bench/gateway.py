@@ -247,7 +247,7 @@ def held(report: BenchReport) -> None:
         return worst
 
     configure("critical")
-    asyncio.events.Handle._run = timed_run  # type: ignore[method-assign]
+    asyncio.events.Handle._run = timed_run  # type: ignore[method-assign, assignment]
     try:
         with workplace() as place:
             config = Path(place)

@@ -255,8 +255,9 @@ async def test_the_footprint_follows_what_restores_take(
     "Members of a model's batch have an answer each, and a refused one neither fails nor delays the others."
 )
 async def test_the_members_of_a_batch_run_as_one_job_with_an_answer_each(
-    checkpoint: Write, runtime: ModelRuntime
+    checkpoint: Write, settings: ModelSettings, fork_server: ForkServer
 ) -> None:
+    runtime = ModelRuntime(replace(settings, gather_s=300), fork_server=fork_server)
     asked, names = teacher(checkpoint), ("a", "b", "c")
     inputs = [{"token_ids": [ids]} for ids in IDS[:3]]
     results = await asyncio.gather(
@@ -270,6 +271,7 @@ async def test_the_members_of_a_batch_run_as_one_job_with_an_answer_each(
         rows = value(result)["logprobs"]
         assert isinstance(rows, list)
         assert rows == [pytest.approx(plain_logprobs(asked.model.path, ids), abs=1e-5)]  # type: ignore[union-attr]
+    await runtime.close()
 
 
 async def test_a_refused_member_neither_fails_nor_delays_its_batch(
