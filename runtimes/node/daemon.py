@@ -46,72 +46,9 @@ from manager.executor import Call, CallHooks, Executor
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.kinds import KINDS
 from runtimes.model.runtime import ModelRuntime
+from runtimes.node import protocol as wire
 from runtimes.node.certificate import node_side, shows
 from runtimes.node.journal import AttemptJournal, LogSpool
-from runtimes.node.protocol import (
-    ARCHIVE_COMPONENT,
-    ARCHIVE_MAX_BYTES,
-    COMPONENT,
-    HANDSHAKE_BYTES,
-    PATIENCE_S,
-    PROTOCOL,
-    AcknowledgeEnd,
-    AttachAttempt,
-    AttachSession,
-    AttemptEnd,
-    AttemptFacts,
-    AttemptLog,
-    AttemptPermit,
-    AttemptReady,
-    AttemptStarted,
-    CancelAttempt,
-    ChannelError,
-    ErrorFacts,
-    ExecuteAttempt,
-    FileTransfer,
-    FitnessChanged,
-    Inventory,
-    LinkClosed,
-    LinkSettings,
-    Message,
-    ModelsChanged,
-    NodeAnswer,
-    NodeDraining,
-    NodeGoodbye,
-    NodeHello,
-    NodeLink,
-    NodeRefused,
-    NodeRequest,
-    NodeWelcome,
-    ResizeAttempt,
-    SandboxChanged,
-    SessionControl,
-    SessionCredit,
-    SessionOpened,
-    SessionWritten,
-    SnapshotOrder,
-    SnapshotsKept,
-    TerminalInput,
-    TerminalInputState,
-    TrajectoryFacts,
-    TransferCredit,
-    TransferEnded,
-    TransferOpened,
-    TransferPiece,
-    TransferRequest,
-    TransferStopped,
-    TransferVerb,
-    as_failure,
-    end_of,
-    error_of,
-    facts_of,
-    failed,
-    mislaid,
-    oversized,
-    packed,
-    read_function,
-    unpack_object,
-)
 from runtimes.sandbox.disk import REMEDY, shortage_of
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.exec import terminal_of
@@ -130,18 +67,18 @@ logger = structlog.get_logger("node")
 class NodeAttempt:
     """What a daemon keeps of an attempt, from its arrival until its end is acknowledged."""
 
-    execute: ExecuteAttempt
+    execute: wire.ExecuteAttempt
     function: FunctionSpec
     log: LogSpool
     task: asyncio.Task[None] | None = None
     #: Done once the gateway has said whether it may begin.
-    go: asyncio.Future[AttemptPermit] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    go: asyncio.Future[wire.AttemptPermit] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     #: Whether it stands ready and asks; whether it may have begun; whether its work runs.
     asking: bool = False
     begun: bool = False
     running: bool = False
     lasting: bool = False
-    end: AttemptEnd | None = None
+    end: wire.AttemptEnd | None = None
     #: Whether the gateway listens on the present link; what it was sent on it: that the work runs, how much of the log,
     #: the end.
     attached: bool = False
@@ -153,16 +90,16 @@ class NodeAttempt:
     #: Whether nobody waits for its end.
     disowned: bool = False
     #: What is to be begun in its place, once it is gone.
-    successor: ExecuteAttempt | None = None
+    successor: wire.ExecuteAttempt | None = None
 
     @property
     def claim(self) -> str:
         return self.execute.claim
 
 
-def is_session(execute: ExecuteAttempt) -> bool:
+def is_session(execute: wire.ExecuteAttempt) -> bool:
     """Return whether its output is a session's, which no spool holds."""
-    return "session" in unpack_object(execute.input)
+    return "session" in wire.unpack_object(execute.input)
 
 
 #: Seconds for which a log waits for more before it is sent.
@@ -185,7 +122,7 @@ class LogShipper:
         self._owes = owes
         self._loop = asyncio.get_running_loop()
         #: Where it is sent; None while there is no gateway.
-        self.link: NodeLink | None = None
+        self.link: wire.NodeLink | None = None
         self._due: dict[str, NodeAttempt] = {}
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -214,7 +151,7 @@ class LogShipper:
         if self._due:
             self._wake.set()
 
-    def _has_room(self, link: NodeLink) -> bool:
+    def _has_room(self, link: wire.NodeLink) -> bool:
         return not link.closed.is_set() and link.unsent_bytes <= LOG_UNSENT_BYTES
 
     async def run(self) -> None:
@@ -241,15 +178,15 @@ class LogShipper:
                 attempt.sent_bytes = attempt.log.end
             return b""
 
-    def _send(self, attempt: NodeAttempt, link: NodeLink) -> bool:
+    def _send(self, attempt: NodeAttempt, link: wire.NodeLink) -> bool:
         """Send that it runs, a piece of its log, or its end behind the last one; return whether there is more."""
         if attempt.running and not attempt.start_sent:
             attempt.start_sent = True
-            link.send(AttemptStarted(attempt.claim))
+            link.send(wire.AttemptStarted(attempt.claim))
         if attempt.sent_bytes < attempt.log.end:
             piece = self._piece(attempt)
             if piece:
-                link.send(AttemptLog(attempt.claim, attempt.sent_bytes, piece))
+                link.send(wire.AttemptLog(attempt.claim, attempt.sent_bytes, piece))
                 attempt.sent_bytes += len(piece)
             if attempt.sent_bytes < attempt.log.end:
                 return bool(piece)
@@ -259,7 +196,7 @@ class LogShipper:
         return False
 
 
-class _ServedTransfer(FileTransfer):
+class _ServedTransfer(wire.FileTransfer):
     """One transfer that is under way."""
 
     task: asyncio.Task[None] | None = None
@@ -279,16 +216,16 @@ class TransferServer:
         self._transfers: dict[int, _ServedTransfer] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    def take(self, message: TransferPiece | TransferCredit | TransferStopped) -> None:
+    def take(self, message: wire.TransferPiece | wire.TransferCredit | wire.TransferStopped) -> None:
         """Take what the gateway says of a transfer, unless that has ended; raises ChannelError."""
         transfer = self._transfers.get(message.transfer)
         if transfer is not None:
-            if isinstance(message, TransferStopped):
+            if isinstance(message, wire.TransferStopped):
                 self._stop(transfer)
             else:
                 transfer.take(message)
 
-    def detach(self, link: NodeLink | None = None) -> None:
+    def detach(self, link: wire.NodeLink | None = None) -> None:
         """End the transfers of a link that is gone; None: of every link."""
         for transfer in list(self._transfers.values()):
             if link is None or transfer.link is link:
@@ -299,14 +236,14 @@ class TransferServer:
         self.detach()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    def begin(self, link: NodeLink, request: TransferRequest) -> None:
+    def begin(self, link: wire.NodeLink, request: wire.TransferRequest) -> None:
         """Begin a transfer, or refuse it; raises ChannelError for one that is under way."""
         if request.transfer in self._transfers:
-            raise ChannelError(f"transfer {request.transfer} was asked for twice")
+            raise wire.ChannelError(f"transfer {request.transfer} was asked for twice")
         if len(self._transfers) >= link.settings.transfers_max:
             message = f"the node has {len(self._transfers)} transfers of files under way (cluster.transfers_max)"
-            refusal = facts_of(CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0))
-            link.send(TransferEnded(request.transfer, refusal, 0, b""))
+            refusal = wire.facts_of(CapacityExceeded(message, component=wire.COMPONENT, retry_after_s=1.0))
+            link.send(wire.TransferEnded(request.transfer, refusal, 0, b""))
             return
         transfer = self._transfers[request.transfer] = _ServedTransfer(request, link)
         transfer.task = asyncio.create_task(
@@ -329,48 +266,48 @@ class TransferServer:
                 error, "transfer", verb=request.verb, trajectory=request.trajectory, path=request.path
             )
         self._transfers.pop(request.transfer, None)
-        transfer.link.send(TransferEnded(request.transfer, failure, size_bytes, entries))
+        transfer.link.send(wire.TransferEnded(request.transfer, failure, size_bytes, entries))
 
     async def _carried_out(self, transfer: _ServedTransfer) -> tuple[int, bytes]:
         """Do what is asked; return the bytes that were written, and the entries of a directory."""
         request = transfer.request
-        if request.verb is TransferVerb.HANDLER:
+        if request.verb is wire.TransferVerb.HANDLER:
             return await self._take_handler(request.path, transfer.chunks()), b""
         files = self._files(request.trajectory)
         if files is None:
-            raise NotFound(f"trajectory {request.trajectory!r} has no sandbox", component=COMPONENT)
+            raise NotFound(f"trajectory {request.trajectory!r} has no sandbox", component=wire.COMPONENT)
         match request.verb:
-            case TransferVerb.LIST:
+            case wire.TransferVerb.LIST:
                 entries = msgspec.msgpack.encode(await files.list(request.path, user=request.user))
-                if len(entries) > transfer.link.settings.frame_max_bytes - HANDSHAKE_BYTES:
+                if len(entries) > transfer.link.settings.frame_max_bytes - wire.HANDSHAKE_BYTES:
                     message = f"the entries of {request.path!r} are more than a frame of the channel holds"
-                    raise TooLarge(message, component=COMPONENT)
+                    raise TooLarge(message, component=wire.COMPONENT)
                 return 0, entries
-            case TransferVerb.WRITE:
+            case wire.TransferVerb.WRITE:
                 return await files.write(request.path, transfer.chunks(), mode=request.mode, user=request.user), b""
-            case TransferVerb.UNPACK:
+            case wire.TransferVerb.UNPACK:
                 chunks = transfer.chunks()
                 return await files.unpack(request.path, chunks, limit_bytes=request.limit_bytes, user=request.user), b""
-            case TransferVerb.READ:
+            case wire.TransferVerb.READ:
                 async with files.open(request.path, limit_bytes=request.limit_bytes, user=request.user) as file:
-                    transfer.link.send(TransferOpened(request.transfer, file.size_bytes))
+                    transfer.link.send(wire.TransferOpened(request.transfer, file.size_bytes))
                     await transfer.send(file.chunks())
             case _:
                 archive = files.pack(
                     request.path, limit_bytes=request.limit_bytes, user=request.user, base=request.base
                 )
                 async with archive as chunks:
-                    transfer.link.send(TransferOpened(request.transfer, None))
+                    transfer.link.send(wire.TransferOpened(request.transfer, None))
                     await transfer.send(chunks)
         return 0, b""
 
 
-def _failure_facts(error: Exception, what: str, **context: object) -> ErrorFacts:
+def _failure_facts(error: Exception, what: str, **context: object) -> wire.ErrorFacts:
     """Return an error as it travels; one that is no `CodedError` is a fault of the node, and is logged."""
     if isinstance(error, CodedError):
-        return facts_of(error)
+        return wire.facts_of(error)
     logger.error(f"a {what} failed", exc_info=error, **context)
-    return facts_of(CodedError(f"the node failed: {error!r}", component=COMPONENT))
+    return wire.facts_of(CodedError(f"the node failed: {error!r}", component=wire.COMPONENT))
 
 
 # Fitness: a node looks at its disk and its sandboxes, and reports when nothing can begin there and when it can again.
@@ -401,7 +338,7 @@ class NodeFitness:
         free_min_bytes: int,
         *,
         trouble: Trouble | None = None,
-        on_change: Callable[[FitnessChanged], None] = lambda changed: None,
+        on_change: Callable[[wire.FitnessChanged], None] = lambda changed: None,
     ) -> None:
         """With fewer than ``free_min_bytes`` free in the directory nothing begins; ``on_change`` is called at turns."""
         self._directory = directory
@@ -415,9 +352,11 @@ class NodeFitness:
         self.look()
 
     @property
-    def report(self) -> FitnessChanged:
+    def report(self) -> wire.FitnessChanged:
         """What the gateway is to know."""
-        return FitnessChanged(self._short or self._without_sandboxes, bool(not self._short and self._without_sandboxes))
+        return wire.FitnessChanged(
+            self._short or self._without_sandboxes, bool(not self._short and self._without_sandboxes)
+        )
 
     async def watch_for_ever(self) -> None:
         """Look again and again: an engine that hangs holds up no look at the disk."""
@@ -487,7 +426,7 @@ class NodeModels:
         self._devices = devices
         self._services: dict[str, ServiceSpec] = {}
         #: Called with all that there is, whenever some of it has changed.
-        self.on_change: Callable[[ModelsChanged], None] = lambda facts: None
+        self.on_change: Callable[[wire.ModelsChanged], None] = lambda facts: None
         models.on_footprint = self._learn
         models.on_residency = lambda resident: self.on_change(self.facts())
 
@@ -495,17 +434,17 @@ class NodeModels:
         """Raise Unsupported for a model function that no device of this node could ever run."""
         if function.model is not None and not self._devices:
             message = f"function {function.name!r}: this node has no model devices (tangram node join --devices)"
-            raise Unsupported(message, component=COMPONENT)
+            raise Unsupported(message, component=wire.COMPONENT)
 
     async def prepared(self, function: FunctionSpec) -> None:
         """Tell what the service of a function costs here, now that it was prepared; nothing for other functions."""
         if function.model is not None:
             self._learn(await self._models.footprint(function))
 
-    def facts(self) -> ModelsChanged:
+    def facts(self) -> wire.ModelsChanged:
         """Return what services there are, and what is resident."""
         resident = {service: list(chunks) for service, chunks in self._models.residency().items()}
-        return ModelsChanged(services=list(self._services.values()), resident=resident)
+        return wire.ModelsChanged(services=list(self._services.values()), resident=resident)
 
     def _learn(self, service: ServiceSpec) -> None:
         if self._services.get(service.name) != service:
@@ -531,7 +470,7 @@ class ServedSession:
     id: str
     session: InteractiveSession
     #: The gateway's present attachment; None on no link.
-    link: NodeLink | None = None
+    link: wire.NodeLink | None = None
     life: str = ""
     window_bytes: int = 0
     #: Up to where it was taken, and was sent.
@@ -604,18 +543,18 @@ class SessionServer:
 
     # --- the link
 
-    def take(self, link: NodeLink, message: AttachSession | SessionCredit) -> None:
+    def take(self, link: wire.NodeLink, message: wire.AttachSession | wire.SessionCredit) -> None:
         """Take what the gateway says of a session, unless that is forgotten."""
         served = self._sessions.get(message.claim)
         if served is None:
             return
-        if isinstance(message, AttachSession):
+        if isinstance(message, wire.AttachSession):
             self._attach(served, link, message)
         else:
             served.taken, served.attended = message.taken, message.attended
             served.changed.set()
 
-    def detach(self, link: NodeLink) -> None:
+    def detach(self, link: wire.NodeLink) -> None:
         """The link is gone: sessions go on, and those that were read wait a moment for the next link."""
         for served in self._sessions.values():
             if served.link is link:
@@ -635,12 +574,12 @@ class SessionServer:
 
     async def input(self, claim: str, body: bytes) -> bytes:
         """Pass input on, and return how far it came; raises Conflict or CapacityExceeded."""
-        served, input = self._sessions.get(claim), msgspec.msgpack.decode(body, type=TerminalInput)
+        served, input = self._sessions.get(claim), msgspec.msgpack.decode(body, type=wire.TerminalInput)
         if served is None:
             return self.input_state(claim, input.offset)
         if len(served.inputs) >= INPUTS_MAX:
             message = f"{INPUTS_MAX} inputs of the session wait for its command to read"
-            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0)
+            raise CapacityExceeded(message, component=wire.COMPONENT, retry_after_s=1.0)
         task = asyncio.current_task()
         assert task is not None
         served.inputs.add(task)
@@ -654,9 +593,9 @@ class SessionServer:
         """Return how far the input of a session came; one that is forgotten takes nothing from ``offset`` on."""
         served = self._sessions.get(claim)
         if served is None:
-            state = TerminalInputState(offset, reads=False)
+            state = wire.TerminalInputState(offset, reads=False)
         else:
-            state = TerminalInputState(served.session.input_offset, served.session.reads)
+            state = wire.TerminalInputState(served.session.input_offset, served.session.reads)
         return msgspec.msgpack.encode(state)
 
     async def control(self, claim: str, number: int, body: bytes) -> None:
@@ -664,7 +603,7 @@ class SessionServer:
         served = self._sessions.get(claim)
         if served is None:
             return
-        control = msgspec.msgpack.decode(body, type=SessionControl)
+        control = msgspec.msgpack.decode(body, type=wire.SessionControl)
         await served.session.opened(None)
         if number > served.controlled:
             served.controlled = number
@@ -673,7 +612,7 @@ class SessionServer:
 
     # --- inside
 
-    def _attach(self, served: ServedSession, link: NodeLink, request: AttachSession) -> None:
+    def _attach(self, served: ServedSession, link: wire.NodeLink, request: wire.AttachSession) -> None:
         ending: list[asyncio.Task[Any]] = []
         if served.life != request.life:
             served.life, served.controlled = request.life, 0
@@ -699,7 +638,9 @@ class SessionServer:
             served.sending.cancel()
         served.link = served.sending = None
 
-    async def _send_output(self, served: ServedSession, link: NodeLink, ending: Collection[asyncio.Task[Any]]) -> None:
+    async def _send_output(
+        self, served: ServedSession, link: wire.NodeLink, ending: Collection[asyncio.Task[Any]]
+    ) -> None:
         """Send that it runs, then its output while there is room, and the rest at its end.
 
         Where its input stands is sent once what is ``ending`` has ended.
@@ -708,7 +649,7 @@ class SessionServer:
         await session.opened(None)
         await asyncio.gather(*ending, return_exceptions=True)
         if session.end or not session.ended:  # else it has never begun
-            message = SessionOpened(
+            message = wire.SessionOpened(
                 claim=served.claim,
                 start=session.start,
                 input_offset=session.input_offset,
@@ -728,7 +669,7 @@ class SessionServer:
         served.is_sent = True
         self._on_sent(served.claim)
 
-    async def _send_pages(self, served: ServedSession, link: NodeLink) -> None:
+    async def _send_pages(self, served: ServedSession, link: wire.NodeLink) -> None:
         """Send its output until nobody reads it any more, or it has ended and all is sent."""
         session = served.session
         async with aclosing(session.read(served.sent, LOOK_S)) as pages:
@@ -738,7 +679,7 @@ class SessionServer:
                 if not served.attended and not session.ended:
                     return
 
-    async def _send_piece(self, served: ServedSession, link: NodeLink, piece: SessionPiece) -> None:
+    async def _send_piece(self, served: ServedSession, link: wire.NodeLink, piece: SessionPiece) -> None:
         """Send a piece as there is room, unless nobody reads it any more."""
         data = piece.data
         while data and (served.attended or served.session.ended):
@@ -750,7 +691,7 @@ class SessionServer:
             part, data = data[:room_bytes], data[room_bytes:]
             offset = piece.offset + len(piece.data) - len(data) - len(part)
             served.sent = offset + len(part)
-            link.send(SessionWritten(served.claim, offset, piece.stream, part))
+            link.send(wire.SessionWritten(served.claim, offset, piece.stream, part))
             await link.drained()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -797,7 +738,7 @@ class HandlerStore:
             return function
         digest = str(function.handler.directory)
         if not _DIGEST.fullmatch(digest):
-            raise ChannelError(f"function {function.name}: its files are not named by a digest")
+            raise wire.ChannelError(f"function {function.name}: its files are not named by a digest")
         handler = replace(function.handler, directory=self._trees.files(digest))
         return replace(function, revision=f"{function.revision}+{digest[:12]}", handler=handler)
 
@@ -827,10 +768,12 @@ class HandlerStore:
                     await to_its_end(partial(self._keep, part[0], digest, in_use))
                     self._whole.add(digest)
             except Refused as error:
-                raise InvalidInput(f"what was sent is no handler: {error}", component=ARCHIVE_COMPONENT) from None
+                raise InvalidInput(f"what was sent is no handler: {error}", component=wire.ARCHIVE_COMPONENT) from None
             except OSError as error:
                 message = f"the node cannot keep a handler's files: {error}"
-                raise exhaustion(error, ARCHIVE_COMPONENT) or CodedError(message, component=ARCHIVE_COMPONENT) from None
+                raise exhaustion(error, wire.ARCHIVE_COMPONENT) or CodedError(
+                    message, component=wire.ARCHIVE_COMPONENT
+                ) from None
             finally:
                 for each in part:
                     await asyncio.to_thread(shutil.rmtree, each, ignore_errors=True)
@@ -847,7 +790,9 @@ class HandlerStore:
         try:
             if not await self.has(digest):
                 message = f"the files of {function.name} are not on the node: they come when it is prepared anew"
-                raise ActionFailed(Reason.ENVIRONMENT_LOST, message, component=ARCHIVE_COMPONENT, retry_after_s=1.0)
+                raise ActionFailed(
+                    Reason.ENVIRONMENT_LOST, message, component=wire.ARCHIVE_COMPONENT, retry_after_s=1.0
+                )
             yield
         finally:
             self._held[digest] -= 1
@@ -855,18 +800,18 @@ class HandlerStore:
 
     def _check(self, digest: str) -> None:
         if not _DIGEST.fullmatch(digest):
-            raise InvalidInput(f"{digest[:80]!r} is no digest", component=ARCHIVE_COMPONENT)
+            raise InvalidInput(f"{digest[:80]!r} is no digest", component=wire.ARCHIVE_COMPONENT)
 
     def _keep(self, part: Path, digest: str, in_use: Collection[str]) -> None:
         """Unpack what has arrived, and let it be found by its name once it is whole."""
         size_bytes = unpack_tree(part / "archive", part / TreeStore.FILES, SOURCES_LIMIT_BYTES)
-        if packed(part / TreeStore.FILES).digest != digest:
-            raise InvalidInput("what was sent are not the files that were promised", component=ARCHIVE_COMPONENT)
+        if wire.packed(part / TreeStore.FILES).digest != digest:
+            raise InvalidInput("what was sent are not the files that were promised", component=wire.ARCHIVE_COMPONENT)
         if self._trees.use(digest):
             return  # it was sent twice
         if not self._trees.make_room(size_bytes, in_use):
             message = f"the handlers that the node serves have {self._max_bytes} bytes of files already"
-            raise CapacityExceeded(message, component=ARCHIVE_COMPONENT)
+            raise CapacityExceeded(message, component=wire.ARCHIVE_COMPONENT)
         self._trees.keep(part, digest, size_bytes)
 
     def _is_whole(self, digest: str) -> bool:
@@ -875,7 +820,7 @@ class HandlerStore:
         if not files.parent.is_dir():
             return False
         try:
-            if packed(files).digest == digest:
+            if wire.packed(files).digest == digest:
                 return True
         except (OSError, CodedError):
             pass
@@ -889,9 +834,9 @@ async def _received(part: Path, chunks: AsyncIterator[bytes]) -> int:
     with (part / "archive").open("wb") as file:
         async for chunk in chunks:
             size_bytes += len(chunk)
-            if size_bytes > ARCHIVE_MAX_BYTES:
-                message = f"the files of a handler are more than {ARCHIVE_MAX_BYTES} bytes"
-                raise TooLarge(message, component=ARCHIVE_COMPONENT)
+            if size_bytes > wire.ARCHIVE_MAX_BYTES:
+                message = f"the files of a handler are more than {wire.ARCHIVE_MAX_BYTES} bytes"
+                raise TooLarge(message, component=wire.ARCHIVE_COMPONENT)
             file.write(chunk)
     return size_bytes
 
@@ -993,7 +938,7 @@ class NodeDaemon:
         self._instance = secrets.token_hex(8)
         self._attempts: dict[str, NodeAttempt] = {}
         #: Ends that were sent, and are written down in the same turn of the loop.
-        self._ends: list[AttemptEnd] = []
+        self._ends: list[wire.AttemptEnd] = []
         #: Attempts whose end is on record: forgotten soon, many at once, and not between two that begin.
         self._settled: dict[str, NodeAttempt] = {}
         self._settling: asyncio.TimerHandle | None = None
@@ -1005,10 +950,10 @@ class NodeDaemon:
         self._sessions = SessionServer(self._environments.sessions, self._session_ended)
         self._shipper = LogShipper(self._sessions.owes)
         #: The sandboxes that the gateway knows of.
-        self._reported: dict[str, TrajectoryFacts] = {}
+        self._reported: dict[str, wire.TrajectoryFacts] = {}
         #: Whether the gateway of this link has asked which snapshots there are.
         self._reports_snapshots = False
-        self._link: NodeLink | None = None
+        self._link: wire.NodeLink | None = None
         self._contact_s = self._clock.now()
         #: Why it drains; whether what runs is left to the next daemon. Empty and False before.
         self._draining = ""
@@ -1032,7 +977,7 @@ class NodeDaemon:
             return
         self._draining = why
         logger.info("draining", why=why)
-        self._send(NodeDraining(why))
+        self._send(wire.NodeDraining(why))
         self._drainer = asyncio.ensure_future(self._drain())
 
     def leave(self) -> None:
@@ -1051,7 +996,7 @@ class NodeDaemon:
             if not self._leaving:
                 await self.end_all()
             if self._link is not None:
-                self._link.send(NodeGoodbye(self._draining or "the daemon ends", not self._leaving))
+                self._link.send(wire.NodeGoodbye(self._draining or "the daemon ends", not self._leaving))
                 self._link.close("the daemon ends")
         finally:
             self._stopping.set()
@@ -1118,7 +1063,9 @@ class NodeDaemon:
             elif is_held or self._never_started(attempt):
                 self._run(attempt)
             else:
-                self._conclude(attempt, mislaid("the node's daemon ended while it ran, and with it what it had begun"))
+                self._conclude(
+                    attempt, wire.mislaid("the node's daemon ended while it ran, and with it what it had begun")
+                )
         await self._environments.end_unclaimed(self._attempts)
         self._spawn(self._shipper.run())
         self._spawn(self.fitness.watch_for_ever())
@@ -1206,17 +1153,17 @@ class NodeDaemon:
             self.joined.set()
             logger.info("joined", gateway=link.peer, generation=welcome.generation)
             if self._draining:
-                link.send(NodeDraining(self._draining))
+                link.send(wire.NodeDraining(self._draining))
             why = await self.serve(link)
             logger.info("the link is gone", why=why)
             self._contact_s = self._clock.now()
         finally:
             link.close("the daemon is done with it")
 
-    async def _dial(self) -> NodeLink:
+    async def _dial(self) -> wire.NodeLink:
         settings = self._settings
         transport, link = await self._loop.create_connection(
-            lambda: NodeLink(clock=self._clock), settings.host, settings.port, ssl=node_side(), server_hostname=""
+            lambda: wire.NodeLink(clock=self._clock), settings.host, settings.port, ssl=node_side(), server_hostname=""
         )
         peer = transport.get_extra_info("ssl_object")
         if not isinstance(peer, ssl.SSLObject | ssl.SSLSocket) or not shows(peer, settings.fingerprint):
@@ -1227,10 +1174,10 @@ class NodeDaemon:
             )
         return link
 
-    def _hello(self) -> NodeHello:
+    def _hello(self) -> wire.NodeHello:
         settings = self._settings
-        return NodeHello(
-            protocol=PROTOCOL,
+        return wire.NodeHello(
+            protocol=wire.PROTOCOL,
             version=_version(),
             name=settings.spec.name,
             epoch=self._journal.epoch,
@@ -1245,31 +1192,31 @@ class NodeDaemon:
             finishing=self.fitness.report.finishing,
         )
 
-    async def _welcomed(self, link: NodeLink) -> NodeWelcome:
-        answer = await link.receive(Message, HANDSHAKE_S)
+    async def _welcomed(self, link: wire.NodeLink) -> wire.NodeWelcome:
+        answer = await link.receive(wire.Message, HANDSHAKE_S)
         match answer:
-            case NodeWelcome():
+            case wire.NodeWelcome():
                 return answer
-            case NodeRefused(code=Unauthorized.code):
+            case wire.NodeRefused(code=Unauthorized.code):
                 raise Unauthorized(f"the gateway refuses the node: {answer.message}", component=DAEMON_COMPONENT)
-            case NodeRefused():
-                raise LinkClosed(f"the gateway refuses the node: {answer.message}", component=DAEMON_COMPONENT)
-        raise ChannelError(f"a {type(answer).__name__} where a welcome was expected")
+            case wire.NodeRefused():
+                raise wire.LinkClosed(f"the gateway refuses the node: {answer.message}", component=DAEMON_COMPONENT)
+        raise wire.ChannelError(f"a {type(answer).__name__} where a welcome was expected")
 
-    def inventory(self) -> Inventory:
+    def inventory(self) -> wire.Inventory:
         """Return all that is here."""
         self._forget_settled()
-        return Inventory(
+        return wire.Inventory(
             epoch=self._journal.epoch,
             attempts=[
-                AttemptFacts(claim=each.claim, begun=each.begun, ended=each.end is not None)
+                wire.AttemptFacts(claim=each.claim, begun=each.begun, ended=each.end is not None)
                 for each in self._attempts.values()
                 if not each.disowned
             ],
             trajectories=self._trajectories(),
         )
 
-    async def serve(self, link: NodeLink) -> str:
+    async def serve(self, link: wire.NodeLink) -> str:
         """Send what is here, then do what the gateway asks until the link is gone; return why it is."""
         link.send(self.inventory())
         link.send(self.fitness.report)
@@ -1293,48 +1240,48 @@ class NodeDaemon:
             if not attempt.begun and attempt.go.done():
                 attempt.go = self._loop.create_future()  # the next inventory says that it has not begun: it asks again
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         """Send a message to the gateway, if there is one."""
         if self._link is not None:
             self._link.send(message)
 
-    def _handle(self, link: NodeLink, message: Message) -> None:
+    def _handle(self, link: wire.NodeLink, message: wire.Message) -> None:
         match message:
-            case ExecuteAttempt():
+            case wire.ExecuteAttempt():
                 self._execute(message)
-            case AttemptPermit():
+            case wire.AttemptPermit():
                 self._permit(message)
-            case AcknowledgeEnd():
+            case wire.AcknowledgeEnd():
                 self._acknowledged(message.claim)
-            case AttachAttempt():
+            case wire.AttachAttempt():
                 self._attach(message)
-            case CancelAttempt():
+            case wire.CancelAttempt():
                 self._cancel(message)
-            case ResizeAttempt():
+            case wire.ResizeAttempt():
                 self._resize(message)
-            case NodeRequest():
+            case wire.NodeRequest():
                 self._begin_request(message)
-            case NodeDraining():
+            case wire.NodeDraining():
                 self.drain(message.why)
-            case TransferRequest():
+            case wire.TransferRequest():
                 self._transfers.begin(link, message)
-            case TransferPiece() | TransferCredit() | TransferStopped():
+            case wire.TransferPiece() | wire.TransferCredit() | wire.TransferStopped():
                 self._transfers.take(message)
-            case AttachSession() | SessionCredit():
+            case wire.AttachSession() | wire.SessionCredit():
                 self._sessions.take(link, message)
             case _:
-                raise ChannelError(f"a {type(message).__name__} to a node")
+                raise wire.ChannelError(f"a {type(message).__name__} to a node")
 
     # --- requests
 
-    def _begin_request(self, request: NodeRequest) -> None:
+    def _begin_request(self, request: wire.NodeRequest) -> None:
         """Do what is asked, once: while it is under way it may be asked again after a cut."""
         if request.number not in self._requests:
             task = asyncio.create_task(self._answer(request), name=f"request {request.verb} {request.name}")
             self._requests[request.number] = task
             task.add_done_callback(lambda _: self._requests.pop(request.number, None))
 
-    async def _answer(self, request: NodeRequest) -> None:
+    async def _answer(self, request: wire.NodeRequest) -> None:
         """Answer on the link that is there at its end."""
         done, body, failure = True, b"", None
         try:
@@ -1342,9 +1289,9 @@ class NodeDaemon:
             done, body = (result, b"") if isinstance(result, bool) else (True, result)
         except Exception as error:  # noqa: BLE001  # a bug here ends no daemon
             failure = _failure_facts(error, "request", verb=request.verb, name=request.name)
-        self._send(NodeAnswer(request.number, failure, done, body))
+        self._send(wire.NodeAnswer(request.number, failure, done, body))
 
-    async def _carry_out(self, request: NodeRequest) -> bool | bytes:
+    async def _carry_out(self, request: wire.NodeRequest) -> bool | bytes:
         """Do what is asked; return whether it is so now, or the body of the answer."""
         name, executor, snapshots = request.name, self._runtimes.executor, self._runtimes.snapshots
         match request.verb:
@@ -1381,7 +1328,7 @@ class NodeDaemon:
             case "drop_snapshot" if snapshots is not None:
                 await snapshots.give_up(name)
             case _:
-                raise Unsupported(f"this node knows no request {request.verb!r}", component=COMPONENT)
+                raise Unsupported(f"this node knows no request {request.verb!r}", component=wire.COMPONENT)
         return True
 
     async def _prepare(self, function: FunctionSpec) -> None:
@@ -1395,17 +1342,17 @@ class NodeDaemon:
 
     async def _take_snapshot(self, trajectory: str, body: bytes) -> None:
         try:
-            order = msgspec.json.decode(body, type=SnapshotOrder)
+            order = msgspec.json.decode(body, type=wire.SnapshotOrder)
             id = convert(order.id, SnapshotId)
         except msgspec.MsgspecError as error:
-            raise InvalidInput(f"no order of a snapshot: {error}", component=COMPONENT) from None
+            raise InvalidInput(f"no order of a snapshot: {error}", component=wire.COMPONENT) from None
         await self._environments.snapshot(trajectory, id=id, spared=order.spared)
         self._reports_snapshots = True
         self._report_snapshots()  # before the answer, whatever was sent on an earlier link
 
     def _report_snapshots(self) -> None:
         if self._reports_snapshots and self._runtimes.snapshots is not None:
-            self._send(SnapshotsKept(self._runtimes.snapshots.all()))
+            self._send(wire.SnapshotsKept(self._runtimes.snapshots.all()))
 
     # --- functions
 
@@ -1415,9 +1362,9 @@ class NodeDaemon:
         if known is None:
             try:
                 kind = KINDS.get(msgspec.json.decode(data, type=_FunctionKind).runtime)
-                known = self._handlers.placed(read_function(data, FunctionSpec if kind is None else kind.function))
-            except (ChannelError, msgspec.MsgspecError) as error:
-                raise InvalidConfig(f"{error}; upgrade the node", component=COMPONENT) from None
+                known = self._handlers.placed(wire.read_function(data, FunctionSpec if kind is None else kind.function))
+            except (wire.ChannelError, msgspec.MsgspecError) as error:
+                raise InvalidConfig(f"{error}; upgrade the node", component=wire.COMPONENT) from None
             while len(self._functions) >= FUNCTIONS_MAX:
                 del self._functions[next(iter(self._functions))]
             self._functions[data] = known
@@ -1425,7 +1372,7 @@ class NodeDaemon:
 
     # --- attempts
 
-    def _execute(self, execute: ExecuteAttempt) -> None:
+    def _execute(self, execute: wire.ExecuteAttempt) -> None:
         if execute.claim in self._settled:
             self._forget_settled()
         known = self._attempts.get(execute.claim)
@@ -1438,13 +1385,13 @@ class NodeDaemon:
             attempt.attached = True
             self._run(attempt)
 
-    def _enter(self, execute: ExecuteAttempt, *, resumed: bool = False) -> NodeAttempt | None:
+    def _enter(self, execute: wire.ExecuteAttempt, *, resumed: bool = False) -> NodeAttempt | None:
         """Make room for an attempt; one that cannot be had ends at once."""
         claim = execute.claim
         try:
             function = self._function(execute.function)
             if len(self._attempts) >= ATTEMPTS_MAX:
-                raise StorageUnavailable(f"the node has {ATTEMPTS_MAX} attempts", component=COMPONENT)
+                raise StorageUnavailable(f"the node has {ATTEMPTS_MAX} attempts", component=wire.COMPONENT)
             more = partial(self._log_grew, claim)
             log = LogSpool(self._journal, claim, function.log_limit_bytes, more, resumed=resumed)
         except (OSError, StorageUnavailable, InvalidConfig) as error:
@@ -1454,17 +1401,17 @@ class NodeDaemon:
                 state=State.FAILED,
                 reason=Reason.ENVIRONMENT_LOST,
                 message=f"the node cannot take it: {error}",
-                component=COMPONENT,
+                component=wire.COMPONENT,
                 detail={} if isinstance(error, InvalidConfig) else {NOT_BEGUN: True},
             )
-            self._send(end_of(claim, refused, 0))
+            self._send(wire.end_of(claim, refused, 0))
             return None
         attempt = NodeAttempt(execute=execute, function=function, log=log)
         self._attempts[claim] = attempt
         return attempt
 
     def _run(self, attempt: NodeAttempt) -> None:
-        input = unpack_object(attempt.execute.input)
+        input = wire.unpack_object(attempt.execute.input)
         self._sessions.begin(attempt.claim, attempt.execute.action, attempt.execute.context, input)
         attempt.task = self._loop.create_task(self._work_on(attempt, input))
         self._tasks.add(attempt.task)
@@ -1488,9 +1435,11 @@ class NodeDaemon:
                     await self.commit_begin(attempt)  # its runtime does not ask
                 outcome = await self._runtimes.executor.execute(execute.action, execute.lease, call)
         except CodedError as error:
-            outcome = failed(error)
+            outcome = wire.failed(error)
         except asyncio.CancelledError:
-            outcome = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled", component=COMPONENT)
+            outcome = Outcome(
+                state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled", component=wire.COMPONENT
+            )
         if not self._closing:
             self._conclude(attempt, outcome)
 
@@ -1502,7 +1451,7 @@ class NodeDaemon:
             logger.error("an attempt failed on the node", claim=attempt.claim, exc_info=error)
             state, reason, message = State.FAILED, Reason.INTERNAL, f"the node failed: {error!r}"
         if attempt.end is None and not self._closing:
-            self._conclude(attempt, Outcome(state=state, reason=reason, message=message, component=COMPONENT))
+            self._conclude(attempt, Outcome(state=state, reason=reason, message=message, component=wire.COMPONENT))
 
     async def commit_begin(self, attempt: NodeAttempt) -> bool:
         """Ask whether it may begin, and write down that it does; every command outlives the daemon.
@@ -1513,13 +1462,13 @@ class NodeDaemon:
             return True  # by its first command, or under a daemon before
         attempt.asking = True
         if attempt.attached and not attempt.go.done():
-            self._send(AttemptReady(attempt.claim))
+            self._send(wire.AttemptReady(attempt.claim))
         while not attempt.go.done():  # another one takes its place if the link goes
             await attempt.go
         go = attempt.go.result()
         attempt.asking = False
         if go.refusal is not None:
-            raise as_failure(error_of(go.refusal))
+            raise wire.as_failure(wire.error_of(go.refusal))
         try:
             self._journal.begin(attempt.execute, lasting=go.lasting)
         except OSError as error:
@@ -1528,7 +1477,7 @@ class NodeDaemon:
             raise ActionFailed(
                 Reason.ENVIRONMENT_LOST,
                 message,
-                component=COMPONENT,
+                component=wire.COMPONENT,
                 retry_after_s=5.0,
                 detail={NOT_BEGUN: True},
             ) from error
@@ -1536,7 +1485,7 @@ class NodeDaemon:
         self._report_sandbox(attempt.execute.action.trajectory)
         return True
 
-    def _permit(self, go: AttemptPermit) -> None:
+    def _permit(self, go: wire.AttemptPermit) -> None:
         """It may begin, perhaps before it asks; or its caller has gone, and it outlives him."""
         attempt = self._attempts.get(go.claim)
         if attempt is None:
@@ -1557,10 +1506,10 @@ class NodeDaemon:
     def _conclude(self, attempt: NodeAttempt, outcome: Outcome) -> None:
         """It has ended, once and for all."""
         attempt.asking = False
-        most_bytes = LinkSettings().frame_max_bytes if self._link is None else self._link.settings.frame_max_bytes
-        end = end_of(attempt.claim, outcome, attempt.log.omitted_bytes)
-        if len(end.result) + len(end.detail) > most_bytes - HANDSHAKE_BYTES:
-            end = end_of(attempt.claim, oversized(outcome, len(end.result)), attempt.log.omitted_bytes)
+        most_bytes = wire.LinkSettings().frame_max_bytes if self._link is None else self._link.settings.frame_max_bytes
+        end = wire.end_of(attempt.claim, outcome, attempt.log.omitted_bytes)
+        if len(end.result) + len(end.detail) > most_bytes - wire.HANDSHAKE_BYTES:
+            end = wire.end_of(attempt.claim, wire.oversized(outcome, len(end.result)), attempt.log.omitted_bytes)
         attempt.end = end
         self._sessions.ended(attempt.claim)
         self._report_sandbox(attempt.execute.action.trajectory)
@@ -1585,7 +1534,7 @@ class NodeDaemon:
         if attempt is not None:
             self._shipper.more(attempt)
 
-    def _attach(self, message: AttachAttempt) -> None:
+    def _attach(self, message: wire.AttachAttempt) -> None:
         attempt = self._attempts.get(message.claim)
         if attempt is not None:
             attempt.attached = True
@@ -1595,10 +1544,10 @@ class NodeDaemon:
         """Send the gateway what it has not received."""
         attempt.sent_bytes, attempt.start_sent, attempt.end_sent = min(log_offset, attempt.log.end), False, False
         if attempt.asking and not attempt.go.done():
-            self._send(AttemptReady(attempt.claim))
+            self._send(wire.AttemptReady(attempt.claim))
         self._shipper.more(attempt, at_once=True)
 
-    def _cancel(self, message: CancelAttempt) -> None:
+    def _cancel(self, message: wire.CancelAttempt) -> None:
         attempt = self._attempts.get(message.claim)
         if attempt is None:
             return
@@ -1610,7 +1559,7 @@ class NodeDaemon:
         elif attempt.task is not None:
             attempt.task.cancel()
 
-    def _resize(self, message: ResizeAttempt) -> None:
+    def _resize(self, message: wire.ResizeAttempt) -> None:
         attempt = self._attempts.get(message.claim)
         if attempt is not None and attempt.end is None:
             self._spawn(self._runtimes.executor.resize(attempt.execute.action, message.lease))
@@ -1620,7 +1569,7 @@ class NodeDaemon:
         if attempt is not None and attempt.end is not None:
             self._settled[claim] = attempt
             if self._settling is None:
-                self._settling = self._loop.call_later(PATIENCE_S, self._forget_settled)
+                self._settling = self._loop.call_later(wire.PATIENCE_S, self._forget_settled)
 
     def _forget_settled(self) -> None:
         if self._settling is not None:
@@ -1668,7 +1617,7 @@ class NodeDaemon:
 
     # --- sandboxes
 
-    def _trajectories(self) -> list[TrajectoryFacts]:
+    def _trajectories(self) -> list[wire.TrajectoryFacts]:
         """Return every trajectory that has a sandbox."""
         names = [str(each["trajectory"]) for each in self._environments.list()]
         return [
@@ -1686,10 +1635,10 @@ class NodeDaemon:
         reported, sandbox = self._reported.get(trajectory), self._environments.get(trajectory)
         if sandbox is None:
             if self._reported.pop(trajectory, None) is not None:
-                self._send(SandboxChanged(TrajectoryFacts(trajectory=trajectory)))
+                self._send(wire.SandboxChanged(wire.TrajectoryFacts(trajectory=trajectory)))
         elif reported is None or (reported.sandbox, reported.alive) != (sandbox.id, sandbox.alive):
             facts = self._reported[trajectory] = _sandbox_facts(trajectory, sandbox)
-            self._send(SandboxChanged(facts))
+            self._send(wire.SandboxChanged(facts))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -1697,9 +1646,9 @@ class NodeDaemon:
         task.add_done_callback(self._tasks.discard)
 
 
-def _sandbox_facts(trajectory: str, sandbox: Sandbox) -> TrajectoryFacts:
+def _sandbox_facts(trajectory: str, sandbox: Sandbox) -> wire.TrajectoryFacts:
     spec = sandbox.spec
-    return TrajectoryFacts(
+    return wire.TrajectoryFacts(
         trajectory=trajectory,
         sandbox=sandbox.id,
         image=spec.image,

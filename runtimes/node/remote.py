@@ -21,62 +21,8 @@ from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict,
 from manager.executor import Call
 from manager.function import FunctionSpec, SandboxSpec
 from runtimes.kinds import KINDS
+from runtimes.node import protocol as wire
 from runtimes.node.daemon import SERVED
-from runtimes.node.protocol import (
-    ARCHIVE_COMPONENT,
-    COMPONENT,
-    HANDSHAKE_BYTES,
-    AcknowledgeEnd,
-    AttachAttempt,
-    AttachSession,
-    AttemptEnd,
-    AttemptFacts,
-    AttemptLog,
-    AttemptPermit,
-    AttemptReady,
-    AttemptStarted,
-    CancelAttempt,
-    ChannelError,
-    ErrorFacts,
-    ExecuteAttempt,
-    FileTransfer,
-    FitnessChanged,
-    HandlerArchive,
-    HandlerArchives,
-    Inventory,
-    Message,
-    ModelsChanged,
-    NodeAnswer,
-    NodeDraining,
-    NodeGoodbye,
-    NodeLink,
-    NodeRequest,
-    ResizeAttempt,
-    SandboxChanged,
-    SessionControl,
-    SessionCredit,
-    SessionOpened,
-    SessionWritten,
-    SnapshotOrder,
-    SnapshotsKept,
-    TerminalInput,
-    TerminalInputState,
-    TrajectoryFacts,
-    TransferCredit,
-    TransferEnded,
-    TransferOpened,
-    TransferPiece,
-    TransferRequest,
-    TransferStopped,
-    TransferVerb,
-    error_of,
-    facts_of,
-    failed,
-    function_bytes,
-    outcome_of,
-    pack,
-    records,
-)
 from runtimes.sandbox.command import FileContent, FileSource, FileStat, claims_of
 from runtimes.sandbox.exec import terminal_of
 from runtimes.sandbox.files import SandboxFiles
@@ -94,7 +40,7 @@ RETRY_AFTER_S = 1.0
 class RemoteCall:
     """One execution that waits for its end."""
 
-    execute: ExecuteAttempt
+    execute: wire.ExecuteAttempt
     function: FunctionSpec
     call: Call
     #: Its end, and who waits for that.
@@ -108,7 +54,7 @@ class RemoteCall:
     #: Whether a gateway before says so, and the node has not told yet whether it is true.
     unconfirmed: bool = False
     #: The answer to its question whether it may begin, and who finds that out.
-    go: AttemptPermit | None = None
+    go: wire.AttemptPermit | None = None
     asking: asyncio.Task[None] | None = None
     started: bool = False
     cancelled: bool = False
@@ -130,7 +76,7 @@ class RemoteCall:
         kind = KINDS.get(self.function.runtime)
         return kind is not None and kind.works_in_sandbox
 
-    def join(self, facts: AttemptFacts) -> None:
+    def join(self, facts: wire.AttemptFacts) -> None:
         """The node has it."""
         self.sent = True
         self.begun = facts.begun or (self.begun and not self.unconfirmed)
@@ -153,37 +99,39 @@ class RemoteCall:
         if self.waiter is not None:
             self.waiter.cancel()
 
-    def take_log(self, piece: AttemptLog) -> None:
+    def take_log(self, piece: wire.AttemptLog) -> None:
         """Write what of a piece is not known yet."""
         known_bytes = max(0, self.log_bytes - piece.offset)
         write = self.call.log.write
-        for stream, text in records(piece.records[known_bytes:]):
+        for stream, text in wire.records(piece.records[known_bytes:]):
             write(stream, text)
         self.log_bytes = max(self.log_bytes, piece.offset + len(piece.records))
 
 
-class _Transfer(FileTransfer):
+class _Transfer(wire.FileTransfer):
     """One transfer that waits for its end."""
 
-    def __init__(self, request: TransferRequest, link: NodeLink) -> None:
+    def __init__(self, request: wire.TransferRequest, link: wire.NodeLink) -> None:
         super().__init__(request, link)
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[int | None] = loop.create_future()
-        self.ended: asyncio.Future[TransferEnded] = loop.create_future()
+        self.ended: asyncio.Future[wire.TransferEnded] = loop.create_future()
 
-    def receive(self, message: TransferOpened | TransferPiece | TransferCredit | TransferEnded) -> None:
+    def receive(
+        self, message: wire.TransferOpened | wire.TransferPiece | wire.TransferCredit | wire.TransferEnded
+    ) -> None:
         """Take what the node says of it; raises ChannelError."""
         match message:
-            case TransferOpened():
+            case wire.TransferOpened():
                 if not self.opened.done():
                     self.opened.set_result(message.size_bytes)
-            case TransferPiece() | TransferCredit():
+            case wire.TransferPiece() | wire.TransferCredit():
                 self.take(message)
-            case TransferEnded(error=None):
+            case wire.TransferEnded(error=None):
                 if not self.ended.done():
                     self.ended.set_result(message)
-            case TransferEnded(error=ErrorFacts() as error):
-                self.fail(error_of(error))
+            case wire.TransferEnded(error=wire.ErrorFacts() as error):
+                self.fail(wire.error_of(error))
 
     def fail(self, error: CodedError) -> None:
         super().fail(error)
@@ -223,24 +171,24 @@ class RemoteFiles:
         return self._workdir
 
     async def write(self, path: str, data: FileSource, *, mode: int | None = None, user: str = "") -> int:
-        request = self._request(TransferVerb.WRITE, path=path, user=user, mode=mode)
+        request = self._request(wire.TransferVerb.WRITE, path=path, user=user, mode=mode)
         return await self._node.upload(request, FileContent(data).pieces())
 
     async def unpack(self, path: str, chunks: AsyncIterator[bytes], *, limit_bytes: int, user: str = "") -> int:
-        request = self._request(TransferVerb.UNPACK, path=path, user=user, limit_bytes=limit_bytes)
+        request = self._request(wire.TransferVerb.UNPACK, path=path, user=user, limit_bytes=limit_bytes)
         return await self._node.upload(request, chunks)
 
     async def list(self, path: str, *, user: str = "") -> list[FileStat]:
-        async with self._node.transfer(self._request(TransferVerb.LIST, path=path, user=user)) as transfer:
+        async with self._node.transfer(self._request(wire.TransferVerb.LIST, path=path, user=user)) as transfer:
             ended = await transfer.ended
         try:
             return msgspec.msgpack.decode(ended.entries, type=list[FileStat])
         except msgspec.MsgspecError as error:
-            raise ChannelError(f"entries that do not fit: {error}") from None
+            raise wire.ChannelError(f"entries that do not fit: {error}") from None
 
     @asynccontextmanager
     async def open(self, path: str, *, limit_bytes: int, user: str = "") -> AsyncIterator[_RemoteStream]:
-        request = self._request(TransferVerb.READ, path=path, user=user, limit_bytes=limit_bytes)
+        request = self._request(wire.TransferVerb.READ, path=path, user=user, limit_bytes=limit_bytes)
         async with self._node.transfer(request) as transfer:
             yield _RemoteStream(await transfer.opened, transfer)
 
@@ -248,18 +196,18 @@ class RemoteFiles:
     async def pack(
         self, path: str, *, limit_bytes: int, user: str = "", base: bool = False
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        request = self._request(TransferVerb.PACK, path=path, user=user, limit_bytes=limit_bytes, base=base)
+        request = self._request(wire.TransferVerb.PACK, path=path, user=user, limit_bytes=limit_bytes, base=base)
         async with self._node.transfer(request) as transfer:
             await transfer.opened
             yield transfer.chunks()
 
-    def _request(self, verb: TransferVerb, **what: Any) -> TransferRequest:
-        return TransferRequest(verb=verb, trajectory=self._trajectory, **what)
+    def _request(self, verb: wire.TransferVerb, **what: Any) -> wire.TransferRequest:
+        return wire.TransferRequest(verb=verb, trajectory=self._trajectory, **what)
 
 
 #: Seconds in which what a node says of its models is taken up at most once: it may say it as often as it likes.
 EVERY_S = 0.1
-_NOTHING = ModelsChanged(services=[], resident={})
+_NOTHING = wire.ModelsChanged(services=[], resident={})
 
 
 class RemoteModels:
@@ -269,7 +217,7 @@ class RemoteModels:
         self._every_s = every_s
         self._present = _NOTHING
         #: What came since, of which only the last counts, and the end of the time in which it waits.
-        self._next: ModelsChanged | None = None
+        self._next: wire.ModelsChanged | None = None
         self._timer: asyncio.TimerHandle | None = None
         #: Called whenever the node has reported something new.
         self.on_change: Callable[[], None] = lambda: None
@@ -278,7 +226,7 @@ class RemoteModels:
         """There is another link, maybe to another daemon: nothing is known of it."""
         self._present, self._next = _NOTHING, None
 
-    def take(self, message: ModelsChanged) -> None:
+    def take(self, message: wire.ModelsChanged) -> None:
         """Take what the node reports, at once or when the time for it has come."""
         self._next = message
         if self._timer is None:
@@ -333,10 +281,10 @@ class SessionClient:
         #: Up to where the node was told that its output was taken.
         self._taken = 0
         #: Inputs, and withdrawals of inputs, that the node has not answered yet.
-        self._inputs: set[asyncio.Future[NodeAnswer]] = set()
+        self._inputs: set[asyncio.Future[wire.NodeAnswer]] = set()
         self._settled = asyncio.Event()
         self._settled.set()
-        self._controls: deque[asyncio.Future[NodeAnswer]] = deque()
+        self._controls: deque[asyncio.Future[wire.NodeAnswer]] = deque()
 
     # --- the node's side
 
@@ -345,7 +293,7 @@ class SessionClient:
         session = self._session
         self._taken = session.end
         self._node.send(
-            AttachSession(
+            wire.AttachSession(
                 claim=self._claim,
                 life=self._life,
                 offset=session.end,
@@ -359,14 +307,14 @@ class SessionClient:
     def close(self) -> None:
         """It has ended: nobody waits any more."""
         for answer in list(self._inputs):
-            answer.set_result(NodeAnswer(0, None))
+            answer.set_result(wire.NodeAnswer(0, None))
         for answer in self._controls:
             answer.cancel()
 
-    def take(self, message: SessionOpened | SessionWritten) -> None:
+    def take(self, message: wire.SessionOpened | wire.SessionWritten) -> None:
         """Take the news of its command: it runs, or runs still; or a piece of its output, of which some is known."""
         session = self._session
-        if isinstance(message, SessionWritten):
+        if isinstance(message, wire.SessionWritten):
             session.add_output(message.stream, message.data, message.offset)
             self._credit()
             return
@@ -384,12 +332,12 @@ class SessionClient:
     def require_reached(self) -> None:
         if not self._node.attached:
             message = f"node {self._node.name}, on which the session lives, is not reached now"
-            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
+            raise CapacityExceeded(message, component=wire.COMPONENT, retry_after_s=RETRY_AFTER_S)
 
     def attend(self, *, attended: bool) -> None:
         self._attended = attended
         self._taken = self._session.end
-        self._node.send(SessionCredit(self._claim, self._taken, attended))
+        self._node.send(wire.SessionCredit(self._claim, self._taken, attended))
 
     async def settle(self) -> None:
         await self._settled.wait()
@@ -398,12 +346,12 @@ class SessionClient:
         return 0 if self._refused else PIECE_BYTES
 
     async def feed(self, data: bytes) -> None:
-        await self._input(TerminalInput(self._session.input_offset, data))
+        await self._input(wire.TerminalInput(self._session.input_offset, data))
 
     async def end_input(self) -> None:
-        await self._input(TerminalInput(self._session.input_offset, b"", end=True))
+        await self._input(wire.TerminalInput(self._session.input_offset, b"", end=True))
 
-    async def _input(self, input: TerminalInput) -> None:
+    async def _input(self, input: wire.TerminalInput) -> None:
         """Pass it on; return when the node has done so. Raises what the node says.
 
         Who is cancelled withdraws it: the node passes no more of it on, and says how far it came.
@@ -426,11 +374,11 @@ class SessionClient:
         posted.answer.add_done_callback(self._answered)
         return posted
 
-    def _answered(self, answer: asyncio.Future[NodeAnswer]) -> None:
+    def _answered(self, answer: asyncio.Future[wire.NodeAnswer]) -> None:
         """The node has said how far its input came, if the session has not ended meanwhile."""
         self._inputs.discard(answer)
         if not answer.cancelled() and answer.exception() is None and (body := answer.result().body):
-            state = msgspec.msgpack.decode(body, type=TerminalInputState)
+            state = msgspec.msgpack.decode(body, type=wire.TerminalInputState)
             self._refused = not state.reads
             self._session.passed(state.input_offset)
         if not self._inputs:
@@ -442,7 +390,7 @@ class SessionClient:
             if not self._held:
                 self.attend(attended=self._attended)
             return
-        control = SessionControl()
+        control = wire.SessionControl()
         match request:
             case {"size": [int(rows), int(columns)]}:
                 control.size = (rows, columns)
@@ -458,7 +406,7 @@ class SessionClient:
         """Say what was taken, a quarter of the window at once; nothing while its reader is slow."""
         if self._attended and not self._held and self._session.end - self._taken >= max(1, self._window_bytes // 4):
             self._taken = self._session.end
-            self._node.send(SessionCredit(self._claim, self._taken, True))
+            self._node.send(wire.SessionCredit(self._claim, self._taken, True))
 
 
 #: Times that files are sent whose way was cut off, or had no room.
@@ -470,7 +418,7 @@ NAMED_MAX = 4096
 class RemoteHandlers:
     """The handlers of one node. Use from one event loop."""
 
-    def __init__(self, node: RemoteNode, archives: HandlerArchives) -> None:
+    def __init__(self, node: RemoteNode, archives: wire.HandlerArchives) -> None:
         self._node, self._archives = node, archives
         #: By name and revision, how a function travels that the node has prepared.
         self._named: dict[tuple[str, str], FunctionSpec] = {}
@@ -487,7 +435,7 @@ class RemoteHandlers:
         if named is None:
             message = f"node {self._node.name} has not prepared function {function.name}"
             raise ActionFailed(
-                Reason.ENVIRONMENT_LOST, message, component=ARCHIVE_COMPONENT, retry_after_s=RETRY_AFTER_S
+                Reason.ENVIRONMENT_LOST, message, component=wire.ARCHIVE_COMPONENT, retry_after_s=RETRY_AFTER_S
             )
         return named
 
@@ -510,12 +458,12 @@ class RemoteHandlers:
         while len(self._named) > NAMED_MAX:
             del self._named[next(iter(self._named))]
 
-    async def _send(self, archive: HandlerArchive) -> None:
+    async def _send(self, archive: wire.HandlerArchive) -> None:
         """Send the files, unless they are there; a link that is cut off in the middle is waited for."""
         for tries in count(1):
             if (await self._node.request("has_handler", archive.digest)).done:
                 return
-            request = TransferRequest(verb=TransferVerb.HANDLER, path=archive.digest)
+            request = wire.TransferRequest(verb=wire.TransferVerb.HANDLER, path=archive.digest)
             try:
                 await self._node.upload(request, _whole(archive.data))
                 return
@@ -543,8 +491,8 @@ SNAPSHOTS_MAX = 16384
 class OpenRequest:
     """One request that waits for its answer."""
 
-    request: NodeRequest
-    answer: asyncio.Future[NodeAnswer]
+    request: wire.NodeRequest
+    answer: asyncio.Future[wire.NodeAnswer]
 
 
 class RemoteNode:
@@ -560,25 +508,27 @@ class RemoteNode:
         self,
         name: str,
         *,
-        archives: HandlerArchives | None = None,
+        archives: wire.HandlerArchives | None = None,
         sessions: SessionTable | None = None,
         epoch: str = "",
     ) -> None:
         """``archives`` and ``sessions`` are the gateway's, ``epoch`` the node's life that the one before knew."""
         self.name = name
         #: Called with what the node says of itself.
-        self.on_message: Callable[[NodeDraining | NodeGoodbye | FitnessChanged], None] = lambda message: None
+        self.on_message: Callable[[wire.NodeDraining | wire.NodeGoodbye | wire.FitnessChanged], None] = lambda said: (
+            None
+        )
         #: Called with trajectories whose sandboxes the node has lost.
         self.on_lost: Callable[[Collection[str]], None] = lambda trajectories: None
         #: Called with the snapshots that the node keeps, by id, whenever it has said which they are.
         self.on_snapshots: Callable[[Mapping[str, SnapshotRecord]], None] = lambda known: None
         self.models = RemoteModels()
         self._loop = asyncio.get_running_loop()
-        self._link: NodeLink | None = None
+        self._link: wire.NodeLink | None = None
         #: What the last inventory, and what came since, tell of the node.
         self._epoch = epoch
-        self._attempts: dict[str, AttemptFacts] = {}
-        self._trajectories: dict[str, TrajectoryFacts] = {}
+        self._attempts: dict[str, wire.AttemptFacts] = {}
+        self._trajectories: dict[str, wire.TrajectoryFacts] = {}
         self._snapshots: Mapping[str, SnapshotRecord] = {}
         self._recovering = False
         self._calls: dict[str, RemoteCall] = {}
@@ -592,7 +542,7 @@ class RemoteNode:
         self._number = secrets.randbits(48)
         self._requests: dict[int, OpenRequest] = {}
         self._transfers: dict[int, _Transfer] = {}
-        self._handlers = RemoteHandlers(self, archives or HandlerArchives())
+        self._handlers = RemoteHandlers(self, archives or wire.HandlerArchives())
         self._table = sessions or SessionTable()
         #: The sessions there, by claim.
         self._sessions: dict[str, SessionClient] = {}
@@ -604,7 +554,7 @@ class RemoteNode:
         """Whether there is a link."""
         return self._link is not None
 
-    def connect(self, link: NodeLink, inventory: Inventory, *, recovering: bool = False) -> None:
+    def connect(self, link: wire.NodeLink, inventory: wire.Inventory, *, recovering: bool = False) -> None:
         """Go on over this link: compare what both sides have, and send what the other has not received.
 
         ``recovering``: what this side does not know is of a gateway before, and waits for `end_unclaimed`.
@@ -635,7 +585,9 @@ class RemoteNode:
                 trajectory = remote.execute.action.trajectory
                 if trajectory in missing and remote.inside:  # it would find a new, empty one
                     missing.discard(trajectory)
-                    self._end(remote, failed(lost(f"the sandbox of trajectory {trajectory!r} died with its daemon")))
+                    self._end(
+                        remote, wire.failed(lost(f"the sandbox of trajectory {trajectory!r} died with its daemon"))
+                    )
                     continue
                 remote.begun, remote.unconfirmed = remote.begun and not remote.unconfirmed, False
                 self._send_call(remote)
@@ -650,7 +602,7 @@ class RemoteNode:
             if claim not in self._attempts:
                 del self._unwanted[claim]
 
-    async def serve(self, link: NodeLink) -> str:
+    async def serve(self, link: wire.NodeLink) -> str:
         """Take what the node says until the link is gone; return why it is."""
         try:
             return await link.run(self._handle)
@@ -663,7 +615,7 @@ class RemoteNode:
         self._link = None
         message = f"node {self.name} was cut off in the middle of it"
         for transfer in list(self._transfers.values()):
-            transfer.fail(CapacityExceeded(message, component=COMPONENT, retry_after_s=RETRY_AFTER_S))
+            transfer.fail(CapacityExceeded(message, component=wire.COMPONENT, retry_after_s=RETRY_AFTER_S))
 
     def lost(self, why: str) -> None:
         """Give up all that is there: what runs ends ``lost``, what was requested raises ActionFailed(node_lost)."""
@@ -675,7 +627,7 @@ class RemoteNode:
         for each in self._requests.values():
             if not each.answer.done():
                 message = f"node {self.name}: {why}"
-                each.answer.set_exception(ActionFailed(Reason.NODE_LOST, message, component=COMPONENT))
+                each.answer.set_exception(ActionFailed(Reason.NODE_LOST, message, component=wire.COMPONENT))
         self._epoch = ""
         self._attempts, self._trajectories = {}, {}
         self._unrecorded.clear()
@@ -696,41 +648,41 @@ class RemoteNode:
         self.models.close()
         await asyncio.gather(*asking, return_exceptions=True)
 
-    def send(self, message: Message, *, in_no_hurry: bool = False) -> None:
+    def send(self, message: wire.Message, *, in_no_hurry: bool = False) -> None:
         """Send a message if there is a link."""
         if self._link is not None:
             self._link.send(message, in_no_hurry=in_no_hurry)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: wire.Message) -> None:
         match message:
-            case AttemptLog():
+            case wire.AttemptLog():
                 self._take_log(message)
-            case AttemptEnd():
+            case wire.AttemptEnd():
                 self._take_end(message)
-            case AttemptReady():
+            case wire.AttemptReady():
                 self._take_ready(message)
-            case AttemptStarted():
+            case wire.AttemptStarted():
                 self._take_start(message)
-            case NodeAnswer():
+            case wire.NodeAnswer():
                 self._take_answer(message)
-            case SandboxChanged():
+            case wire.SandboxChanged():
                 self._take_sandbox(message.facts)
-            case NodeDraining() | NodeGoodbye() | FitnessChanged():
+            case wire.NodeDraining() | wire.NodeGoodbye() | wire.FitnessChanged():
                 self.on_message(message)
-            case TransferOpened() | TransferPiece() | TransferCredit() | TransferEnded():
+            case wire.TransferOpened() | wire.TransferPiece() | wire.TransferCredit() | wire.TransferEnded():
                 if (transfer := self._transfers.get(message.transfer)) is not None:
                     transfer.receive(message)
-            case SessionOpened() | SessionWritten():
+            case wire.SessionOpened() | wire.SessionWritten():
                 if (session := self._sessions.get(message.claim)) is not None:
                     session.take(message)
-            case ModelsChanged():
+            case wire.ModelsChanged():
                 self.models.take(message)
-            case SnapshotsKept():
+            case wire.SnapshotsKept():
                 _check_count(message.records, SNAPSHOTS_MAX, "snapshots")
                 self._snapshots = {record.id: record for record in message.records}
                 self.on_snapshots(self._snapshots)
             case _:
-                raise ChannelError(f"a {type(message).__name__} from a node")
+                raise wire.ChannelError(f"a {type(message).__name__} from a node")
 
     # --- requests
 
@@ -750,25 +702,25 @@ class RemoteNode:
         """
         self._number += 1
         number = self._number
-        answer: asyncio.Future[NodeAnswer] = self._loop.create_future()
+        answer: asyncio.Future[wire.NodeAnswer] = self._loop.create_future()
         data = b"" if function is None else self._function_bytes(function)
-        request = NodeRequest(number, verb, name, task, data, body, chunk)
+        request = wire.NodeRequest(number, verb, name, task, data, body, chunk)
         self._requests[number] = each = OpenRequest(request, answer)
         answer.add_done_callback(lambda _: self._requests.pop(number, None))
         self._send_request(each)
         return each
 
-    async def request(self, verb: str, name: str, **more: Any) -> NodeAnswer:
+    async def request(self, verb: str, name: str, **more: Any) -> wire.NodeAnswer:
         """Return the answer to a request, with arguments as for `post`; raises what that says."""
         return await self.post(verb, name, **more).answer
 
-    def note(self, verb: str, name: str, *, body: bytes = b"") -> asyncio.Future[NodeAnswer]:
+    def note(self, verb: str, name: str, *, body: bytes = b"") -> asyncio.Future[wire.NodeAnswer]:
         """Request what nobody may wait for: a failure is logged."""
         answer = self.post(verb, name, body=body).answer
         answer.add_done_callback(lambda _: self._log_failure(verb, answer))
         return answer
 
-    def _log_failure(self, verb: str, answer: asyncio.Future[NodeAnswer]) -> None:
+    def _log_failure(self, verb: str, answer: asyncio.Future[wire.NodeAnswer]) -> None:
         if not answer.cancelled() and (error := answer.exception()) is not None:
             logger.warning("a request failed", node=self.name, verb=verb, why=str(error))
 
@@ -776,14 +728,14 @@ class RemoteNode:
         if self._link is not None and not each.answer.done():
             self._link.send(each.request)
 
-    def _take_answer(self, message: NodeAnswer) -> None:
+    def _take_answer(self, message: wire.NodeAnswer) -> None:
         each = self._requests.get(message.number)
         if each is None or each.answer.done():
             return
         if message.error is None:
             each.answer.set_result(message)
         else:
-            each.answer.set_exception(error_of(message.error))
+            each.answer.set_exception(wire.error_of(message.error))
 
     # --- functions
 
@@ -791,7 +743,7 @@ class RemoteNode:
         """Raise Unsupported for a function of a kind that nodes do not execute."""
         if function.runtime not in SERVED:
             message = f"function {function.name!r}: {function.runtime} functions run on the gateway's own machine alone"
-            raise Unsupported(message, component=COMPONENT)
+            raise Unsupported(message, component=wire.COMPONENT)
 
     async def prepare(self, function: FunctionSpec) -> None:
         """Let the node check that it can run the function; raises what it says: Unsupported, InvalidConfig."""
@@ -806,7 +758,7 @@ class RemoteNode:
         if known is not None and known[0] is function:
             return known[1]
         self.check(function)
-        data = function_bytes(function)
+        data = wire.function_bytes(function)
         while len(self._functions) >= FUNCTIONS_MAX:
             del self._functions[next(iter(self._functions))]
         self._functions[id(function)] = (function, data)
@@ -820,17 +772,17 @@ class RemoteNode:
         return None if facts is None else RemoteFiles(self, trajectory, facts.workdir)
 
     @asynccontextmanager
-    async def transfer(self, request: TransferRequest) -> AsyncIterator[_Transfer]:
+    async def transfer(self, request: wire.TransferRequest) -> AsyncIterator[_Transfer]:
         """Yield a transfer that is requested, and is stopped at the block's end if it has not ended.
 
         Raises CapacityExceeded if there is no link, or no room on it.
         """
         link = self._link
         if link is None:
-            raise CapacityExceeded(f"node {self.name} is not reached now", component=COMPONENT, retry_after_s=1.0)
+            raise CapacityExceeded(f"node {self.name} is not reached now", component=wire.COMPONENT, retry_after_s=1.0)
         if len(self._transfers) >= link.settings.transfers_max:
             message = f"{len(self._transfers)} transfers with node {self.name} are under way (cluster.transfers_max)"
-            raise CapacityExceeded(message, component=COMPONENT, retry_after_s=RETRY_AFTER_S)
+            raise CapacityExceeded(message, component=wire.COMPONENT, retry_after_s=RETRY_AFTER_S)
         self._number += 1
         request.transfer = self._number
         transfer = self._transfers[request.transfer] = _Transfer(request, link)
@@ -840,9 +792,9 @@ class RemoteNode:
         finally:
             del self._transfers[request.transfer]
             if not transfer.ended.done():
-                link.send(TransferStopped(request.transfer))
+                link.send(wire.TransferStopped(request.transfer))
 
-    async def upload(self, request: TransferRequest, chunks: AsyncIterator[bytes]) -> int:
+    async def upload(self, request: wire.TransferRequest, chunks: AsyncIterator[bytes]) -> int:
         """Send the bytes until there are no more, or the node has ended it; the end that comes first counts.
 
         Return the bytes that were written. Raises what the node says, and what `transfer` raises.
@@ -896,14 +848,14 @@ class RemoteNode:
 
         Raises ActionFailed(node_lost), and what the node says.
         """
-        await self.request("snapshot", trajectory, body=msgspec.json.encode(SnapshotOrder(id, tuple(spared))))
+        await self.request("snapshot", trajectory, body=msgspec.json.encode(wire.SnapshotOrder(id, tuple(spared))))
         record = self._snapshots.get(id)
         if record is None:
             message = f"snapshot {id!r} was removed on node {self.name} as soon as it was taken"
-            raise Conflict(message, component=COMPONENT)
+            raise Conflict(message, component=wire.COMPONENT)
         return record
 
-    def drop_snapshot(self, id: str) -> asyncio.Future[NodeAnswer]:
+    def drop_snapshot(self, id: str) -> asyncio.Future[wire.NodeAnswer]:
         """Have one removed as soon as nothing there needs it; return what is done once that is known there."""
         return self.note("drop_snapshot", id)
 
@@ -916,14 +868,14 @@ class RemoteNode:
             self.check(call.function)
             session = self.begin_session(claim, action, call)
         except CodedError as error:
-            return failed(error)
+            return wire.failed(error)
         remote = RemoteCall(
-            ExecuteAttempt(
+            wire.ExecuteAttempt(
                 claim,
                 action if action.elasticity is None else replace(action, elasticity=None),
                 lease,
                 b"",
-                pack(call.input),
+                wire.pack(call.input),
                 call.traceparent,
                 call.tracestate,
                 dict(call.context),
@@ -970,14 +922,14 @@ class RemoteNode:
             self._end(remote, Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled"))
             return
         largest_bytes = self._link.settings.frame_max_bytes if self._link is not None else 0
-        if len(remote.execute.input) > largest_bytes - HANDSHAKE_BYTES:
+        if len(remote.execute.input) > largest_bytes - wire.HANDSHAKE_BYTES:
             message = f"an input of {len(remote.execute.input)} bytes is more than a frame of the channel holds"
-            self._end(remote, failed(Unsupported(message, component=COMPONENT)))
+            self._end(remote, wire.failed(Unsupported(message, component=wire.COMPONENT)))
             return
         try:
             remote.execute.function = self._function_bytes(self._handlers.named(remote.function))
         except (Unsupported, ActionFailed) as error:
-            self._end(remote, failed(error))
+            self._end(remote, wire.failed(error))
             return
         remote.sent, remote.log_bytes = True, 0
         if remote.go is None and (not remote.inside or self._lives_here(remote.execute.action.trajectory)):
@@ -990,13 +942,13 @@ class RemoteNode:
         remote.begun = remote.begun or not remote.inside
 
     def _attach_call(self, claim: str, remote: RemoteCall) -> None:
-        self.send(AttachAttempt(claim, remote.log_bytes))
+        self.send(wire.AttachAttempt(claim, remote.log_bytes))
         if remote.go is not None:
             self.send(remote.go)
         if remote.resized is not None:
-            self.send(ResizeAttempt(claim, remote.resized))
+            self.send(wire.ResizeAttempt(claim, remote.resized))
         if remote.cancelled:
-            self.send(CancelAttempt(claim, False))
+            self.send(wire.CancelAttempt(claim, False))
 
     def _kill(self, claim: str, remote: RemoteCall) -> None:
         """Its end comes as always; nothing that was never sent is waited for."""
@@ -1007,7 +959,7 @@ class RemoteNode:
             cancelled = Outcome(state=State.CANCELLED, reason=Reason.CANCELLED, message="cancelled")
             self._end(remote, cancelled)
         else:
-            self.send(CancelAttempt(claim, False))
+            self.send(wire.CancelAttempt(claim, False))
 
     def _end_lost(self, remote: RemoteCall, why: str) -> None:
         """It is certain that nothing of it is left."""
@@ -1015,7 +967,7 @@ class RemoteNode:
         if remote.cancelled:
             state, reason = State.CANCELLED, Reason.CANCELLED
         message = f"node {self.name}: {why}"
-        self._end(remote, Outcome(state=state, reason=reason, message=message, component=COMPONENT))
+        self._end(remote, Outcome(state=state, reason=reason, message=message, component=wire.COMPONENT))
 
     def _end(self, remote: RemoteCall, outcome: Outcome) -> None:
         if remote.outcome is None:
@@ -1027,7 +979,7 @@ class RemoteNode:
         remote = self._calls.get(claim)
         if remote is not None:
             remote.resized = lease
-            self.send(ResizeAttempt(claim, lease))
+            self.send(wire.ResizeAttempt(claim, lease))
 
     async def replicate(self, function: FunctionSpec, service: str, node: str, chunk: Chunk) -> bool:
         """Copy a service on the node's devices; return False where it cannot be, or the node was given up."""
@@ -1050,7 +1002,7 @@ class RemoteNode:
 
     # --- sandboxes
 
-    def trajectories(self) -> Mapping[str, TrajectoryFacts]:
+    def trajectories(self) -> Mapping[str, wire.TrajectoryFacts]:
         """Return the trajectories that have a sandbox there, as far as is known."""
         return self._trajectories
 
@@ -1060,7 +1012,7 @@ class RemoteNode:
 
     def drain(self, why: str) -> None:
         """Ask the node to take no new work and to leave when nothing is left."""
-        self.send(NodeDraining(why))
+        self.send(wire.NodeDraining(why))
 
     # --- what outlasts a gateway
 
@@ -1081,7 +1033,7 @@ class RemoteNode:
         """It outlives its caller from now on."""
         remote = self._calls.get(claims)
         if remote is not None and remote.go is not None and remote.go.refusal is None:
-            remote.go = AttemptPermit(claims, True, None)
+            remote.go = wire.AttemptPermit(claims, True, None)
             self.send(remote.go)
 
     def acknowledge(self, claims: str) -> None:
@@ -1091,25 +1043,25 @@ class RemoteNode:
             self._attempts.pop(claims, None)
             if self._link is None:
                 self._unwanted[claims] = None
-            self.send(AcknowledgeEnd(claims), in_no_hurry=True)
+            self.send(wire.AcknowledgeEnd(claims), in_no_hurry=True)
 
     def _unwant(self, claim: str) -> None:
         """Nobody waits for it: it is killed, and its end forgotten."""
         self._unwanted[claim] = None
         if self._link is not None:
-            self.send(CancelAttempt(claim, True))
+            self.send(wire.CancelAttempt(claim, True))
             self._unwanted.pop(claim, None)
             self._attempts.pop(claim, None)
 
     # --- what the node says
 
-    def _take_start(self, message: AttemptStarted) -> None:
+    def _take_start(self, message: wire.AttemptStarted) -> None:
         remote = self._calls.get(message.claim)
         if remote is not None and not remote.started:
             remote.started = True
             remote.call.hooks.begun()
 
-    def _take_ready(self, message: AttemptReady) -> None:
+    def _take_ready(self, message: wire.AttemptReady) -> None:
         remote = self._calls.get(message.claim)
         if remote is None or remote.cancelled:
             return
@@ -1118,7 +1070,7 @@ class RemoteNode:
         else:
             self._find_out(remote)
 
-    def _take_sandbox(self, facts: TrajectoryFacts) -> None:
+    def _take_sandbox(self, facts: wire.TrajectoryFacts) -> None:
         """Note that a trajectory has a sandbox, or none any more."""
         if not facts.sandbox:
             self._trajectories.pop(facts.trajectory, None)
@@ -1141,12 +1093,12 @@ class RemoteNode:
         try:
             lasting = await remote.call.hooks.commit_begin()
         except CodedError as error:
-            refusal = facts_of(error)
-        remote.go = AttemptPermit(claim, lasting, refusal)
+            refusal = wire.facts_of(error)
+        remote.go = wire.AttemptPermit(claim, lasting, refusal)
         remote.begun = refusal is None
         self.send(remote.go)
 
-    def _take_log(self, piece: AttemptLog) -> None:
+    def _take_log(self, piece: wire.AttemptLog) -> None:
         remote = self._calls.get(piece.claim)
         if remote is None:
             return
@@ -1154,11 +1106,11 @@ class RemoteNode:
             logger.warning("a log has a hole", node=self.name, claim=piece.claim, at=remote.log_bytes)
         remote.take_log(piece)
 
-    def _take_end(self, end: AttemptEnd) -> None:
+    def _take_end(self, end: wire.AttemptEnd) -> None:
         remote = self._calls.get(end.claim)
         if remote is None or remote.outcome is not None:
             return
-        outcome = outcome_of(end)
+        outcome = wire.outcome_of(end)
         if self._again(remote, outcome):
             return
         if end.omitted_bytes:
@@ -1170,11 +1122,11 @@ class RemoteNode:
 
     def _again(self, remote: RemoteCall, outcome: Outcome) -> bool:
         """Begin an idempotent attempt once more that a daemon lost; return whether it was."""
-        mislaid = outcome.reason is Reason.NODE_LOST and outcome.component == COMPONENT
+        mislaid = outcome.reason is Reason.NODE_LOST and outcome.component == wire.COMPONENT
         if not mislaid or not remote.repeatable or remote.cancelled or remote.tries >= CALL_TRIES_MAX:
             return False
         remote.tries += 1
-        self.send(AcknowledgeEnd(remote.execute.claim))
+        self.send(wire.AcknowledgeEnd(remote.execute.claim))
         self._send_call(remote)
         return True
 
@@ -1182,4 +1134,4 @@ class RemoteNode:
 def _check_count(known: Collection[object], most: int, what: str) -> None:
     """Raise ChannelError for more than a node may have."""
     if len(known) > most:
-        raise ChannelError(f"a node that tells of more than {most} {what}")
+        raise wire.ChannelError(f"a node that tells of more than {most} {what}")
