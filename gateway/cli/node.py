@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,8 +32,8 @@ from runtimes.node.daemon import (
 from tangram import Client
 from tangram.cli.main import VerbGroup
 from tangram.cli.options import connected, json_option
-from tangram.cli.output import print_json, say, show, show_seconds, table
-from tangram.types import FunctionInfo, NodeStatus, show_size, size_bytes
+from tangram.cli.output import cells, print_json, say, show, show_seconds, table
+from tangram.types import FunctionInfo, NodeStatus, size_bytes
 
 
 @click.command("list")
@@ -45,21 +45,8 @@ def list_nodes(client: Client, as_json: bool) -> None:
     if as_json:
         print_json(result)
         return
-    rows = [
-        (
-            each.node,
-            each.state,
-            show_seconds(each.since_s),
-            each.cores,
-            each.devices,
-            show_size(each.memory_bytes),
-            each.running,
-            each.trajectories,
-            ",".join(f"{key}={value}" for key, value in sorted(each.labels.items())),
-            each.why,
-        )
-        for each in result
-    ]
+    machine = ("cores", "devices", "memory_bytes", "running", "trajectories")
+    rows = cells(result, "node", "state", "since_s", *machine, lambda each: _written(each.labels), "why")
     show(table(("NODE", "STATE", "SINCE", "CORES", "DEVICES", "MEMORY", "RUNNING", "HOLDERS", "LABELS", "WHY"), rows))
     coming = [each for each in client.ray_machines() if each.state != "serving"]
     if coming:
@@ -166,7 +153,7 @@ def homeless(functions: Sequence[FunctionInfo], nodes: Sequence[NodeStatus]) -> 
             continue  # it runs in the gateway
         fit = [node for node in living if function.nodes.items() <= node.labels.items()]
         if not fit:
-            labels = ",".join(f"{key}={value}" for key, value in sorted(function.nodes.items()))
+            labels = _written(function.nodes)
             which = f"no machine has the labels {labels}" if labels else "there is no machine"
             joined = f" with `--labels {labels}`, or change functions.{function.name}.nodes" if labels else ""
             result.append(f"{function.name} runs nowhere: {which}: have one join{joined}")
@@ -345,6 +332,10 @@ async def _serve(config: GatewayConfig, settings: DaemonSettings) -> None:
     loop.add_signal_handler(signal.SIGINT, daemon.stop)
     loop.add_signal_handler(signal.SIGHUP, daemon.leave)
     await daemon.run()
+
+
+def _written(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
 def _labels(option: str, texts: Iterable[str]) -> dict[str, str]:

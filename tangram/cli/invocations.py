@@ -25,6 +25,7 @@ from tangram.cli.options import (
 from tangram.cli.output import (
     TableColumn,
     age_s,
+    cells,
     in_json,
     is_terminal,
     print_either,
@@ -36,7 +37,6 @@ from tangram.cli.output import (
     short_id,
     show,
     show_seconds,
-    show_time,
     table,
     visible,
 )
@@ -328,18 +328,8 @@ def dlq() -> None:
 def list_letters(client: Client, function: str | None, limit: int, as_json: bool) -> None:
     """List dead letters, newest first."""
     letters = list(client.list(function=function, dead=True, limit=limit))
-    rows = [
-        (
-            short_id(each.id) if is_terminal() else each.id,
-            each.function,
-            each.state,
-            each.reason,
-            each.attempt,
-            show_time(each.ended_at),
-            each.message,
-        )
-        for each in letters
-    ]
+    id_of = (lambda each: short_id(each.id)) if is_terminal() else "id"
+    rows = cells(letters, id_of, "function", "state", "reason", "attempt", "ended_at", "message")
     print_rows(letters, as_json, ("ID", "FUNCTION", "STATE", "REASON", "TRIES", "ENDED", "MESSAGE"), rows)
 
 

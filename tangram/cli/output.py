@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from tangram.types import LogLine, show_duration, show_size
+from tangram.types import UNSET, LogLine, show_duration, show_size
 
 #: How many signs of a terminal a text takes.
 cells_of = cell_len
@@ -238,6 +238,23 @@ def cut(text: str, width: int) -> str:
     return text if cells_of(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + CUT[: max(0, width)]
 
 
+def cells(items: Iterable[object], *columns: str | Callable[[Any], object]) -> list[tuple[object, ...]]:
+    """Return the rows of a table: of each item the attributes of these names, or what a function makes of it.
+
+    Sizes, durations and times are written for people, True as ``yes``; what is not there, or False, is empty.
+    """
+    return [tuple([_cell(item, column) for column in columns]) for item in items]
+
+
+def _cell(item: object, column: str | Callable[[Any], object]) -> object:
+    if not isinstance(column, str):
+        return column(item)
+    value = getattr(item, column)
+    if isinstance(value, bool) or value is UNSET:
+        return "yes" if value is True else ""
+    return show_time(value) if isinstance(value, datetime) else _with_unit(column, value)
+
+
 #: How a number is written whose name ends so; the name is shown without it.
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "_bytes": show_size,
@@ -258,10 +275,17 @@ def record(fields: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{visible(name)}:"
             yield from record(value, indent + "  ")
         else:
-            unit = next((each for each in _UNITS if name.endswith(each)), "")
-            if unit and isinstance(value, int | float):
-                name, value = name.removesuffix(unit), _UNITS[unit](value)
-            yield f"{indent}{visible(name)}: {_shown(value)}"
+            unit = _unit_of(name) if isinstance(value, int | float) else ""
+            yield f"{indent}{visible(name.removesuffix(unit))}: {_shown(_with_unit(name, value))}"
+
+
+def _unit_of(name: str) -> str:
+    return next((each for each in _UNITS if name.endswith(each)), "")
+
+
+def _with_unit(name: str, value: object) -> object:
+    unit = _unit_of(name)
+    return _UNITS[unit](value) if unit and isinstance(value, int | float) else value
 
 
 def _shown(value: object) -> str:

@@ -24,6 +24,7 @@ from tangram.cli.main import VerbGroup, inherit
 from tangram.cli.options import connected, json_option, paths_argument
 from tangram.cli.output import (
     TableColumn,
+    cells,
     in_json,
     print_either,
     print_json,
@@ -33,7 +34,6 @@ from tangram.cli.output import (
     short_id,
     show,
     show_seconds,
-    show_time,
     table,
     transfers,
     visible,
@@ -45,11 +45,12 @@ from tangram.types import (
     ConfigDiff,
     FunctionInfo,
     ImageInfo,
+    SnapshotInfo,
+    StepInfo,
     TaskInfo,
     files_of,
     is_loopback,
     nothing_there,
-    show_size,
 )
 
 
@@ -64,18 +65,8 @@ def functions() -> None:
 def list_functions(client: Client, as_json: bool) -> None:
     """List the functions."""
     found = client.functions()
-    rows = [
-        (
-            each.name,
-            each.runtime,
-            each.revision,
-            each.status or "",
-            each.source or "",
-            msgspec.to_builtins(each.cost),
-            each.problem or each.description,
-        )
-        for each in found
-    ]
+    about = (lambda each: msgspec.to_builtins(each.cost), lambda each: each.problem or each.description)
+    rows = cells(found, "name", "runtime", "revision", "status", "source", *about)
     print_rows(found, as_json, ("NAME", "RUNTIME", "REVISION", "STATUS", "SOURCE", "COST", "DESCRIPTION"), rows)
 
 
@@ -197,21 +188,8 @@ def trajectories() -> None:
 def list_trajectories(client: Client, as_json: bool) -> None:
     """List the living trajectories."""
     found = client.trajectories()
-    rows = [
-        (
-            each.trajectory,
-            each.task,
-            each.state,
-            show_seconds(each.idle_s),
-            each.queued,
-            each.node or None,
-            show_size(each.memory_bytes),
-            None if each.active is None else short_id(each.active),
-            show_seconds(each.ttl_s),
-            show_seconds(each.lease_left_s),
-        )
-        for each in found
-    ]
+    where = (lambda each: each.node or None, "memory_bytes", lambda each: each.active and short_id(each.active))
+    rows = cells(found, "trajectory", "task", "state", "idle_s", "queued", *where, "ttl_s", "lease_left_s")
     names = ("TRAJECTORY", "TASK", "STATE", "IDLE", "QUEUED", "NODE", "MEMORY", "ACTIVE", "TTL", "LEASE")
     print_rows(found, as_json, names, rows)
 
@@ -316,19 +294,12 @@ def snapshots() -> None:
 def list_snapshots(client: Client, as_json: bool) -> None:
     """List the snapshots, the oldest first."""
     found = client.snapshots()
-    rows = [
-        (
-            each.snapshot,
-            each.trajectory,
-            each.task,
-            f"{each.node} (lost)" if each.lost else each.node,
-            show_size(each.size_bytes),
-            show_time(each.made_at),
-            "yes" if each.in_use else "",
-        )
-        for each in found
-    ]
+    rows = cells(found, "snapshot", "trajectory", "task", _where, "size_bytes", "made_at", "in_use")
     print_rows(found, as_json, ("SNAPSHOT", "TRAJECTORY", "TASK", "NODE", "SIZE", "TAKEN", "IN USE"), rows)
+
+
+def _where(snapshot: SnapshotInfo) -> str:
+    return f"{snapshot.node} (lost)" if snapshot.lost else snapshot.node
 
 
 @snapshots.command("remove")
@@ -462,17 +433,7 @@ def _named(image: str, names: Sequence[str]) -> bool:
 
 
 def _show_images(images: Sequence[ImageInfo], as_json: bool) -> None:
-    rows = [
-        (
-            each.image,
-            each.state,
-            show_size(each.size_bytes),
-            "yes" if each.pulled else "",
-            "yes" if each.kept else "",
-            each.problem,
-        )
-        for each in images
-    ]
+    rows = cells(images, "image", "state", "size_bytes", "pulled", "kept", "problem")
     print_rows(images, as_json, ("IMAGE", "STATE", "SIZE", "PULLED", "KEPT", "PROBLEM"), rows)
 
 
@@ -497,20 +458,12 @@ def steps(client: Client, task: str, step: int | None, expected: int | None, as_
         infos = [client.tell_step(task, step, expected=expected)]
     else:
         infos = [each for each in client.steps(task) if step in (None, each.step)]
-    rows = [
-        (
-            each.step,
-            each.expected,
-            each.living,
-            each.waiting,
-            each.ended,
-            show_time(each.opened_at),
-            show_seconds(None if each.ended_at is None else (each.ended_at - each.opened_at).total_seconds()),
-            show_seconds(each.ends_in_s),
-        )
-        for each in infos
-    ]
+    rows = cells(infos, "step", "expected", "living", "waiting", "ended", "opened_at", _took, "ends_in_s")
     print_rows(infos, as_json, ("STEP", "EXPECTED", "LIVING", "WAITING", "ENDED", "OPENED", "TOOK", "ENDS IN"), rows)
+
+
+def _took(step: StepInfo) -> str:
+    return show_seconds(None if step.ended_at is None else (step.ended_at - step.opened_at).total_seconds())
 
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-[^}]*)?\}")
