@@ -77,7 +77,7 @@ async def test_a_program_is_judged_by_its_own_end(door: RunningGateway) -> None:
 
 
 async def test_a_program_that_takes_too_long_keeps_what_it_said(door: RunningGateway) -> None:
-    told = await run(door, "print('before', flush=True)\nwhile True: pass", run_timeout=0.5)
+    told = await run(door, "print('before', flush=True)\nwhile True: pass", run_timeout=3)
     ran = told["run_result"]
     assert (told["status"], ran["status"], ran["return_code"]) == ("Failed", "TimeLimitExceeded", None)
     assert (ran["stdout"], ran["stderr"]) == ("before\n", "")
