@@ -2,11 +2,15 @@
 
 One seed is one schedule: what is asked, how large it is, and where spawns, readers and gateways are late. A model says
 how each exchange must end. Nothing is simulated, so how the schedule's parts fall together is the machine's.
+
+``python -m tests.runtimes.sandbox.runner.fuzzer [--seeds 5] [--seconds 60]`` prints what is found, as JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import os
 import random
 import socket
@@ -56,6 +60,34 @@ runner.GatewayConnection.__init__ = small
 exec(change)
 runner.main()
 """
+
+#: Commands are under way before they are watched, and what is not watched is changed all the same.
+ANNOUNCED_FIRST = """
+run = runner.Jobs.run
+def announce(self, number, request):
+    late = []
+    self.poller.watch = lambda *given: late.append(given)
+    try:
+        run(self, number, request)
+    finally:
+        del self.poller.watch
+        for given in late:
+            try:
+                self.poller.watch(*given)
+            except OSError:
+                pass
+runner.Jobs.run = announce
+runner.Poller.change = lambda self, fd, events: self.epoll.modify(fd, events)
+"""
+
+#: What outlives its command belongs to whoever is under way when it is adopted.
+OWNED_BY_LATER = "runner.ProcessTree.owns = lambda self, job, pid: (self.job_of(pid) or job) is job"
+
+#: Faults that were found and mended, each with what is found if it is put back.
+KNOWN_FAULTS = {
+    "announced_before_it_is_watched": (ANNOUNCED_FIRST, "FileNotFoundError"),
+    "owned_by_a_later_command": (OWNED_BY_LATER, "killed with another command"),
+}
 
 
 @dataclass(slots=True)
@@ -553,3 +585,35 @@ async def fuzz(seed: int, seconds: float, *, change: str = "") -> Findings:
             with world.running():
                 await world.live(min(until_s, time.monotonic() + 5.0))
     return findings
+
+
+def known_fault(name: str, seeds: int = 5, seconds: float = 60.0) -> int | None:
+    """Return the first seed whose schedule finds a known fault that is put back."""
+    change, says = KNOWN_FAULTS[name]
+    for seed in range(1, seeds + 1):
+        if any(says in told for told in asyncio.run(fuzz(seed, seconds, change=change)).wrong):
+            return seed
+    return None
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--seeds", type=int, default=5)
+    options.add_argument("--seconds", type=float, default=60.0, help="for which each is followed")
+    given, findings = options.parse_args(), Findings()
+    for seed in range(1, given.seeds + 1):
+        findings.add(asyncio.run(fuzz(seed, given.seconds)))
+    told = {
+        "exchanges": findings.exchanges,
+        "cuts": findings.cuts,
+        "wrong_answers": len(findings.wrong),
+        "runner_deaths": len(findings.deaths),
+        "descriptors_left": findings.descriptors_left,
+        "processes_left": findings.processes_left,
+    }
+    print(json.dumps(told | {"told": [*findings.wrong, *findings.deaths][:10]}))
+    return not findings.clean
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -39,7 +39,7 @@ from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError, _json_co
 from runtimes.sandbox.session import InteractiveSession, SessionSettings, TerminalSize
 from runtimes.sandbox.spec import SandboxRecord
 from tests.runtimes.sandbox.box import Box, running_box
-from tests.runtimes.sandbox.runner.fuzzer import fuzz
+from tests.runtimes.sandbox.runner.fuzzer import KNOWN_FAULTS, fuzz
 
 DEADLINE_S = 60.0
 #: Says that it began, waits for the test, and says that it ended.
@@ -72,27 +72,6 @@ def failing(owner, name):
 failing(runner.{owner}, {name!r})
 """
 START_S = 60.0
-#: A fault to be found: commands are under way before they are watched, and what is not watched is changed all the same.
-ANNOUNCED_FIRST = """
-run = runner.Jobs.run
-def announce(self, number, request):
-    late = []
-    self.poller.watch = lambda *given: late.append(given)
-    try:
-        run(self, number, request)
-    finally:
-        del self.poller.watch
-        for given in late:
-            try:
-                self.poller.watch(*given)
-            except OSError:
-                pass
-runner.Jobs.run = announce
-runner.Poller.change = lambda self, fd, events: self.epoll.modify(fd, events)
-"""
-
-#: Another: what outlives its command belongs to whoever is under way when it is adopted.
-OWNED_BY_LATER = "runner.ProcessTree.owns = lambda self, job, pid: (self.job_of(pid) or job) is job"
 
 
 def command(shell: str = GATED, claim: str = "a.1/1", **given: object) -> Command:
@@ -671,15 +650,11 @@ async def test_whatever_is_asked_under_backpressure_ends_as_it_should() -> None:
     assert findings.clean, f"seed {SEED}: {findings}"
 
 
-async def test_the_fuzzer_finds_commands_that_are_announced_before_they_are_watched() -> None:
-    findings = await fuzz(SEED, 60.0, change=ANNOUNCED_FIRST)
-    assert any("FileNotFoundError" in told for told in findings.wrong), findings
-
-
-@pytest.mark.slow
-async def test_the_fuzzer_finds_servers_that_are_killed_with_a_later_command() -> None:
-    findings = await fuzz(SEED, 60.0, change=OWNED_BY_LATER)
-    assert any("killed with another command" in told for told in findings.wrong), findings
+@pytest.mark.parametrize("fault", KNOWN_FAULTS)
+async def test_the_fuzzer_finds_a_known_fault(fault: str) -> None:
+    change, says = KNOWN_FAULTS[fault]
+    findings = await fuzz(SEED, 60.0, change=change)
+    assert any(says in told for told in findings.wrong), findings
 
 
 @pytest.mark.parametrize("answer", [None, (wire.ERROR, {"code": "invalid_input", "message": "no such user"})])
