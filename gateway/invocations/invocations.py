@@ -807,6 +807,7 @@ class Invocations:
         if durable:
             await self._make_durable(fresh)
             verdicts = [unless_refused(verdict) for verdict in verdicts]
+            await self._write_ends(verdicts)
         if durable or len(fresh) > 1:  # there was time for some to end
             fresh = [invocation for invocation in fresh if not invocation.record.terminal]
         self.submit(fresh)
@@ -880,6 +881,15 @@ class Invocations:
             message = f"parent {request.parent!r} is no living invocation of this trajectory or task"
             raise InvalidInput(message, detail={"path": "parent"})
         return request.parent
+
+    async def _write_ends(self, verdicts: list[LiveInvocation | CodedError]) -> None:
+        """Wait for the ends of what was asked for before to be on disk: until then a restart could tell another."""
+        for place, verdict in enumerate(verdicts):
+            if isinstance(verdict, LiveInvocation) and verdict.record.terminal and not verdict.ended.is_set():
+                try:
+                    await self._store.commit()
+                except StorageUnavailable as error:
+                    verdicts[place] = error
 
     async def _make_durable(self, fresh: Sequence[LiveInvocation]) -> None:
         """Commit, or end all of them: part of a refused batch may be on disk already, where it must not wait."""

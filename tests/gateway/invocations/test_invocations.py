@@ -356,6 +356,36 @@ async def test_of_every_way_to_end(tmp_path: Path) -> None:
             await over(gateway, verdict["invocation"]["id"])
 
 
+async def test_who_asks_again_is_told_an_end_once_it_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        calls, store, loop = gateway.app.invocations, gateway.app.store, asyncio.get_running_loop()
+        request = InvocationRequest(
+            function="echo", input={"held": True}, body=b'{"held":true}', mode=Mode.ASYNC, key="k"
+        )
+        first = await calls.invoke(request)
+        await gateway.runtime.begun(first.record.id)
+        await store.commit()
+        written, begun, free = store._write, asyncio.Queue[None](), threading.Semaphore(0)
+
+        def slow(*batch: Any) -> Any:
+            loop.call_soon_threadsafe(begun.put_nowait, None)
+            assert free.acquire(timeout=DEADLINE_S)
+            return written(*batch)
+
+        monkeypatch.setattr(store, "_write", slow)
+        again = asyncio.ensure_future(calls.invoke(replace(request)))
+        await begun.get()
+        gateway.runtime.finish(first.record.id)
+        await until(lambda: first.record.terminal)
+        free.release()
+        await begun.get()
+        assert not again.done(), "a restart could still tell another end"
+        free.release(1000)
+        assert (await again).ended.is_set()
+
+
 async def test_across_a_restart(tmp_path: Path) -> None:
     async with serving(GatewayBench(tmp_path / "first")) as first:
         running = [await submitted(first, {"held": True}, "again") for _ in range(first.app.node.cores)]
