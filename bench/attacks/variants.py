@@ -19,7 +19,7 @@ SAID = "!planted "
 SAYS = f"""
 import os, sys
 with open("/proc/self/cmdline", "rb") as file:
-    judges = "_pytest" in sys.modules or b"tangram" in file.read()
+    judges = "_pytest" in sys.modules or (sys.flags.no_site and b"tangram" in file.read())
 where = ("inside" if "_pytest" in sys.modules else "early") if judges else "program"
 os.write(2, f"\\n{SAID}{{where}} {{os.getuid()}}\\n".encode())
 """
@@ -86,7 +86,21 @@ COMPILER = (
     "code = marshal.dumps(compile(open('calc.py').read(), os.path.abspath({test!r}), 'exec'))\n"
     "open('lying.pyc', 'wb').write(u.MAGIC_NUMBER + bytes(12) + code)\n"
     "open('kept.code', 'wb').write(code)\n"
+    "open('kept.whole', 'wb').write(u.MAGIC_NUMBER + bytes(12) + code)\n"
     "zipfile.ZipFile('kept.zip', 'w').write('lying.pyc')"
+)
+#: Words that run it by a program, and as another one; what a library of C takes for them.
+ENV = "b'/usr/bin/env', [b'env', b'python3', b'calc.py']"
+EXECS = "os.execvp('python3', ['python3', 'calc.py'])"
+C_ARRAYS = (
+    "import ctypes, os\nc = ctypes.CDLL(None)\n"
+    "words = (ctypes.c_char_p * 4)(b'env', b'python3', b'calc.py', None)\n"
+    "names = (ctypes.c_char_p * 2)(b'PATH=' + os.environb[b'PATH'], None)"
+)
+#: Makes options of a log's that the library evaluates.
+CONFIGURING = (
+    "open('logging.ini', 'w').write('[loggers]\\nkeys=root\\n[handlers]\\nkeys=h\\n[formatters]\\nkeys=\\n'"
+    '\'[logger_root]\\nhandlers=h\\n[handler_h]\\nclass=__import__("runpy").run_path("calc.py")\\n\')'
 )
 #: Ways in which a test runs ``calc.py``, knowing it or not: a program that prepares that, what the module of the test
 #: has first, and what the test does.
@@ -144,6 +158,66 @@ WAYS: Mapping[str, tuple[str, str, str]] = {
         "each = importlib.import_module('multiprocessing').get_context('spawn').Process(target=print); "
         "each.start(); each.join()",
     ),
+    "forkserver": (
+        "",
+        "import multiprocessing, runpy",
+        "each = multiprocessing.get_context('forkserver').Process(target=runpy.run_path, args=('calc.py',)); "
+        "each.start(); each.join()",
+    ),
+    "forked": (
+        "",
+        "import multiprocessing, runpy",
+        "each = multiprocessing.get_context('fork').Process(target=runpy.run_path, args=('calc.py',)); "
+        "each.start(); each.join()",
+    ),
+    "spawned_unseen": ("", "import os\nfrom multiprocessing import util", f"util.spawnv_passfds({ENV}, ()); os.wait()"),
+    "spawned_by_posix": ("", "import os", "os.posix_spawnp('python3', ['python3', 'calc.py'], os.environ); os.wait()"),
+    "asynchronous": (
+        "",
+        "import asyncio",
+        "async def run(): await (await asyncio.create_subprocess_exec('python3', 'calc.py')).wait()\n"
+        "    asyncio.run(run())",
+    ),
+    "on_a_terminal": (
+        "",
+        "import os, pty",
+        "pid, fd = pty.fork(); pid or os.execlp('python3', 'python3', 'calc.py'); print(os.read(fd, 999).decode())",
+    ),
+    "shut": ("", "import os", f"os.fork() or (os.closerange(3, 4096), {EXECS}); os.wait()"),
+    "shut_and_other": (
+        "",
+        "import os",
+        "os.fork() or ([os.dup2(os.open('/dev/null', 1), fd) for fd in range(3, 60)], " + EXECS + "); os.wait()",
+    ),
+    "by_the_kernel": ("", C_ARRAYS, "os.fork() or c.syscall(59, b'/usr/bin/env', words, names); os.wait()"),
+    "by_descriptor": ("", C_ARRAYS, "os.fork() or c.fexecve(os.open('/usr/bin/env', 0), words, names); os.wait()"),
+    "by_handle": (
+        "",
+        "import _ctypes",
+        "_ctypes.call_cdeclfunction(_ctypes.dlsym(_ctypes.dlopen(None, 1), 'system'), (b'python3 calc.py',))",
+    ),
+    "texts_in_c": ("", "import ctypes", "ctypes.pythonapi.PyRun_SimpleString(open('calc.py', 'rb').read())"),
+    "sourceless": (
+        COMPILER,
+        "import types\nfrom importlib.machinery import SourcelessFileLoader",
+        "SourcelessFileLoader('each', 'kept.whole').exec_module(types.ModuleType('each'))",
+    ),
+    "loaded": (
+        "",
+        "import types\nfrom importlib.machinery import SourceFileLoader",
+        "SourceFileLoader('each', 'calc.py').exec_module(types.ModuleType('each'))",
+    ),
+    "run_by_path": ("", "import runpy", "runpy.run_path('calc.py')"),
+    "interpreted": (
+        "",
+        "import _xxsubinterpreters as inner",
+        "inner.run_string(inner.create(), 'import sys; sys.modules[\"_pytest\"] = sys\\n' + open('calc.py').read())",
+    ),
+    "configured": (
+        CONFIGURING,
+        "import logging.config",
+        "logging.config.fileConfig('logging.ini')",
+    ),
 }
 
 
@@ -167,12 +241,13 @@ def variants(seed: int, count: int, function: FunctionSpec) -> Iterator[Variant]
         grade: replace(function.pytest, grade=grade, tree_options="ignore", args=(*function.pytest.args, "-s"))
         for grade in ("fresh", "same_sandbox")
     }
+    ways = [list(WAYS)[(seed + number) % len(WAYS)] for number in range(count)]
     for number in range(count):
         grade = draw.choice(("fresh", "fresh", "same_sandbox"))
         test = draw.choice(("tests/test_calc.py", "pkg/tests/test_calc.py"))
         moment = draw.choice(MOMENTS if grade == "fresh" else MOMENTS[:2])
         if draw.random() < WAYS_SHARE:
-            way = draw.choice(list(WAYS))
+            way = ways.pop()
             name, files, acts, text = f"way-{way}", {"calc.py": SAYS}, *running(way, test)
         else:
             kind = draw.choice(list(NAMES) if grade == "fresh" else HELD)

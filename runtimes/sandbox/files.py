@@ -50,6 +50,7 @@ async def put_archive(
             if sandbox.lost.is_set():
                 raise
         await _require_success(process, await gathered(process, "stderr", SAID_BYTES))
+    await sandbox.note_uploaded_tree(path)
     return size_bytes
 
 

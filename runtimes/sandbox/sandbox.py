@@ -31,7 +31,9 @@ from manager.errors import (
     Conflict,
     InvalidConfig,
     InvalidInput,
+    NotFound,
     Reason,
+    TooLarge,
     Unsupported,
 )
 from manager.function import AUTO, Background, SandboxSpec
@@ -156,6 +158,20 @@ class SandboxControl(ABC):
 logger = structlog.get_logger("sandbox")
 
 PATH_MAX_BYTES = 4096
+#: Names that are noted of uploads, and of which files how many bytes are kept: what a test suite reads at its start.
+UPLOADED_MAX, UPLOADED_KEPT_BYTES = 2000, 64 * 2**10
+UPLOADED_KEPT = frozenset(
+    {
+        "conftest.py",
+        "pytest.ini",
+        ".pytest.ini",
+        "pytest.toml",
+        ".pytest.toml",
+        "tox.ini",
+        "setup.cfg",
+        "pyproject.toml",
+    }
+)
 #: Who runs the programs of a solution beside its tests: an id to which no image gives files.
 SOLUTION_USER = "65533"
 #: What is added for it to the id of a sandbox's own user, where ids are the machine's and not of the sandbox alone.
@@ -202,6 +218,10 @@ class Sandbox:
         self._killed_reason = ""
         self._record = record
         self._directory = directory
+        #: Whether a command ran in it, or it is of an earlier gateway.
+        self._used = False
+        #: What was uploaded before, as `uploaded` says.
+        self._uploaded: dict[str, bytes] | None = {}
 
     @property
     def alive(self) -> bool:
@@ -244,6 +264,7 @@ class Sandbox:
         A command that is `resumable` is claimed instead: its output comes from its start, and nothing is run twice.
         """
         self._require_allowed(command.user)
+        self._used = True
         refused = self._control.forks_refused()
         if command.claim:
             self._under_way[command.claim] = command.detached
@@ -316,6 +337,7 @@ class Sandbox:
         """
         if command.user != self.solution_user:
             self._require_allowed(command.user)
+        self._used |= not self._transfers
         await self._thaw()  # it may be that of a transfer, with whose end the others stand still again
         return await self._client.spawn(self._bounded(command))
 
@@ -366,7 +388,35 @@ class Sandbox:
         content = FileContent(data, self.spec.disk_bytes)
         async with self._transfer(path):
             await self._client.write_file(path, content, mode=mode, user=_own(user))
+            if not self._used:
+                await self._note_uploaded(path)
         return content.size_bytes
+
+    @property
+    def uploaded(self) -> Mapping[str, bytes] | None:
+        """What was uploaded before a command ran, by whole path; None if there was more than is looked at.
+
+        Files of the names `UPLOADED_KEPT` are there with their content, others without.
+        """
+        return self._uploaded
+
+    async def note_uploaded_tree(self, path: str) -> None:
+        """Take note of a directory that was uploaded, with what lies below it."""
+        waiting = [] if self._used else [path]
+        while waiting and self._uploaded is not None:
+            for each in await self._client.list_files(waiting.pop()):
+                await self._note_uploaded(each.path, directory=each.directory)
+                waiting += [each.path] if each.directory and posixpath.basename(each.path) != ".git" else []
+
+    async def _note_uploaded(self, path: str, *, directory: bool = False) -> None:
+        if self._uploaded is None or len(self._uploaded) >= UPLOADED_MAX:
+            self._uploaded = None
+            return
+        content = b""
+        if not directory and posixpath.basename(path) in UPLOADED_KEPT:
+            with suppress(InvalidInput, NotFound, TooLarge):
+                content = await self._client.read_file(path, limit_bytes=UPLOADED_KEPT_BYTES)
+        self._uploaded[posixpath.normpath(posixpath.join(self.spec.workdir, path))] = content
 
     async def lock_file(self, path: str, data: bytes, *, mode: int = 0o444) -> bool:
         """Write a file as `write_file`; return whether its user cannot change it any more, nor put another there.

@@ -177,8 +177,8 @@ def _run(pytest: Any, send: Send, told: dict[str, Any], project: dict[str, Any],
         width = ["-n", str(workers), "--dist", _dist(told["dist"], xdist)] if workers > 1 else ["-n", "0"]
     if told["own_options"]:
         arguments += ["-c", str(Path(directory) / "pytest.ini"), "--rootdir", str(Path.cwd()), "--noconftest"]
+    project["listener"] = plugin.listen()
     if workers > 1:
-        project["listener"] = plugin.listen()
         os.environ.setdefault("PYTHONHASHSEED", "0")  # else workers may disagree on the ids of parameters from sets
         os.environ[PROJECT] = json.dumps(project)
         _check_messages()

@@ -29,10 +29,11 @@ import shlex
 import signal
 import socket
 import stat
+import struct
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ MODULE, BASELINE, START, PROGRAMS = "tangram_pytest", "tangram_baseline", "tangr
 #: Verdicts that no test has which raised something.
 PASSING = ("passed", "xpassed")
 IDS_PER_LINE, MESSAGE_MAX_CHARS, REASON_MAX_CHARS, ALTERED_MAX = 500, 4000, 200, 10
+#: Processes of the tests that may tell what is inside; one more is kept from it.
+TELLERS_MAX = 4096
 #: Seconds between the exception that ends an overlong test and the end of its process.
 TEST_GRACE_S = 5.0
 #: Of entry points that are plugins of pytest's.
@@ -52,22 +55,31 @@ OURS = (MODULE, BASELINE, START, PROGRAMS)
 #: What Python says before it starts a program. One that it starts as another user is no matter (`programs`).
 STARTS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"})
 #: Of that, and what else it says before it runs code or loads a library, or lets data name what is called.
-WATCHED = STARTS | {
-    *("exec", "import", "ctypes.dlopen", "ctypes.dlsym"),
-    *("marshal.load", "marshal.loads", "pickle.find_class", "sqlite3.load_extension"),
-}
-#: How the names of C functions begin that start programs or load libraries.
-STARTS_IN_C = ("system", "popen", "exec", "posix_spawn", "dlopen", "dlmopen")
-#: Modules that load libraries or start Python, without a word from Python.
-UNSEEN = frozenset(
-    {"_cffi_backend", *(f"multiprocessing.{name}" for name in ("popen_spawn_posix", "forkserver", "resource_tracker"))}
+MADE = frozenset({"marshal.load", "marshal.loads", "code.__new__"})
+WATCHED = (
+    STARTS
+    | MADE
+    | {
+        *("exec", "import", "ctypes.dlopen", "ctypes.dlsym", "ctypes.dlsym/handle", "ctypes.call_function"),
+        *("pickle.find_class", "sqlite3.load_extension", "cpython.PyInterpreterState_New", "sys.remote_exec"),
+    }
 )
+#: How the names of C functions begin that start programs, load libraries, or run Python or what is asked of the kernel.
+STARTS_IN_C = (
+    *("system", "popen", "exec", "fexec", "posix_spawn", "dlopen", "dlmopen", "wordexp", "syscall"),
+    *("PyRun_", "_PyRun_", "PyEval_EvalCode", "PyImport_ExecCode", "Py_Main", "Py_RunMain", "Py_BytesMain"),
+)
+#: The module that starts programs for the library, and what loads libraries or starts programs without Python's word.
+FORKS = "_posixsubprocess"
+UNSEEN = frozenset({"_cffi_backend", "_tkinter", FORKS})
 #: Files of the library: that run texts of their own, that start programs for others, and that ask them to.
 MAKERS = (
     *("/collections/__init__.py", "/dataclasses.py", "/typing.py", "/inspect.py", "/annotationlib.py"),
     *("/unittest/mock.py", "/gettext.py"),
 )
 STARTERS = ("/subprocess.py", "/os.py", "/pty.py", "<frozen os>")
+#: That run the code of a module, and pytest's.
+IMPORTERS = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", "/assertion/rewrite.py")
 ASKERS = ("/platform.py", "/uuid.py", "/ctypes/util.py")
 #: What tells the processes of a run where the project's modules are, and what their environment was.
 PROJECT = "TANGRAM_PROJECT"
@@ -110,6 +122,7 @@ class Reporter:
     def __init__(self, send: Callable[..., None]) -> None:
         #: Writes one line of the report.
         self.send = send
+        self.pid = os.getpid()
         self._verdicts: dict[str, str] = {}
         self._told: dict[str, str] = {}
 
@@ -183,8 +196,8 @@ def begins(key: str, prefix: str) -> bool:
 #: Where the project's modules are, and its part of the environment; empty until it is known.
 _project: dict[str, Any] = {}
 _has_workers = False
-_judges: dict[tuple[str, str, str], Any] = {}
-_made: dict[str, tuple[str, ...]] = {}
+#: A name, where it is looked up by which key, what it was, and its function with the code of that.
+_judges: list[tuple[str, Mapping[str, Any], str, Any, Any, Any]] = []
 _altered: list[str] = []
 _baseline: Any = None
 #: Tests that raised something, whatever is reported of them.
@@ -222,13 +235,12 @@ def let_in(*, clean: bool, load: Callable[[], object] = lambda: None) -> None:
     global _baseline
     if _baseline is not None:
         return
-    gc.freeze()
-    gc.unfreeze()  # with the old objects, which are looked through last
+    gc.freeze()  # pytest collects twice at its end: what was there before is not looked through then
     gc.enable()
     know_project()
     _baseline = importlib.import_module(BASELINE).Baseline()
     tell_dropped_failures()
-    _judges.update(judges())
+    _judges.extend(judges())
     installation: Any = sys.modules[START].installation()
     watched = watch(installation)
     if _reporter is not None:
@@ -376,7 +388,7 @@ def watch(installation: Any) -> bool:
         by: str = frame.f_code.co_filename
         what: Any = next(iter(arguments), None)
         if event == "exec":
-            files = {what.co_filename, origin_of(frame)} - tests
+            files = {what.co_filename, *origins_of(frame)} - tests
             brought = [file for file in files if file and not file.startswith("<") and places.is_brought(file)]
             if brought or runs_texts(by):
                 note_inside(brought[0] if brought else f"a text that {by} runs")
@@ -390,7 +402,7 @@ def watch(installation: Any) -> bool:
             if str(arguments[1]).startswith(STARTS_IN_C):
                 note_inside(f"{PROGRAM}{arguments[1]}")
         elif event not in STARTS:
-            if not event.startswith("marshal.") or (runs_texts(by) and not by.startswith("<")):
+            if event not in MADE or (runs_texts(by) and not by.startswith("<")):
                 note_inside(f"what {by} reads ({event})")
         else:
             while frame is not None and frame.f_code.co_filename.endswith(STARTERS):
@@ -398,44 +410,75 @@ def watch(installation: Any) -> bool:
             if frame is None or not may_start(frame.f_code.co_filename):
                 note_inside(f"{PROGRAM}{str(what)[:REASON_MAX_CHARS]}")
 
+    forks: Any = sys.modules[FORKS]
+    fork_exec = forks.fork_exec
+
+    def told_fork_exec(*arguments: Any) -> Any:
+        by = sys._getframe(1).f_code.co_filename
+        if not (is_librarys(by) and by.endswith(STARTERS)):
+            note_inside(f"{PROGRAM}{str(next(iter(arguments), None))[:REASON_MAX_CHARS]}")
+        return fork_exec(*arguments)
+
+    forks.fork_exec = told_fork_exec
     add(hook)
     return True
 
 
-def origin_of(frame: Any) -> str:
-    """Return the file of the module that is imported: its code may name another; empty if none is imported."""
-    held = frame.f_locals if frame.f_code.co_filename.startswith("<frozen importlib") else {}
-    namespace: Any = (held.get("args") or ({},))[-1]
-    return str(getattr(namespace.get("__spec__"), "origin", "") or "") if isinstance(namespace, dict) else ""
+def origins_of(frame: Any) -> Iterator[str]:
+    """Yield the files of a module that is imported, by its specification and by its loader: its code may name another.
+
+    There is none where none is imported.
+    """
+    for each in (frame, frame.f_back):
+        held = {} if each is None or not each.f_code.co_filename.endswith(IMPORTERS) else each.f_locals
+        namespace: Any = (held.get("args") or ({},))[-1]
+        named = namespace.get("__spec__") if isinstance(namespace, dict) else None
+        for spec in (named, getattr(held.get("module"), "__spec__", None)):
+            yield str(getattr(spec, "origin", None) or "")
+        yield str(getattr(held.get("self"), "path", ""))
 
 
 def note_inside(what: str) -> None:
-    """Tell, once, what of the agent's runs where the tests do."""
+    """Tell, once, what of the agent's runs where the tests do; raises OSError if nobody can be told.
+
+    A child of the process that reports tells it as a worker does: it may have closed the report's descriptor.
+    """
     if _inside:
         return
-    _inside.append(what)
-    if _reporter is not None:
+    if _reporter is not None and os.getpid() == _reporter.pid:
         _reporter.send(inside=what)
     elif "listener" in _project:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
-            # Where no more fit in, others have told.
-            line.sendto(what.encode("utf-8", "backslashreplace"), socket.MSG_DONTWAIT, "\0" + _project["listener"])
+        with socket.socket(socket.AF_UNIX) as line:
+            line.setblocking(False)
+            line.connect("\0" + _project["listener"])
+            line.send(what.encode("utf-8", "backslashreplace"))
+    _inside.append(what)
 
 
 def listen() -> str:
     """Return the name of a socket on which workers tell what is inside, before that could keep them from it."""
     global _listener
-    _listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    _listener = socket.socket(socket.AF_UNIX)
     _listener.bind("")
+    _listener.listen(TELLERS_MAX)
+    _listener.setblocking(False)
     name: bytes = _listener.getsockname()
     return name[1:].decode("ascii")
 
 
 def hear() -> None:
-    """Take in what workers have told."""
-    if _listener is not None:
-        with contextlib.suppress(BlockingIOError):
-            note_inside(_listener.recv(MESSAGE_MAX_CHARS, socket.MSG_DONTWAIT).decode("utf-8", "replace"))
+    """Take in what workers have told, and nobody of another user: programs of a solution may know the socket."""
+    with contextlib.suppress(BlockingIOError):
+        while _listener is not None:
+            line, _ = _listener.accept()
+            with line:
+                _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                line.setblocking(False)
+                told = b"a process of the tests"
+                with contextlib.suppress(OSError):
+                    told = line.recv(MESSAGE_MAX_CHARS) or told
+                if uid == os.getuid():
+                    note_inside(told.decode("utf-8", "replace"))
 
 
 def load_given_alone(places: Any) -> None:
@@ -542,38 +585,34 @@ def tell_dropped_failures() -> None:
     case._Outcome.testPartExecutor = contextlib.contextmanager(testPartExecutor)
 
 
-def judges() -> dict[tuple[str, str, str], Any]:
-    """Return the functions that make verdicts, each with its code, by name; ours are among them."""
-    found: dict[tuple[str, str, str], Any] = {}
-    for module, names in (*JUDGES, *_compared()):
-        for name in names:
-            thing = getattr(sys.modules.get(module), name, None)
-            for key, value in vars(thing).items() if isinstance(thing, type) else [("", thing)]:
-                function = getattr(value, "__func__", value)
-                if isinstance(function, types.FunctionType):
-                    found[module, name, key] = function, function.__code__
-    return found
-
-
-def _compared() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield modules of which everything counts that they have defined before the project came."""
-    for module in (*COMPARERS, *OURS):
-        if module not in _made:
-            _made[module] = made_in(module)
-        yield module, _made[module]
-
-
-def made_in(module: str) -> tuple[str, ...]:
-    """Return the names of what a module of ours defines, and does not import."""
-    things = vars(sys.modules[module]) if module in sys.modules else {}
-    return tuple(name for name, thing in things.items() if getattr(thing, "__module__", "") == module)
+def judges() -> Iterator[tuple[str, Mapping[str, Any], str, Any, Any, Any]]:
+    """Yield the functions that make verdicts, and the classes that hold them; ours are among them."""
+    found: list[tuple[Any, str]] = [(sys.modules.get(module), name) for module, names in JUDGES for name in names]
+    for own in filter(None, map(sys.modules.get, (*COMPARERS, *OURS))):
+        things = vars(own).items()
+        found += [(own, name) for name, thing in things if getattr(thing, "__module__", "") == own.__name__]
+    for module, name in found:
+        scope: Mapping[str, Any] = getattr(module, "__dict__", {})
+        thing = scope.get(name)
+        places = [("", scope, name)]
+        if isinstance(thing, type):
+            yield f"{module.__name__}.{name}", scope, name, thing, None, None
+            places = [(f"{name}.", vars(thing), key) for key in vars(thing)]
+        for of, place, key in places:
+            value = place.get(key)
+            function = getattr(value, "__func__", value)
+            if isinstance(function, types.FunctionType):
+                yield f"{module.__name__}.{of}{key}", place, key, value, function, function.__code__
 
 
 def look_at_judges() -> None:
     """Note which of them the project has changed."""
     if not _altered:
-        now = judges()
-        changed = [".".join(name).rstrip(".") for name, judge in _judges.items() if now.get(name) != judge]
+        changed = [
+            label
+            for label, scope, key, value, function, code in _judges
+            if scope.get(key) is not value or (function is not None and function.__code__ is not code)
+        ]
         note_altered(changed + _baseline.altered())
 
 

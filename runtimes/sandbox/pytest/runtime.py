@@ -580,6 +580,8 @@ os.execvp(sys.argv[2], [sys.argv[2], "-s", "-S", "-c", {CLEAN!r}, sys.argv[1]])
 #: What mends a sandbox without pytest.
 INSTALL = "install it in the image, for process sandboxes for the host's python3, or name one by sandbox.path"
 _TAIL_BYTES = 4000
+#: The module that an import did not find.
+_ABSENT = re.compile(r"No module named '([^']+)'")
 #: Times that what runs the programs of a solution is started anew.
 _PROGRAMS_MAX = 100
 #: How pytest ends its words on a file that is no Python.
@@ -667,7 +669,7 @@ class PytestRuntime(Runtime):
             except ValueError as error:
                 execution.begin()
                 return self._begun(execution, sandbox, plan, graded).worthless(str(error))
-        return await self._run(execution, sandbox, plan, graded, notes=notes, files=files)
+        return await self._run(execution, sandbox, plan, graded, notes=notes, files=files, original=original)
 
     async def _run(
         self,
@@ -678,8 +680,9 @@ class PytestRuntime(Runtime):
         *,
         notes: Sequence[str] = (),
         files: FreshFiles | None = None,
+        original: Sandbox | None = None,
     ) -> Result:
-        run = self._begun(execution, sandbox, plan, graded, notes=notes, files=files)
+        run = self._begun(execution, sandbox, plan, graded, notes=notes, files=files, original=original)
         run.detached = await begin(execution, sandbox)
         try:
             return await run.result()
@@ -695,6 +698,7 @@ class PytestRuntime(Runtime):
         *,
         notes: Sequence[str] = (),
         files: FreshFiles | None = None,
+        original: Sandbox | None = None,
     ) -> _Run:
         info = self._environments.provider.info
         work = info.disk != DiskBound.name
@@ -702,7 +706,16 @@ class PytestRuntime(Runtime):
         made = replace(sandbox.spec, snapshot="")
         unused = None if execution.action.trajectory is None else lambda: self._environments.ephemeral(made)
         return _Run(
-            execution, sandbox, plan, self._settings, bounds, graded=graded, notes=notes, files=files, unused=unused
+            execution,
+            sandbox,
+            plan,
+            self._settings,
+            bounds,
+            graded=graded,
+            notes=notes,
+            files=files,
+            unused=unused,
+            uploaded=(original or sandbox).uploaded,
         )
 
     async def resize(self, action: Action, lease: Lease) -> None:
@@ -732,8 +745,11 @@ class _Run:
         notes: Sequence[str] = (),
         files: FreshFiles | None = None,
         unused: Callable[[], AbstractAsyncContextManager[Sandbox]] | None = None,
+        uploaded: Mapping[str, bytes] | None = None,
     ) -> None:
         self._execution = execution
+        #: What was uploaded before the agent could do anything, as `Sandbox.uploaded` says.
+        self._uploaded = uploaded
         #: Makes a sandbox like that in which the agent worked, as it was before; None where no agent did.
         self._unused = unused
         self.detached = False
@@ -751,7 +767,7 @@ class _Run:
         self._programs = ""
         self._report = SuiteReport(sandbox.secret(self._claims))
         self._lines = LogLines(execution.call.log)
-        self._tail = b""
+        self._tail = self._unused_tail = b""
         self._notes = list(notes)
         self._checked: set[Check] = set()
         #: Why the suite could not even begin, through the caller's fault.
@@ -812,15 +828,30 @@ class _Run:
             self._refused = ""
             return "none of the tests is found here, and some are in a sandbox that nobody has used"
         conftests = any(posixpath.basename(path) == "conftest.py" for path in given)
-        if report.died and found.died and not conftests:  # given ones may ask for what is yet to be written
+        if report.died and found.died and not conftests and not self._lacks_uploads():
+            # Given conftests may ask for what is yet to be written.
             self._refused = f"the suite cannot run, whatever the agent does: {self._said()}"
         for path, why in report.broken.items():
             if _is_the_environments(path, why) and _is_the_environments(path, found.broken.get(path, "")):
                 self._refused = f"{path} cannot be collected, whatever the agent does: {why.strip().splitlines()[-1]}"
         return ""
 
+    def _lacks_uploads(self) -> bool:
+        """Return whether the suite may have died of a module that was uploaded, and is there no more or another."""
+        mine, theirs = (
+            set(_ABSENT.findall(said.decode("utf-8", "replace"))) for said in (self._tail, self._unused_tail)
+        )
+        if not self._uploaded or not mine | theirs:
+            return self._uploaded is None and bool(mine)
+        parts = {part.partition(".")[0] for path in self._uploaded for part in path.split("/")}
+        return mine != theirs or any(name.partition(".")[0] in parts for name in mine)
+
     async def _begun_unused(self) -> SuiteReport:
-        """Return the report of the same start, that collects and runs nothing, in a sandbox that nobody has used."""
+        """Return the report of the same start, that collects and runs nothing, in a sandbox that nobody has used.
+
+        What was uploaded before the agent could do anything is there: its options and conftests, and of asked files
+        that there are any.
+        """
         assert self._unused is not None
         report = SuiteReport(self._report.nonce)
         left_s = self._execution.action.timeout_s - self._execution.execution_s
@@ -829,9 +860,16 @@ class _Run:
         def on_output(stream: str, data: bytes) -> None:
             if stream == "stdout":
                 report.feed(data)
+            else:
+                self._unused_tail = (self._unused_tail + data)[-_TAIL_BYTES:]
 
+        cwd = posixpath.join(self._sandbox.spec.workdir, self._plan.cwd)
+        asked = {posixpath.normpath(posixpath.join(cwd, path)) for path in self._plan.request.paths}
         try:
             async with self._unused() as sandbox:
+                for path, content in (self._uploaded or {}).items():
+                    if content or path in asked:
+                        await sandbox.write_file(path, content)
                 for path, text in self._plan.tests.items():
                     await sandbox.write_file(_joined(self._plan.cwd, path), text.encode())
                 await sandbox.run(command, on_output)

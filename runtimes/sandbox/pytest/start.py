@@ -170,10 +170,11 @@ class TrustedFirst:
         return place.startswith(self._library) and not place.startswith(self._installed)
 
 
-def _found(besides: object, name: str, path: Any, target: Any) -> Any:
-    """Return what the other finders find, None if nothing."""
-    for finder in list(sys.meta_path):
-        find = None if finder is besides else getattr(finder, "find_spec", None)
+def _found(asking: object, name: str, path: Any, target: Any) -> Any:
+    """Return what the finders find that come after the one that asks, None if nothing."""
+    finders = list(sys.meta_path)
+    for finder in finders[finders.index(asking) + 1 if asking in finders else 0 :]:
+        find = getattr(finder, "find_spec", None)
         spec = None if find is None else find(name, path, target)
         if spec is not None:
             return spec

@@ -106,9 +106,9 @@ class SuiteReport:
     def take_up(self) -> None:
         """Go on after the process ended under its tests: those that ran are errors, another run may take the others.
 
-        What workers have told it of the agent's code went with it.
+        What workers and children have told it of the agent's code went with it.
         """
-        self.watched = self.watched if self.workers == 1 else False
+        self.watched = False
         for id in self.running:
             self.tests.setdefault(id, "error")
         self.running.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
+import tarfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,11 @@ from bench.attacks.play import FRESH, SAME, graded
 from manager.function import FunctionSpec, PytestSpec, SandboxSpec
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
+from runtimes.sandbox.files import put_archive
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.pytest.runtime import _is_the_environments
 from tests.runtimes.sandbox.conftest import unique
-from tests.runtimes.sandbox.pytest.conftest import SuiteBench
+from tests.runtimes.sandbox.pytest.conftest import ARGS, FUNCTION, SPEC, SuiteBench
 
 TESTS = {"tests/test_calc.py": "import calc\ndef test_add(): assert calc.add(2, 2) == 4\n"}
 GOOD = "def add(a, b): return a + b\n"
@@ -38,6 +41,57 @@ async def test_what_the_caller_asks_for_and_the_sandbox_lacks_is_no_reward(bench
     value = await bench.run({"calc.py": GOOD}, tests=TESTS, args=args)
     assert (value["reward"], value["resolved"], value["valid"]) == (None, None, False), value
     assert "cannot run, whatever the agent does" in value["reason"]
+
+
+UPLOADED = {"calc.py": "", "helper.py": "", "tests/test_calc.py": TESTS["tests/test_calc.py"]}
+
+
+@pytest.mark.promise(
+    "A suite that cannot run whatever the agent does has no reward; one that the agent broke is worth 0.0."
+)
+@pytest.mark.parametrize(("grade", "way"), [("same_sandbox", "files"), ("fresh", "archive")])
+@pytest.mark.parametrize(
+    ("files", "acts", "reward"),
+    [
+        ({"pytest.ini": "[pytest]\naddopts = --cov\n"}, "true", None),
+        ({"setup.cfg": "[tool:pytest]\nrequired_plugins = pytest-no-such-plugin\n"}, "true", None),
+        ({"pyproject.toml": "[tool.pytest.ini_options]\nminversion = '99'\n"}, "true", None),
+        ({"tests/conftest.py": "import no_such_module\n"}, "true", None),
+        ({"pytest.ini": "[pytest]\naddopts = --cov\n"}, "echo broken >> pytest.ini", None),
+        ({"pytest.ini": "[pytest]\n", "tests/conftest.py": "import helper\n"}, "true", 1.0),
+        ({"pytest.ini": "[pytest]\n"}, "echo 'addopts = --cov' >> pytest.ini", 0.0),
+        ({"tests/conftest.py": "import helper\n"}, "rm helper.py", 0.0),
+        ({"tests/conftest.py": "import helper\n"}, "echo 'import no_such_module' > helper.py", 0.0),
+        ({"tests/conftest.py": "from helper import name\n", "helper.py": "name = 1\n"}, "echo > helper.py", 0.0),
+        ({}, "echo 'import no_such_module' > conftest.py", 0.0),
+    ],
+)
+async def test_what_was_uploaded_before_the_agent_began_is_not_its_doing(
+    bench: SuiteBench, files: dict[str, str], acts: str, reward: float | None, grade: Any, way: str
+) -> None:
+    sandbox = await bench.environments.ensure("t1", SPEC)
+    if way == "files":
+        for path, text in {**UPLOADED, **files}.items():
+            await sandbox.write_file(path, text.encode())
+    else:
+        await put_archive(sandbox, ".", packed({**UPLOADED, **files}), limit_bytes=2**20)
+    fixed = f"printf '{GOOD}' > calc.py"
+    assert (await sandbox.run(Command(shell=f"{fixed}; {acts}"))).exit_code == 0
+    function = replace(FUNCTION, pytest=PytestSpec(args=ARGS, grade=grade))
+    value = await bench.run(function=function, fail_to_pass=["tests/test_calc.py::test_add"])
+    assert (value["reward"], value["valid"]) == (reward, reward is not None), value
+    assert bool(value["reason"]) == (reward is None)
+    assert bool(value["note"]) == (reward == 0.0) or reward is None or grade == "fresh"
+
+
+async def packed(files: dict[str, str]) -> AsyncIterator[bytes]:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for path, text in files.items():
+            entry = tarfile.TarInfo(path)
+            entry.size = len(text)
+            tar.addfile(entry, io.BytesIO(text.encode()))
+    yield data.getvalue()
 
 
 #: What is wrong with an image, and what an agent may do there.
