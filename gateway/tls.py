@@ -6,7 +6,8 @@ import asyncio
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import structlog
 
 from gateway.config.schema import TlsSection
 from gateway.metrics import Metrics
+from manager.config import share_of
 from manager.errors import CapacityExceeded, InvalidConfig
 
 #: Seconds in which a peer must have shaken hands.
@@ -127,6 +129,8 @@ LINGER_S = 1.0
 RETRY_AFTER_S = 1.0
 #: Refused connections that may linger at a time: they too take descriptors.
 LEAVING_MAX = 64
+#: Seconds after which one without a request makes room for a new one, and the part of all that is the admin's alone.
+IDLE_S, ADMINS_PART = 2.0, 16
 #: Most open calls of one connection (HTTP/2 and gRPC): a client opens a second connection for more.
 STREAMS_MAX = 1000
 #: Most calls of one HTTP/2 connection that may be reset in so many seconds; beyond it, it is closed.
@@ -180,15 +184,37 @@ class Turns:
                 until_s = now_s + STRETCH_S
 
 
+@dataclass(slots=True, eq=False)
+class OpenConnection:
+    """One that has entered, and what it is held for."""
+
+    #: Closes it at once.
+    cut: Callable[[], None]
+    #: When its last request ended, or it was opened.
+    idle_since_s: float
+    #: Requests under way, and the task of the first of them.
+    requests: int = 0
+    task: str = ""
+    is_gone: bool = False
+
+
 @dataclass(slots=True)
 class Connections:
-    """How many are open, how many may be, and how many were refused."""
+    """How many are open, how many may be, and how many were refused.
+
+    Requests of one task hold at most its share, and the admin's some that no others get. One that nobody asks anything
+    by makes room for a new one.
+    """
 
     limit: int = 8192
     open: int = 0
     refused: int = 0
     #: Refused ones that are still there.
     leaving: int = 0
+    #: Without a request, the longest so first; and how many requests hold, in all and by task.
+    _idle: dict[OpenConnection, None] = field(default_factory=dict)
+    _asking: Counter[str] = field(default_factory=Counter)
+    _asking_all: int = 0
     turns: Turns = field(default_factory=Turns)
 
     def measured_by(self, metrics: Metrics, server: str) -> None:
@@ -199,6 +225,10 @@ class Connections:
 
     def enter(self, component: str) -> CapacityExceeded | None:
         """One more is open from now on, until `leave`; or why it may not be."""
+        oldest = next(iter(self._idle), None) if self.open >= self.limit else None
+        if oldest is not None and time.monotonic() - oldest.idle_since_s >= IDLE_S:
+            self.leave(oldest)
+            oldest.cut()
         if self.open < self.limit:
             self.open += 1
             return None
@@ -215,8 +245,53 @@ class Connections:
         finally:
             self.leaving -= 1
 
-    def leave(self) -> None:
-        """One that had entered is closed."""
+    def hold(self, cut: Callable[[], None]) -> OpenConnection:
+        """Return one that has entered, and that ``cut`` closes when others need its room; `leave` names it then."""
+        held = OpenConnection(cut, time.monotonic())
+        self._idle[held] = None
+        return held
+
+    @property
+    def holding(self) -> int:
+        """How many are held by requests."""
+        return self._asking_all
+
+    @contextmanager
+    def asked(self, held: OpenConnection, task: str, *, is_admin: bool) -> Iterator[None]:
+        """Have a request hold a connection within the block; raises CapacityExceeded beyond the task's share."""
+        if not held.requests:
+            own, limit = self._asking[task], self.limit - (0 if is_admin else self.limit // ADMINS_PART)
+            if self._asking_all >= limit or (own >= share_of(self.limit) and not is_admin):
+                message = (
+                    f"{self._asking_all} connections of {self.limit} are held by requests, {own} of task {task!r}, "
+                    "as many as may be (server.connections_max)"
+                )
+                raise CapacityExceeded(message, component="connections", retry_after_s=RETRY_AFTER_S)
+            self._idle.pop(held, None)
+            held.task = task
+            self._asking[task] += 1
+            self._asking_all += 1
+        held.requests += 1
+        try:
+            yield
+        finally:
+            held.requests -= 1
+            if not held.requests:
+                self._asking_all -= 1
+                self._asking[held.task] -= 1
+                if not self._asking[held.task]:
+                    del self._asking[held.task]
+                held.idle_since_s = time.monotonic()
+                if not held.is_gone:
+                    self._idle[held] = None
+
+    def leave(self, held: OpenConnection | None = None) -> None:
+        """One that had entered is closed; of one that `hold` returned it may be said twice."""
+        if held is not None:
+            if held.is_gone:
+                return
+            held.is_gone = True
+            self._idle.pop(held, None)
         self.open -= 1
 
 

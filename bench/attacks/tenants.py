@@ -6,6 +6,7 @@ import asyncio
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from bench.serving import GATEWAY, TOKEN, process
 from tangram import AsyncClient, InvalidInputError, TangramError
 
 #: Of a gateway that is soon full.
-TRAJECTORIES_MAX, QUEUED_MAX = 8, 12
+TRAJECTORIES_MAX, QUEUED_MAX, CONNECTIONS_MAX = 8, 12, 32
+#: Times that the owner asks, as a client does that is told to come again, and seconds for each answer.
+TRIES, DEADLINE_S = 6, 10.0
 CONFIG = f"""
-server: {{state_dir: STATE, port: 0, grpc_port: 0, token: {TOKEN}}}
+server: {{state_dir: STATE, port: 0, grpc_port: 0, token: {TOKEN}, connections_max: {CONNECTIONS_MAX}}}
 sandbox: {{provider: process}}
 scheduler: {{memory_reserve: 0, trajectories_max: {TRAJECTORIES_MAX}, max_queued: {QUEUED_MAX}}}
 functions:
@@ -54,8 +57,32 @@ async def crossings() -> Mapping[str, bool]:
                 lambda number: client.submit("shell", {"command": "sleep 60"}, task="thief", key=f"k{number}"),
                 lambda: client.submit("shell", {"command": "true"}, task="owner", key="mine"),
             )
+            token = await asyncio.to_thread(Path(place, "state", "invoke.token").read_text)
+            asks = f"GET /v1/invocations/{held.id}?wait=60s HTTP/1.1\r\nhost: localhost\r\n"
+            asks += f"authorization: Bearer {token.strip()}\r\nx-task: {{}}\r\n\r\n"
+            for name, said in {"waits_on_all_connections": asks.format("thief"), "idle_connections": ""}.items():
+                found[name] = await _takes_connections(server.port, said, asks.replace("?wait=60s", "").format("owner"))
             await client.cancel(held.id)
     return found
+
+
+async def _takes_connections(port: int, said: str, needed: str) -> bool:
+    """Have the thief open connections until there are no more; return whether the owner is answered by none."""
+    async with AsyncExitStack() as stack:
+
+        async def connected(text: str) -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(lambda: writer.transport.abort())
+            writer.write(text.encode("ascii"))
+            return reader
+
+        for _ in range(2 * CONNECTIONS_MAX):
+            await connected(said)
+        for _ in range(TRIES):
+            if b" 200 " in await asyncio.wait_for((await connected(needed)).readline(), DEADLINE_S):
+                return False
+            await asyncio.sleep(1.0)
+    return True
 
 
 async def _takes_all(

@@ -137,7 +137,7 @@ WAYS: Mapping[str, tuple[str, str, str]] = {
     "killed": (
         "",
         "import os, time",
-        "import calc; os.kill(os.getppid(), 9); time.sleep(1)\n\n\ndef test_other():\n    time.sleep(1)",
+        "import calc; os.kill(os.getppid(), 9); time.sleep(1); assert False\n\n\ndef test_other():\n    time.sleep(1)",
     ),
     "unmarshalled": (
         COMPILER,

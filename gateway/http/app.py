@@ -6,6 +6,7 @@ import asyncio
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, lru_cache, partial
 from traceback import clear_frames
 from typing import Any, get_args
@@ -26,7 +27,16 @@ from gateway.dashboard.files import WORKER, the_page
 from gateway.errors import MethodNotAllowed
 from gateway.http.calls import StreamConnection
 from gateway.http.endpoints import ROLE, HttpOperations
-from gateway.http.messages import body_chunks, peer_of, problem_response, read_body, read_headers, read_query, respond
+from gateway.http.messages import (
+    HELD,
+    body_chunks,
+    peer_of,
+    problem_response,
+    read_body,
+    read_headers,
+    read_query,
+    respond,
+)
 from gateway.http.openapi import Shapes, document
 from gateway.http.server import serve
 from gateway.http.streaming import GIVE_UP_STALLS
@@ -203,6 +213,16 @@ class BoundedSend:
             raise ClientDisconnect() from None
 
 
+def _holding(scope: Scope) -> AbstractContextManager[None]:
+    """Return the block in which a request, if it is somebody's, holds its connection; raises CapacityExceeded."""
+    asked = scope.get("state", {}).get(HELD)
+    if asked is None or ROLE not in scope:
+        return nullcontext()
+    task = next((value for name, value in scope["headers"] if name == b"x-task"), b"").decode("latin-1")
+    held: AbstractContextManager[None] = asked(task or "default", is_admin=scope[ROLE] is Role.ADMIN)
+    return held
+
+
 class GuardedApp(ABC):
     """Routes behind a guard. What fails before its answer has begun is answered as a refusal."""
 
@@ -233,7 +253,8 @@ class GuardedApp(ABC):
         try:
             if checked:
                 scope[ROLE] = self.guard.authorize(scope)
-            await self._router(scope, receive, bounded)
+            with _holding(scope):
+                await self._router(scope, receive, bounded)
         except ClientDisconnect:
             return
         except Exception as error:
@@ -357,19 +378,21 @@ class HttpApp(GuardedApp):
     async def _carry(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Carry a stream of calls; who may not open one is answered as over HTTP."""
         asked = {**scope, "method": "POST", "scheme": "https" if scope["scheme"] in ("wss", "https") else "http"}
-        try:
-            self.guard.authorize(asked)
-            if scope["path"] != STREAM_PATH:
-                raise self.no_route(404, scope)
-        except CodedError as error:
-            await self._refusal(error, scope)(scope, receive, send)
-            return
-        stream = StreamConnection(self.api)
-        self._streams.add(stream)
-        try:
-            await stream.serve(receive, send)
-        finally:
-            self._streams.discard(stream)
+        with ExitStack() as holding:
+            try:
+                scope[ROLE] = self.guard.authorize(asked)
+                if scope["path"] != STREAM_PATH:
+                    raise self.no_route(404, scope)
+                holding.enter_context(_holding(scope))
+            except CodedError as error:
+                await self._refusal(error, scope)(scope, receive, send)
+                return
+            stream = StreamConnection(self.api)
+            self._streams.add(stream)
+            try:
+                await stream.serve(receive, send)
+            finally:
+                self._streams.discard(stream)
 
     def close_streams(self) -> None:
         """Close streams of calls as soon as what is in flight is answered."""

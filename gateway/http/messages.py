@@ -27,6 +27,8 @@ T = TypeVar("T", bound=Struct)
 R = TypeVar("R")
 #: Where the scope of a request has, below ``state``, the other end of its connection.
 PEER = "tangram.peer"
+#: And what has a request hold it, as `gateway.tls.Connections.asked` does.
+HELD = "tangram.held"
 
 
 def read_query(request: Request, kind: type[T]) -> T:

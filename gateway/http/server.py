@@ -37,7 +37,7 @@ from wsproto.events import CloseConnection, Message, Ping
 from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.errors import problem, retry_after
-from gateway.http.messages import PEER, PHRASES
+from gateway.http.messages import HELD, PEER, PHRASES
 from gateway.tls import (
     HANDSHAKE_S,
     LINGER_S,
@@ -223,20 +223,21 @@ async def serve(
                 with counted.refusing() as lingering:
                     await _refuse(reader, writer, refusal, lingering)
                 return
+            held = counted.hold(writer.transport.abort)
             try:
                 await HttpConnection(
                     wrapped,
                     loop,
                     config,
                     context,
-                    LifespanState({TURNS: counted.turns, PEER: ConnectionPeer()}),
+                    LifespanState({TURNS: counted.turns, PEER: ConnectionPeer(), HELD: partial(counted.asked, held)}),
                     reader,
                     writer,
                 )
             except* OSError:
                 pass  # the peer is gone; Hypercorn handles it everywhere but while it waits for the end
             finally:
-                counted.leave()
+                counted.leave(held)
         except asyncio.CancelledError:  # the grace is over; to end as cancelled would be logged as an error of ours
             return
         finally:

@@ -7,14 +7,16 @@ import json
 import random
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import orjson
 import pytest
 
+from gateway import tls
 from gateway.http import server
 from gateway.invocations.record import Record, _written
 from gateway.serialization import DEPTH_MAX, VALUES_MAX
@@ -432,6 +434,47 @@ async def test_a_connection_too_many_is_refused_until_another_closes(tmp_path: P
             assert json.loads(answer.partition("\r\n\r\n")[2])["code"] == "capacity_exceeded"
         await until(lambda: gateway.app.connections["http"].open == 0)
         assert (await gateway.http.get("/healthz")).status_code == 200
+
+
+@pytest.mark.promise("Connections, bodies, frames and slow readers are bounded, and others go on.")
+async def test_no_task_takes_all_connections_and_some_are_the_admins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "IDLE_S", 0.0)
+    admin, bounds = "the-admin-has-this", {"auth": "token", "connections_max": 32}
+    async with serving(GatewayBench(tmp_path, server={"token": admin, **bounds})) as gateway, AsyncExitStack() as stack:
+        invoke = (tmp_path / "state" / "invoke.token").read_text().strip()
+
+        async def asked(task: str, token: str = invoke, path: str = "/v1/queue") -> asyncio.StreamReader:
+            head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {token}\r\nx-task: {task}\r\n\r\n"
+            return (await stack.enter_async_context(connected(gateway, head)))[0]
+
+        counted = gateway.app.connections["http"]
+        for task, held in (("thief", 24), ("other", 30)):  # three quarters, and all but a sixteenth
+            for _ in range(held - counted.holding):
+                await asked(task, path="/v1/watch")
+            await until(partial(_holds, counted, held))
+            refused = await asked(task)
+            head, body = await refused.readuntil(b"\r\n\r\n"), await refused.readuntil(b"}")
+            assert head.startswith(b"HTTP/1.1 503") and b"server.connections_max" in body
+        assert b"200" in await (await asked("admin", admin)).readline()
+
+
+def _holds(counted: tls.Connections, number: int) -> bool:
+    return counted.holding == number
+
+
+async def test_a_connection_that_is_idle_makes_room_for_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "IDLE_S", 0.0)
+    async with serving(GatewayBench(tmp_path, server={"connections_max": 1})) as gateway:
+        async with connected(gateway) as (idle, _):
+            await until(lambda: gateway.app.connections["http"].open == 1)
+            async with connected(gateway, "GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n") as (reader, _):
+                assert b"200" in await reader.readline()
+            assert await rest(idle) == ""
+        await until(lambda: gateway.app.connections["http"].open == 0)
 
 
 @pytest.mark.slow
