@@ -266,6 +266,30 @@ class TestEscape:
         await one.close()
         await other.close()
 
+    async def test_sandboxes_of_one_named_user_do_not_reach_each_other(
+        self, provider: Provider, spec: SandboxSpec
+    ) -> None:
+        """Of two containers it is the same user of the machine: only their namespaces are between them."""
+        if provider.info.kind == "plain" and not provider.info.limits["processes_hidden"]:
+            pytest.skip("this machine's process sandboxes share the host's processes")
+        shared = replace(spec, user="65533", users=("65533", "root"))
+        one = await provider.create(shared, name=unique("one"), labels={}, mounts={})
+        other = await provider.create(shared, name=unique("other"), labels={}, mounts={})
+        await sh(one, "sleep 777 >/dev/null 2>&1 & echo $! > /tmp/pid")
+        attempt = (
+            "import ctypes, os, signal\nlibc, reached = ctypes.CDLL(None, use_errno=True), []\n"
+            "for pid in set(range(2, 2**16)) - {os.getpid(), os.getppid()}:\n"
+            "  if libc.ptrace(16, pid, 0, 0) == 0: reached.append(pid)\n"
+            "  try: os.kill(pid, signal.SIGKILL); reached.append(pid)\n"
+            "  except OSError: pass\n"
+            "print(reached)\n"
+        )
+        assert (await python(other, attempt)).stdout == b"[]\n"
+        assert (await python(other, attempt, user="root")).stdout == b"[]\n"
+        assert (await sh(one, "kill -0 $(cat /tmp/pid) && id -u")).stdout == b"65533\n"
+        await one.close()
+        await other.close()
+
     @pytest.mark.promise("The files of the host are not seen, and no path leads out.")
     async def test_a_planted_link_shows_nothing_of_the_host(self, sandbox: Sandbox, tmp_path: Path) -> None:
         secret = tmp_path / "host-secret"
