@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from manager.action import Action, Amdahl, Elasticity, UnitSet, capped, size_at
+from manager.action import Action, Amdahl, UnitSet, capped, size_at
 from manager.config import ManagerSpec, NodeSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.function import FunctionSpec
@@ -37,7 +37,7 @@ def formulate(
     profile_key = _profile_key(function, input)
     size = size_at(input, function.duration.size) if function.duration.size else None
     learned = history.learned(function.name, profile_key, size, prior_s=function.duration.initial_s)
-    t_ori_s, elasticity = _expectation(function, learned)
+    declared = function.duration.profile == "declared" and function.duration.initial_s is not None
     sandbox = function.sandbox
     return Action(
         id=id,
@@ -49,13 +49,13 @@ def formulate(
         placement=function.placement,
         trajectory_ttl_s=1800.0 if sandbox is None else sandbox.idle_ttl_s,
         key=function.key,
-        elasticity=elasticity,
-        t_ori_s=t_ori_s,
-        line=None if _is_declared(function) else learned.line,
+        elasticity=None if function.key is None else function.elasticity or Amdahl(learned.serial_fraction),
+        t_ori_s=function.duration.initial_s if declared else learned.t_ori_s,
+        line=None if declared else learned.line,
         borrows=learned.borrowed,
         malleable=function.runtime == "pytest" and function.key == "cpu",
         service=None if function.model is None else function.model.service,
-        batch_tokens=_batch_tokens(function, input),
+        batch_tokens=0 if function.model is None else _batch_tokens(input),
         batch_marginal=learned.batch_marginal,
         profile_key=profile_key,
         size=size,
@@ -85,18 +85,6 @@ def check_satisfiable(function: FunctionSpec, spec: ManagerSpec) -> None:
         )
 
 
-def _expectation(function: FunctionSpec, learned: Learned) -> tuple[float | None, Elasticity | None]:
-    """Return (T_ori, elasticity): as declared, else as learned."""
-    t_ori_s = function.duration.initial_s if _is_declared(function) else learned.t_ori_s
-    if function.key is None:
-        return t_ori_s, None
-    return t_ori_s, function.elasticity or Amdahl(learned.serial_fraction)
-
-
-def _is_declared(function: FunctionSpec) -> bool:
-    return function.duration.profile == "declared" and function.duration.initial_s is not None
-
-
 def _units_max(function: FunctionSpec, input: Mapping[str, object], learned: Learned) -> int | None:
     """Return the most units of the key that the call can use, or that may be tried on it; None for all."""
     bounds = [] if function.elasticity is not None else [learned.units_max]
@@ -124,10 +112,8 @@ def _profile_key(function: FunctionSpec, input: Mapping[str, object]) -> str:
     return str(value)[:_PROFILE_KEY_MAX]
 
 
-def _batch_tokens(function: FunctionSpec, input: Mapping[str, object]) -> int:
+def _batch_tokens(input: Mapping[str, object]) -> int:
     """Return what the call adds to a batch: its token ids, or about one token for four characters of what it says."""
-    if function.model is None:
-        return 0
     ids, texts = input.get("token_ids"), input.get("texts")
     if isinstance(ids, list):
         return sum(len(row) for row in ids if isinstance(row, list))

@@ -72,9 +72,10 @@ class Fit:
         self.weight = self.weight * fade + share
         self.widths = self.widths * fade + share * width
         self.width_squares = self.width_squares * fade + share * width * width
-        implied = [log - speed for speed in _log_speeds(units)]
-        self.sums = [total * fade + share * one for total, one in zip(self.sums, implied, strict=True)]
-        self.squares = [total * fade + share * one * one for total, one in zip(self.squares, implied, strict=True)]
+        for at, speed in enumerate(_log_speeds(units)):
+            implied = log - speed
+            self.sums[at] = self.sums[at] * fade + share * implied
+            self.squares[at] = self.squares[at] * fade + share * implied * implied
         self.serial_fraction = self._expected(group)
 
     def _expected(self, group: float) -> float | None:
@@ -575,24 +576,25 @@ class History:
         leads (shorter ones go first) would never be learned. One that ended ``early``, before its batch did, had the
         others beside it for as long as it ran itself.
         """
-        names = dict.fromkeys(("", key))
-        share, factor, fit = 1.0, 1.0, self._profile(function, "").batches
+        whole = self._profile(function, "")
+        profiles = {"": whole, key: self._profile(function, key) if key else whole}
+        share, factor = 1.0, 1.0
         if members:
             work, own_s = self._work(members, Kin(function, key, size), early=early)
             share = 1.0 / sum(members.values())
-            fit.observe(units, work, own_s, duration_s, share)
+            whole.batches.observe(units, work, own_s, duration_s, share)
             factor = work.seconds(self.batch_marginal(function)) / own_s
-        if share == 1.0 or fit.marginal is not None:  # a guessed marginal would pass for a gain of width
-            for name in names:
-                usual_s = duration_s / factor / self._relative(function, name, size)
-                group = self._profile(function, "").fit.serial_fraction if name else None
-                self._profile(function, name).fit.observe(units, usual_s, share, group or 0.0)
+        if share == 1.0 or whole.batches.marginal is not None:  # a guessed marginal would pass for a gain of width
+            for name, profile in profiles.items():
+                usual_s = duration_s / factor / (1.0 if size is None else self._relative(function, name, size))
+                group = whole.fit.serial_fraction if name else None
+                profile.fit.observe(units, usual_s, share, group or 0.0)
         serial = self.serial_fraction(function, key)
         t_ori_s = duration_s / factor / ((1.0 - serial) / units + serial)
-        for name in names:
+        for name, profile in profiles.items():
             if size is not None:
                 self._observe_size(function, name, size, t_ori_s, share)
-            self._profile(function, name).estimate.observe(t_ori_s, share)
+            profile.estimate.observe(t_ori_s, share)
 
     def learned(
         self, function: str, key: str = "", size: float | None = None, *, prior_s: float | None = None
@@ -604,9 +606,10 @@ class History:
             profile = self._profiles.get((function, name))
             if (name or source == "function") and profile is not None and profile.estimate.count:
                 estimate, sizes = profile.estimate, None if size is None else self._sizes(function, name)
+                usual_s = estimate.t_ori_s
                 return Learned(
-                    t_ori_s=estimate.t_ori_s if sizes is None or size is None else sizes.t_ori_s(size),
-                    line=SizeLine(estimate.t_ori_s) if sizes is None else sizes.line,
+                    t_ori_s=usual_s if sizes is None or size is None else sizes.t_ori_s(size),
+                    line=SizeLine(usual_s) if sizes is None else sizes.line,
                     serial_fraction=serial,
                     units_max=units_max,
                     source=source,
@@ -703,10 +706,10 @@ class History:
         own, whole = (self._profiles.get((function, name)) for name in (key, ""))
         return None if own is None or whole is None else Sizes.of(own.sizes, whole.sizes)
 
-    def _relative(self, function: str, key: str, size: float | None) -> float:
+    def _relative(self, function: str, key: str, size: float) -> float:
         """What a call of ``size`` takes over one of the usual size; 1 while that is not known."""
-        sizes = None if size is None else self._sizes(function, key)
-        return 1.0 if sizes is None or size is None else sizes.relative(size)
+        sizes = self._sizes(function, key)
+        return 1.0 if sizes is None else sizes.relative(size)
 
     def _described(self, function: str, key: str, profile: Profile) -> dict[str, object]:
         sizes = self._sizes(function, key)

@@ -716,7 +716,7 @@ class Settling:
         self._settle(
             Settlement(
                 action=action,
-                outcome=_with_size(action, _with_mean_units(running, outcome, ran_s)),
+                outcome=_with_usage(running, outcome, ran_s),
                 lease=running.lease,
                 queue_s=max(0.0, running.started_s - action.submitted_s),
                 overhead_s=ran_s - execution_s,
@@ -781,14 +781,14 @@ class Settling:
         self._state.children.pop(action.id, None)  # they go on as ordinary actions
 
 
-def _with_mean_units(running: Running, outcome: Outcome, ran_s: float) -> Outcome:
-    """Add the mean of the units over time, which is what a duration teaches, if they changed."""
-    key = running.action.key
-    if not running.resized or key is None or ran_s <= 0 or "mean_units" in outcome.usage:
-        return outcome
-    return replace(outcome, usage={**outcome.usage, "mean_units": running.used[key] / ran_s})
+def _with_usage(running: Running, outcome: Outcome, ran_s: float) -> Outcome:
+    """Add what a duration teaches: the mean of the units over time if they changed, and the size of the call.
 
-
-def _with_size(action: Action, outcome: Outcome) -> Outcome:
-    """Add the size of the call, which its duration may hang on: an exported trace has it from the record."""
-    return outcome if action.size is None else replace(outcome, usage={**outcome.usage, "size": action.size})
+    An exported trace has both from the record.
+    """
+    action, told = running.action, dict[str, float]()
+    if running.resized and action.key is not None and ran_s > 0 and "mean_units" not in outcome.usage:
+        told["mean_units"] = running.used[action.key] / ran_s
+    if action.size is not None:
+        told["size"] = action.size
+    return replace(outcome, usage={**outcome.usage, **told}) if told else outcome
