@@ -100,11 +100,12 @@ class CallbackSender:
     async def _begin_due(self) -> float:
         """Begin as many as there are slots for; seconds until more are due."""
         now_s, wait_s = self._wall(), LOOK_S
+        held = set(self._held)  # one that ends while the store is read is read as it was before its try
         due = await self._store.read("deliveries", (PER_HOST,))
         if self._store.failure is not None:  # what became of a try cannot be noted: it would be made again at once
             return LOOK_S
         for seq, host, due_s, tries in due:
-            if seq in self._held or self._busy[host] >= PER_HOST:
+            if seq in held or self._busy[host] >= PER_HOST:
                 continue
             if now_s < due_s <= now_s + BACKOFF_MAX_S:  # one that is due later is so by a clock that was put back
                 wait_s = min(wait_s, due_s - now_s)

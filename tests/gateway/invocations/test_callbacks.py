@@ -236,6 +236,36 @@ async def test_a_receiver_that_is_dead_holds_up_no_other(
         assert tried == 2
 
 
+async def test_a_try_that_ends_while_the_store_is_read_waits_for_its_time_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.invocations.callbacks.BACKOFF_S", 3600.0)
+    asked, answer, stale = 0, asyncio.Event(), asyncio.Event()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await answer.wait()
+        await Receiver(refusals=1).serve(reader, writer)
+
+    async with listening(refuse) as port, serving(GatewayBench(tmp_path, server={"callbacks": LOCAL})) as gateway:
+        sender, read = gateway.app.callbacks, gateway.app.store.read
+
+        async def slow_read(query: str, values: tuple[object, ...]) -> Sequence[sqlite3.Row]:
+            rows = await read(query, values)
+            if query == "deliveries" and rows and sender._held and not stale.is_set():
+                answer.set()
+                await until(lambda: not sender._held)
+                stale.set()
+            return rows
+
+        monkeypatch.setattr(gateway.app.store, "read", slow_read)
+        await gateway.invoke({}, mode="async", headers={"X-Callback-Url": f"http://127.0.0.1:{port}/"})
+        await asyncio.wait_for(stale.wait(), DEADLINE_S)
+        await asyncio.sleep(0.3)  # time for a second try
+        assert asked == 1
+
+
 async def test_a_restart_goes_on_where_the_tries_were(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
