@@ -1,14 +1,31 @@
-"""A real daemon whose actions take the durations of a workload: the words of `bench.cluster.stub_node`."""
+"""A real daemon whose actions take the durations of a workload, and nothing else.
+
+``python -m bench.recorded_node HOST PORT FINGERPRINT NAME TICKET DIRECTORY CORES``
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from bench.cluster.stub_node import serve_node
+import structlog
+import uvloop
+
 from manager.action import Action, Amdahl, Lease
+from manager.config import NodeSpec
+from manager.function import FunctionSpec
 from manager.simulation.simulator import Physics
+from runtimes.executor import LocalExecutor
+from runtimes.node.daemon import DaemonSettings, NodeDaemon, NodeRuntimes
 from runtimes.runtime import Execution, Result, Runtime
+from runtimes.sandbox.command import ResumableCommand
+from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.sandbox import Sandbox
+from runtimes.sandbox.session import SessionTable
 
 PHYSICS = Physics()
 
@@ -73,6 +90,59 @@ class RecordedRuntime(Runtime):
         if work is not None:
             work.units = lease.grants["cpu"].units
             work.resized.set()
+
+
+class NoEnvironments(Environments):
+    """The environments of a machine that has none."""
+
+    def __init__(self) -> None:
+        self.sessions = SessionTable()
+
+    async def start(self, trajectories: Collection[str] | None = None) -> list[str]:
+        return []
+
+    def resumable(self) -> dict[str, ResumableCommand]:
+        return {}
+
+    async def end_unclaimed(self, taken: Collection[str]) -> None: ...
+
+    def get(self, trajectory: str) -> Sandbox | None:
+        return None
+
+    def list(self) -> list[dict[str, object]]:
+        return []
+
+    def acknowledge(self, trajectory: str | None, claims: str) -> None: ...
+
+    def keep(self) -> None: ...
+
+    async def leave(self, claims: str) -> bool:
+        return False
+
+
+def serve_node(runtime: Runtime) -> None:
+    """Join as the command line says, and serve with this runtime for every function until killed."""
+    host, port, fingerprint, name, ticket, directory, cores = sys.argv[1:]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+    async def check(function: FunctionSpec) -> None: ...
+
+    async def close() -> None: ...
+
+    async def run() -> None:
+        settings = DaemonSettings(
+            host=host,
+            port=int(port),
+            fingerprint=fingerprint,
+            ticket=ticket,
+            state_dir=Path(directory),
+            spec=NodeSpec(name=name, numa=(tuple(range(int(cores))),), memory_bytes=2**41),
+        )
+        executor = LocalExecutor(dict.fromkeys(("exec", "handler", "pytest"), runtime))
+        parts = NodeRuntimes(executor=executor, environments=NoEnvironments(), prepare=check, close=close)
+        await NodeDaemon(settings, parts).run()
+
+    uvloop.run(run())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The report of a bench: figures, checks, the machine, and how its parts are played.
 
 Each part says on standard error when it begins and how long it took. What is known after each lies in
-``.cache/bench/NAME.json``, and a bench that is ended by SIGTERM or SIGINT prints what it has.
+``.cache/bench/NAME.json``, and a bench that is ended by SIGTERM or SIGINT prints what it has. ``--keep`` adds a run
+that came to its end to ``docs/dev/figures``, from which `scripts.figures` makes the tables of the docs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import signal
 import sys
 import time
@@ -25,6 +27,8 @@ from typing import Literal, TextIO
 Better = Literal["lower", "higher"]
 #: Where the report of each bench lies after each of its parts.
 KEPT = Path(__file__).resolve().parents[1] / ".cache" / "bench"
+#: The runs whose figures docs show.
+PUBLISHED = Path(__file__).resolve().parents[1] / "docs" / "dev" / "figures"
 Figure = float | int | str | bool | None | list["Figure"] | dict[str, "Figure"]
 
 
@@ -62,6 +66,8 @@ class BenchReport:
     checks: list[Check] = field(default_factory=list)
     #: Sentences for people: what was left out on this machine, and how a figure is to be read.
     notes: list[str] = field(default_factory=list)
+    #: Of the command line, without those that say what becomes of the report.
+    arguments: Sequence[str] = ()
     #: Parts to play; empty for all of them.
     only: frozenset[str] = frozenset()
     #: Instant of the monotonic clock after which no further part is begun.
@@ -123,6 +129,19 @@ class BenchReport:
         part.write_text(json.dumps(self.as_json(), sort_keys=True), encoding="utf-8")
         part.replace(KEPT / f"{self.bench}.json")
 
+    def publish(self) -> None:
+        """Add this run to those of docs/dev/figures; earlier ones keep what was not measured again."""
+        path = PUBLISHED / f"{self.bench}.json"
+        runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        known = {check.name for check in self.checks}
+        for run in runs:
+            run["checks"] = [check for check in run["checks"] if check["name"] not in known]
+            run["figures"] = {name: value for name, value in run["figures"].items() if name not in self.figures}
+        runs = [run for run in runs if run["checks"] or run["figures"]]
+        PUBLISHED.mkdir(parents=True, exist_ok=True)
+        mine = {name: value for name, value in self.as_json().items() if name != "notes"}
+        path.write_text(json.dumps([*runs, mine], indent=1) + "\n", encoding="utf-8")
+
     def run(self, work: Callable[[], object], *, as_json: bool) -> int:
         """Do the work, print, and return the exit status; SIGTERM and SIGINT end the work and not the report."""
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -142,6 +161,8 @@ class BenchReport:
     def as_json(self) -> dict[str, object]:
         return {
             "bench": self.bench,
+            "command": f"python -m bench.{self.bench} {shlex.join(self.arguments)}".rstrip(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": machine(),
             "figures": _finite(self.figures),
             "checks": [check.as_json() for check in self.checks],
@@ -178,6 +199,7 @@ def parser(bench: str, *, parts: bool = False) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=f"python -m bench.{bench}")
     made.add_argument("--quick", action="store_true", help="smaller inputs and fewer rounds; the same figures")
     made.add_argument("--json", action="store_true", help="the report as one JSON object on the last line of stdout")
+    made.add_argument("--keep", action="store_true", help="keep the figures in docs/dev/figures, for the docs' tables")
     if parts:
         made.add_argument("--only", default="", help="parts of the whole, joined by commas; a wrong one tells them")
     return made
@@ -188,7 +210,11 @@ def play(report: BenchReport, options: argparse.Namespace, parts: Mapping[str, C
     report.only = frozenset(filter(None, options.only.replace("|", ",").split(",")))
     if unknown := sorted(report.only - parts.keys()):
         raise SystemExit(f"--only: no part is named {', '.join(unknown)}; known are {', '.join(parts)}")
-    return report.run(lambda: report.play(parts), as_json=options.json)
+    report.arguments = [word for word in sys.argv[1:] if word not in ("--json", "--keep")]
+    status = report.run(lambda: report.play(parts), as_json=options.json)
+    if options.keep and not any(check.name == "completed" for check in report.checks):
+        report.publish()
+    return status
 
 
 def machine() -> dict[str, Figure]:

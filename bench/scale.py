@@ -17,10 +17,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.cluster.children import child
 from bench.durable import WATCHED
 from bench.report import BenchReport, Figure, parser, percentile, play
-from bench.serving import BenchConnection, ServerProcess, process_cpu_s
+from bench.serving import BenchConnection, ServerProcess, child, process_cpu_s
 from manager.action import Amdahl
 from manager.simulation.simulate import Size, simulate
 from manager.simulation.simulator import Learning

@@ -30,7 +30,6 @@ from bench.model.architectures import QUICK, RIGHT, classes, compare_all
 from bench.model.checkpoints import SHAPES
 from bench.model.engines import histories, real_difference
 from bench.model.exactness import differences
-from bench.model.ipc import store_copies
 from bench.model.rig import ModelRig, median_ratio
 from bench.report import BenchReport, parser, play
 from runtimes.model.checkpoint import Head
@@ -147,11 +146,6 @@ def host_memory(rig: ModelRig) -> None:
     rig.report.check("host_bytes_over_model", rig.images[Head.LM].layout.size_bytes / files, 1.05, "lower")
 
 
-def store(rig: ModelRig, rounds: int) -> None:
-    """The other way to pin, for comparison."""
-    rig.report.figure("ipc_store", dict(store_copies(rig.images[Head.LM], rig.engine.backend, rounds)))
-
-
 def exactness(directory: Path, report: BenchReport) -> None:
     """Every family against plain transformers and every DoP against one, on ``cpu`` devices."""
     found = differences(directory)
@@ -201,7 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         rig = ModelRig(options.device, size, rounds, directory, report)
         timed = (restores, loading, swaps, overlaps, parking, host_memory)
         parts: dict[str, Callable[[], object]] = {part.__name__: partial(part, rig) for part in timed}
-        parts["store"] = lambda: store(rig, rounds)
         parts["exactness"] = lambda: exactness(directory, report)
         parts["architectures"] = lambda: architectures(directory, report, options.quick)
         parts["engines"] = lambda: engines(report, options.quick)

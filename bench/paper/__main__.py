@@ -1,6 +1,6 @@
 """The paper's evaluation in one command, played on the real scheduler in virtual time; and parts beyond it.
 
-``make paper`` writes ``out/paper/index.html`` and, in ``docs/PAPER.md``, the table of factors. ``--only`` names
+``make paper`` writes ``out/paper/index.html``, and keeps the factors that ``docs/PAPER.md`` shows. ``--only`` names
 figures, or parts that the paper does not have: `PARTS`.
 """
 
@@ -32,15 +32,12 @@ from bench.paper.figures import (
     sensitivity,
     value_of,
 )
-from bench.paper.page import docs_table, page, write_docs
+from bench.paper.page import page
 from bench.paper.reality import reality_figures
 from bench.paper.regimes import (
-    device_figures,
     mixed_figures,
     overload_figures,
-    share_figures,
     step_figures,
-    unprofiled_figures,
     wide_figures,
 )
 from bench.paper.windows import window_figures
@@ -60,9 +57,6 @@ PARTS: Mapping[str, Callable[[BenchReport], None]] = {
     "wide": wide_figures,
     "mixed": mixed_figures,
     "step": step_figures,
-    "shares": share_figures,
-    "devices": device_figures,
-    "unprofiled": unprofiled_figures,
     "reality": reality_figures,
 }
 
@@ -102,13 +96,8 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def play_figures(
-    report: BenchReport, drawn: Mapping[str, PaperFigure], out: Path, *, quick: bool, docs: bool, full: bool
-) -> None:
-    """Play what the figures need; write the page and, with ``docs``, the table of docs/PAPER.md.
-
-    ``full``: the factors on five seeds.
-    """
+def play_figures(report: BenchReport, drawn: Mapping[str, PaperFigure], out: Path, *, quick: bool, full: bool) -> None:
+    """Play what the figures need, and write the page; ``full``: the factors on five seeds."""
     began_s = time.monotonic()
     more = [
         {name: of_seed(each, number) for name, each in drawn.items()} for number in range(1, FULL_SEEDS if full else 1)
@@ -129,18 +118,16 @@ def play_figures(
                 mean, low, high = interval([here, *(each[key][0] for each in others)])
                 spreads.setdefault(name, {})[key] = mean, low, high
                 shown[key] = {"paper": paper, "here": mean, "low": low, "high": high}
-        report.figure(name, shown)
+        report.figure(figure.title.partition(":")[0], shown)
     report.check("figures_played", len(whole), limit=len(drawn), better="higher")
     for name in drawn.keys() - set(whole):
         report.note(f"{name} is not whole: the time was up")
     _checks(report, done)
-    if not full:
+    if not full and len(drawn) == len(figures(quick)):
         report.check("wall_s", time.monotonic() - began_s, limit=600, better="lower")
     out.mkdir(parents=True, exist_ok=True)
     (out / "index.html").write_text(page(drawn, done, report.notes, spreads), encoding="utf-8")
     report.note(f"the page: {out / 'index.html'}")
-    if docs:
-        write_docs(docs_table(drawn, done), ROOT / "docs" / "PAPER.md")
 
 
 def _checks(report: BenchReport, done: Mapping[Play, Measures]) -> None:
@@ -163,7 +150,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser("paper", parts=True)
     flags.add_argument("--out", type=Path, default=ROOT / "out" / "paper", help="where index.html is written")
     flags.add_argument("--full", action="store_true", help="five seeds and their 95 %% intervals: an hour at most")
-    flags.add_argument("--docs", action="store_true", help="also write the table of docs/PAPER.md")
     flags.add_argument("--row", default="", help="what the names of the windows begin with that `windows` plays")
     options = flags.parse_args(argv)
     report = BenchReport("paper")
@@ -176,9 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.only = ""
     parts: dict[str, Callable[[], object]] = {}
     if drawn:
-        parts["figures"] = lambda: play_figures(
-            report, drawn, options.out, quick=options.quick, docs=options.docs, full=options.full
-        )
+        parts["figures"] = lambda: play_figures(report, drawn, options.out, quick=options.quick, full=options.full)
     for name in [name for name in PARTS if name in chosen]:
         parts[name] = lambda name=name: PARTS[name](report)  # type: ignore[misc]
     if "windows" in parts:

@@ -311,9 +311,13 @@ def figures(quick: bool = False) -> dict[str, PaperFigure]:
             x="batch",
             lines=by_batch,
             factors={
-                "pods, largest batch": _factor("AI coding", PODS, 27.7, batch=top),
-                "Algorithm 1, largest batch": _factor("AI coding", PAPER, None, batch=top),
-                "pods, ours as slow to start": (*_charged(top), "act", None),
+                f"{name}, {each:,}": factor
+                for each in coding_batches[-3:]
+                for name, factor in {
+                    "pods": _factor("AI coding", PODS, 27.7 if each == top else None, batch=each),
+                    "pods, ours as slow to start": (*_charged(each), "act", None),
+                    "Algorithm 1": _factor("AI coding", PAPER, None, batch=each),
+                }.items()
             },
         ),
         "cpu_cores": PaperFigure(

@@ -1,10 +1,9 @@
-"""The page with every figure that was played, and the table of docs/PAPER.md."""
+"""The page with every figure that was played."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 
 from bench.paper.figures import Measures, PaperFigure, Play, factors_of, ratio, sensitivity, value_of
 from gateway.cli.report import HUES, PARTS, STYLE
@@ -123,24 +122,3 @@ def _sensitivity_table(done: Mapping[Play, Measures]) -> str:
         for name, row in sensitivity().items()
     ]
     return f"{head}{''.join(rows)}</table><p class=dim>Baseline over ours, on a fifth of the cluster.</p>"
-
-
-#: What stands around the table in docs/PAPER.md.
-BEGIN, END = "<!-- bench.paper: begin -->", "<!-- bench.paper: end -->"
-
-
-def docs_table(drawn: Mapping[str, PaperFigure], done: Mapping[Play, Measures]) -> str:
-    """Return the rows of docs/PAPER.md: how many times the baseline takes what ours takes."""
-    lines = ["| figure | compared | paper | here |", "|---|---|---|---|"]
-    for figure in drawn.values():
-        for name, (here, paper) in factors_of(figure, done).items():
-            lines.append(f"| {figure.title.partition(':')[0]} | {name} | {_times(paper)} | {_times(here)} |")
-    return "\n".join(lines)
-
-
-def write_docs(table: str, path: Path) -> None:
-    """Replace what stands between the marks."""
-    text = path.read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")

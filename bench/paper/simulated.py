@@ -165,11 +165,6 @@ def bound_s(workload: Workload, size: Size) -> float:
     return bound.best_s / max(1, len(workload.trajectories))
 
 
-def over_seeds(seeds: Sequence[int], measure: Callable[[int], Row]) -> Row:
-    """Each figure's median over the seeds."""
-    return medians(side_by_side([lambda seed=seed: measure(seed) for seed in seeds]))  # type: ignore[misc]
-
-
 def medians(rows: Sequence[Row]) -> Row:
     """Each column's median."""
     return {name: median([row[name] for row in rows]) for name in rows[0]}

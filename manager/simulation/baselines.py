@@ -387,7 +387,6 @@ class _Baseline:
                 overhead_s=served.overhead_s,
                 execution_s=self._timeline.now_s - submitted_s - served.queue_s - served.overhead_s,
                 units=served.units,
-                unit_s=served.units * (self._timeline.now_s - submitted_s - served.queue_s),
             )
         )
         self._think(trajectory, number + 1)

@@ -588,8 +588,6 @@ class SimulatedAction:
     overhead_s: float
     execution_s: float
     units: int
-    #: Unit-seconds that it held of its key resource, or of the first of a rigid action.
-    unit_s: float
 
     @property
     def ended_s(self) -> float:
@@ -946,7 +944,6 @@ class Simulation:
                 overhead_s=settlement.overhead_s,
                 execution_s=settlement.execution_s,
                 units=running.units,
-                unit_s=running.area + running.units * (self._now_s - running.resized_s),
             )
         )
         steps = self._trajectories[index].steps

@@ -1,4 +1,4 @@
-"""What benches read and compare: inputs, recorded workloads, pairs, and agreement of two servers."""
+"""What benches read and compare: recorded inputs and workloads, and pairs of checkouts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import argparse
 import gzip
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bench import pairs
-from bench.inputs import PROGRAMS, STEPS, VARIABLE, commands, programs, real_input, told
-from bench.paper.regimes import CORES, HEAVY, LIGHT, QUEUES, play_weighted, queue_row, share_of
+from bench.inputs import STEPS, VARIABLE, real_input
 from bench.paper.windows import (
     CODE_REQUESTS,
     FIRST_MINUTE,
@@ -33,9 +30,6 @@ from bench.paper.windows import (
     windows,
 )
 from bench.report import BenchReport
-from manager.action import UnitSet
-from manager.simulation.simulator import LeaseAudit, SimulatedAction, SimulationRun
-from manager.simulation.workloads import TracedTrajectory, TraceStep, Workload
 
 Bench = Callable[[Path], pairs.Values]
 
@@ -47,39 +41,14 @@ def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(path: Path, *lines: dict[str, object]) -> None:
-    path.write_bytes(gzip.compress("\n".join(json.dumps(line) for line in lines).encode()))
-
-
-def test_without_a_directory_inputs_are_generated_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert real_input(PROGRAMS) is None
-    assert {each["verdict"] for each in programs()} == {"pass", "fail", "timeout"}
-    assert all(len(each) > 1 for each in commands().values())
-    assert "not run on recorded" in told(STEPS) and STEPS in told(STEPS)
-
-
-def test_generated_programs_end_as_their_verdict_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    for each in [each for each in programs() if each["verdict"] != "timeout"][:6]:
-        done = subprocess.run([sys.executable, "-c", each["program"]], capture_output=True, check=False)
-        assert (done.returncode == 0) == (each["verdict"] == "pass"), each
-
-
-def test_with_a_directory_they_are_the_recorded_ones(named: Path) -> None:
-    program: dict[str, object] = {"id": "p", "program": "1", "verdict": "pass"}
-    write(named / PROGRAMS, program)
-    said = (("a", "ls"), ("b", "pwd"), ("a", "cd"))
-    steps: list[dict[str, object]] = [{"run": "x", "traj": name, "command": command} for name, command in said]
-    write(named / STEPS, *steps)
-    assert programs() == [program]
-    assert commands() == {"a-x": ["ls", "cd"], "b-x": ["pwd"]}
-    assert told(STEPS) == f"recorded inputs: {STEPS}"
-
-
 def test_a_directory_that_lacks_an_input_is_refused_by_name(named: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=f"{VARIABLE}={named} holds no {PROGRAMS}"):
-        programs()
+    with pytest.raises(FileNotFoundError, match=f"{VARIABLE}={named} holds no {STEPS}"):
+        real_input(STEPS)
+
+
+def test_without_a_directory_there_is_no_recorded_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert real_input(STEPS) is None
 
 
 BEFORE, AFTER = Path("before"), Path("after")
@@ -196,46 +165,3 @@ def test_requests_from_the_middle_come_as_if_they_were_the_first() -> None:
     device_s = sum(each.steps[0].t_ori_s for each in played)
     assert played[0].arrival_s == 0.0 and [each.steps[0].size for each in played] == [1000, 1000]
     assert device_s / (REQUEST_DEVICES * played[-1].arrival_s) == pytest.approx(0.5)
-
-
-def ran(trajectory: str, began_s: float, ended_s: float, units: int) -> SimulatedAction:
-    return SimulatedAction(
-        trajectory=trajectory,
-        number=0,
-        function="f",
-        submitted_s=0.0,
-        queue_s=began_s,
-        overhead_s=0.0,
-        execution_s=ended_s - began_s,
-        units=units,
-        unit_s=units * (ended_s - began_s),
-    )
-
-
-def test_the_error_is_what_the_worse_served_task_lacks_while_both_wait() -> None:
-    records = [
-        ran("heavy-0", 0.0, 4.0, 3),
-        ran("heavy-1", 4.0, 8.0, 3),  # the last to start of its task: from here on only the other waits
-        ran("light-0", 0.0, 6.0, 2),
-        ran("light-1", 6.0, 99.0, 9),
-    ]
-    run = SimulationRun(records=records, trajectories=4, makespan_s=99.0, ledger=LeaseAudit())
-    row = share_of(run, due=0.75, units=1)
-    assert row["watched_s"] == 4.0
-    assert row["share"] == pytest.approx(12 / 20)
-    assert row["error"] == pytest.approx(0.2)
-    assert share_of(run, due=0.5, units=1)["error"] == pytest.approx(0.2)
-
-
-def test_a_played_action_has_the_units_that_it_held_over_time() -> None:
-    step = TraceStep(think_s=0.0, function="f", cost={"cpu": UnitSet.fixed(4)}, t_ori_s=2.5)
-    work = Workload(
-        name="one", trajectories=tuple(TracedTrajectory(id=t, task=t, steps=(step,)) for t in (HEAVY, LIGHT))
-    )
-    assert [one.unit_s for one in play_weighted(work, CORES, {HEAVY: 2.0, LIGHT: 1.0}).records] == [10.0, 10.0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUEUES)
-def test_each_task_gets_what_its_weight_gives_it_while_both_wait(name: str) -> None:
-    assert queue_row(name, seed=1)["error"] <= 0.1

@@ -87,6 +87,27 @@ def test_a_bench_that_is_cut_prints_and_keeps_what_it_has(
     assert json.loads(kept.read_text())["checks"][0]["name"] == "ratio"
 
 
+def test_a_run_that_is_kept_takes_the_place_of_what_it_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_module, "PUBLISHED", tmp_path / "figures")
+    monkeypatch.setattr("sys.argv", ["bench", "--only", "one", "--json", "--keep"])
+    options = parser("demo", parts=True).parse_args(["--keep"])
+    for limit, name in ((1.0, "ratio"), (2.0, "ratio"), (3.0, "other")):
+        report = BenchReport("demo")
+        part = {"one": lambda report=report, name=name, limit=limit: report.check(name, 1, limit, "lower")}
+        play(report, options, part)
+    runs = json.loads((tmp_path / "figures" / "demo.json").read_text())
+    assert [(check["name"], check["limit"]) for run in runs for check in run["checks"]] == [
+        ("ratio", 2.0),
+        ("other", 3.0),
+    ]
+    assert {run["command"] for run in runs} == {"python -m bench.demo --only one"}
+    interrupted = {"one": lambda: os.kill(os.getpid(), signal.SIGINT)}
+    play(BenchReport("demo"), options, interrupted)
+    assert json.loads((tmp_path / "figures" / "demo.json").read_text()) == runs
+
+
 def test_only_the_parts_that_are_named_are_played_and_a_wrong_name_is_told() -> None:
     report, done = BenchReport("demo"), list[str]()
     parts = {name: lambda name=name: done.append(name) for name in ("one", "two")}
