@@ -292,8 +292,8 @@ INVOCATIONS = (
     TableColumn("REASON", 7, 2),
     TableColumn("AGE", 5, 1),
     TableColumn("QUEUE", 5, 6),
-    TableColumn("OVERHEAD", 6, 8),
-    TableColumn("EXECUTION", 6, 5),
+    TableColumn("OVERHEAD", 8, 8),
+    TableColumn("RAN", 6, 5),
     TableColumn("UNITS", 5, 7),
 )
 

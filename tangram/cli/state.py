@@ -124,10 +124,9 @@ def _usage(function: FunctionInfo, server: str) -> Iterator[str]:
     example = in_json({name: _example(name, properties.get(name, {})) for name in needed})
     rollout = " --trajectory t1" if function.runtime in ("exec", "pytest") else ""
     yield f"tangram invoke {function.name} {shlex.quote(example)}{rollout}"
-    yield (
-        f'curl -H "Authorization: Bearer $(tangram token)" -d {shlex.quote(example)} '
-        f"{server}/v1/functions/{function.name}/invocations"
-    )
+    yield 'curl -H "Authorization: Bearer $(tangram token)" \\'
+    yield f"  -d {shlex.quote(example)} \\"
+    yield f"  {server}/v1/functions/{function.name}/invocations"
     yield f'client.invoke("{function.name}", {example})'
     if properties:
         rows = [
@@ -344,7 +343,7 @@ def tasks(client: Client, as_json: bool) -> None:
 
 
 TASKS = (
-    TableColumn("TASK"),
+    TableColumn("TASK", 12),
     TableColumn("WAITING", 7),
     TableColumn("RUNNING", 7),
     TableColumn("ENDED", 6),

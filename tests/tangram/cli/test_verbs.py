@@ -16,7 +16,7 @@ import pytest
 
 from gateway.cli import main as server
 from gateway.errors import ERROR_STATUSES
-from tangram.cli import exit_status
+from tangram.cli import exit_status, invocations, output
 from tangram.cli.main import GROUP, VERBS, command_line
 from tangram.cli.sessions import exec_
 from tangram.errors import BY_CODE
@@ -60,6 +60,23 @@ async def test_work_left_running_is_found_shown_and_cancelled(served: Served, ga
     assert status == 73 and "conflict" in err
 
 
+@pytest.mark.parametrize("line", ["--help", "ps", "queue", "top --once", "functions show shell", "functions list"])
+async def test_a_screen_fits_80_columns(
+    served: Served, gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    _, ps, _ = await served("ps")
+    assert len(ps.rstrip()) <= 80, "the titles alone, where no terminal is"
+    for number in range(2):
+        await served("invoke", "--async", "shell", '{"command": "sleep 60"}', "--trajectory", f"a-rollout-{number:050}")
+        await served("invoke", "--async", "echo", '{"held": true}', "--task", f"a-task-of-a-run-{number:040}")
+    monkeypatch.setenv("COLUMNS", "80")
+    for module in (output, invocations):
+        monkeypatch.setattr(module, "is_terminal", lambda: True)
+    status, out, _ = await served(*line.split())
+    assert status == 0 and out.strip()
+    assert [each for each in click.unstyle(out).splitlines() if len(each) > 80] == []
+
+
 async def test_a_log_is_saved_as_it_was_written(served: Served, tmp_path: Path) -> None:
     _, out, _ = await served("invoke", "--json", "shell", '{"command": "printf \'\\\\033[1mone\\\\033[0m\\\\nend\'"}')
     id, kept = json.loads(out)["id"], tmp_path / "kept.log"
@@ -88,7 +105,7 @@ async def test_the_state_is_shown_to_people_and_to_programs(served: Served, gate
         assert status == 0, err
     _, out, _ = await served("functions", "show", "echo")
     assert out.startswith("tangram invoke echo '{}'\n") and "runtime: handler" in out
-    assert f"-d '{{}}' {gateway.http.base_url}/v1/functions/echo/invocations" in out.replace("/v1//v1", "/v1")
+    assert f"-d '{{}}' \\\n  {gateway.http.base_url}/v1/functions/echo/invocations" in out.replace("/v1//v1", "/v1")
     _, out, _ = await served("functions", "show", "echo", "--schema")
     assert json.loads(out).keys() == {"input", "result"}
     assert (await served("functions", "show", "nobody"))[0] == 66
