@@ -110,8 +110,12 @@ def test_what_is_long_is_found() -> None:
     assert words("[a link](to/a/page.md) of `some code`") == 4
 
 
+CONNECT = sorted((ROOT / "docs" / "connect").glob("*.md"))
+CONNECT_WORDS = 250
+#: Modules of tangram.adapters that are no plug by themselves.
+SHARED_BY_PLUGS = {"__init__", "aio", "provider", "rewards", "sync", "verl_reward"}
 GUIDE = sorted(
-    [*(ROOT / "docs" / "guide").glob("*.md"), ROOT / "docs/reference/runtimes.md", ROOT / "deploy/README.md"]
+    [*(ROOT / "docs" / "guide").glob("*.md"), *CONNECT, ROOT / "docs/reference/runtimes.md", ROOT / "deploy/README.md"]
 )
 
 
@@ -128,6 +132,15 @@ def commands() -> list[str]:
     """Every line of the guide that calls the command, those after ``&&`` by themselves."""
     lines = [line.partition("  #")[0] for _, text in blocks("sh") for line in text.splitlines()]
     return [part.strip() for line in lines for part in line.split("&&") if part.strip().startswith("tangram ")]
+
+
+def test_every_plug_has_a_short_page_that_can_be_typed() -> None:
+    plugs = {path.stem for path in (ROOT / "tangram" / "adapters").glob("*.py")} - SHARED_BY_PLUGS
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in CONNECT}
+    assert len(plugs) == len(pages)
+    assert [plug for plug in plugs if not any(page.startswith(plug.replace("_", "-")) for page in pages)] == []
+    assert [name for name, text in pages.items() if len(text.split()) > CONNECT_WORDS] == []
+    assert [name for name, text in pages.items() if not re.search(r"^tangram serve", text, re.MULTILINE)] == []
 
 
 @pytest.mark.parametrize(("name", "text"), blocks("yaml"), ids=[name for name, _ in blocks("yaml")])
