@@ -28,7 +28,7 @@ demo: setup
 
 # Every figure and table of the paper's evaluation, in ten minutes: out/paper/index.html
 paper: setup
-	$(PYTHON) -m bench.paper --docs
+	@$(PYTHON) -m bench.paper --keep; status=$$?; $(PYTHON) -m scripts.figures; exit $$status
 
 quick: lint
 	$(PYTHON) -m pytest -q -n 2 --dist loadgroup -m "not slow and not docker and not network and not gpu and not browser" \
