@@ -126,6 +126,7 @@ class AsyncStreamConnection:
         self._used_s = self._loop.time()
         self._writing = self._loop.create_task(self._write())
         self._idling = self._loop.call_later(IDLE_S, self._look)
+        self._closing: asyncio.Task[None] | None = None
         self.reading = self._loop.create_task(self._read())
 
     async def call(self, message: StreamCall | StreamWait) -> StreamAnswer | None:
@@ -153,7 +154,8 @@ class AsyncStreamConnection:
         """Hang up."""
         self.reading.cancel()
         await asyncio.wait([self.reading])
-        await self._socket.close()
+        self._end()  # of a reader that was cancelled before it began
+        await asyncio.wait([self._writing, *([self._closing] if self._closing else [])])
 
     def _say(self, frame: bytes) -> None:
         self._unsent.append(frame)
@@ -198,8 +200,9 @@ class AsyncStreamConnection:
             if not answer.done():
                 message = f"{self._server}: the stream of calls broke off: {why}"
                 answer.set_exception(ConnectionFailed(message, detail={"sent": taken}))
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.create_task(self._socket.close())
+        if self._closing is None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._closing = self._loop.create_task(self._socket.close())
 
     def _look(self) -> None:
         """Close it if nothing has used it for long."""

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tangram import AsyncClient, Client, NotFoundError, Retries
+from tangram import AsyncClient, Client, ConnectionFailed, NotFoundError, Retries
 from tangram.client import aio_stream
-from tangram.client.aio_stream import AsyncCallStream
+from tangram.client.aio_stream import AsyncCallStream, AsyncStreamConnection
+from tangram.stream import StreamHello, StreamWait
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 
 
@@ -55,6 +56,45 @@ async def test_calls_that_are_in_flight_together_go_over_one_stream(gateway: Run
         large = await asyncio.gather(*(client.invoke("echo", {"a": "x" * 9_000_000}) for _ in range(2)))
         assert all(each.ok for each in large)
     await until(lambda: connections.open == 0)
+
+
+class SendingSocket:
+    """A socket of which nothing comes, and whose ``send`` takes until it is closed to let go."""
+
+    close_code, close_reason = None, ""
+
+    def __init__(self) -> None:
+        self.sending, self.closed = asyncio.Event(), asyncio.Event()
+
+    async def send(self, data: bytes) -> None:
+        self.sending.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await self.closed.wait()
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        self.closed.set()
+
+    def __aiter__(self) -> SendingSocket:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+
+async def test_a_closed_stream_leaves_no_task() -> None:
+    """Else the end of the program's loop finds it at work, and prints what cannot be closed."""
+    socket = SendingSocket()
+    stream = AsyncStreamConnection("http://x", socket, StreamHello(message_max_bytes=1000, calls_max=10))
+    call = asyncio.create_task(stream.call(StreamWait(id=0, invocation="i")))
+    await socket.sending.wait()
+    await stream.close()
+    assert stream._writing.done() and stream.reading.done()
+    with pytest.raises(ConnectionFailed):
+        await call
 
 
 async def test_who_gives_up_leaves_the_call(gateway: RunningGateway) -> None:
