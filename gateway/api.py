@@ -8,7 +8,6 @@ import posixpath
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
@@ -19,7 +18,7 @@ from gateway import serialization
 from gateway.auth import KEY_LIFE_S, Guard, PageSessions
 from gateway.cluster.cluster import Cluster
 from gateway.cluster.store import NodeSnapshot
-from gateway.config.schema import ServerConfig
+from gateway.config.schema import ServerConfig, nearest
 from gateway.dashboard.stream import Watch
 from gateway.errors import TooSlow
 from gateway.invocations.callbacks import CallbackSender
@@ -502,8 +501,7 @@ class Api:
     def _no_trajectory(self, id: str) -> NotFound:
         """Return what is told of a name that does not live, with the nearest that does."""
         living = convert(self.engine.trajectories(), types.TrajectoryPage).trajectories
-        near = get_close_matches(id, [each.trajectory for each in living], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = nearest(id, [each.trajectory for each in living])
         return NotFound(f"no trajectory {id!r}{hint}", component="trajectories")
 
     def _leased(self, trajectory: types.TrajectoryInfo) -> types.TrajectoryInfo:

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, TypeVar
@@ -27,7 +26,7 @@ from msgspec.structs import replace
 from gateway import serialization
 from gateway.config import load as gateway_config
 from gateway.config.load import ConfigSource, GatewayConfig
-from gateway.config.schema import ClusterConfig, key_of, suggestion
+from gateway.config.schema import ClusterConfig, key_of, nearest, suggestion
 from gateway.store.store import Store
 from manager.action import UnitSet
 from manager.config import NodeSpec, TaskSpec
@@ -530,9 +529,8 @@ class Registry:
         function = self.config.functions.get(name)
         if function is None:
             known = ", ".join(sorted(self.config.functions)) or "none"
-            near = get_close_matches(name, self.config.functions, n=1)
-            hint = f"did you mean {near[0]!r}? Registered" if near else "registered"
-            raise NotFound(f"no function {name!r}; {hint}: {known}", component="registry")
+            hint = nearest(name, self.config.functions)
+            raise NotFound(f"no function {name!r}{hint}; registered: {known}", component="registry")
         return function
 
     def task(self, name: str) -> TaskSpec:

@@ -874,7 +874,7 @@ def check(
 def suggestion(word: object, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the nearest known word, else the known ones, else nothing."""
     names = sorted(known)
-    return _near(word, names) or (f"; known here: {', '.join(names)}" if names else "")
+    return nearest(word, names) or (f"; known here: {', '.join(names)}" if names else "")
 
 
 def _problem(
@@ -908,11 +908,11 @@ def _message(detail: ErrorDetails, value: object, inner: KeyPath, path: KeyPath)
             return f"{str(context['discriminator']).strip(chr(39))} is required"
         case "union_tag_invalid":
             expected = re.findall(r"'([^']*)'", str(context["expected_tags"]))
-            return f"{context['tag']!r} is none of {', '.join(expected)}{_near(context['tag'], expected)}"
+            return f"{context['tag']!r} is none of {', '.join(expected)}{nearest(context['tag'], expected)}"
         case "literal_error" | "enum":
             expected = re.findall(r"'([^']*)'", str(context["expected"]))
             inputs = inner[-1] if detail["loc"][-1:] == ("[key]",) else _at(value, inner)
-            return f"{inputs!r} is none of {context['expected']}{_near(inputs, expected)}"
+            return f"{inputs!r} is none of {context['expected']}{nearest(inputs, expected)}"
         case "value_error":
             return str(context["error"])
         case "string_pattern_mismatch":
@@ -921,7 +921,7 @@ def _message(detail: ErrorDetails, value: object, inner: KeyPath, path: KeyPath)
             return detail["msg"].replace("Input should", "should")
 
 
-def _near(word: object, known: Iterable[str]) -> str:
+def nearest(word: object, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the nearest known word, else nothing."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""

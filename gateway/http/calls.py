@@ -7,13 +7,13 @@ import re
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
-from difflib import get_close_matches
 
 import msgspec
 from starlette.types import Receive, Send
 
 from gateway import serialization
 from gateway.api import Api
+from gateway.config.schema import nearest
 from gateway.errors import problem
 from gateway.http.messages import read_call, result_of
 from gateway.http.streaming import GIVE_UP_STALLS
@@ -408,7 +408,5 @@ def _unread(kind: int, body: memoryview, error: FrameError) -> tuple[int, Invali
         path = STREAM.kinds[kind].__struct_fields__[int(index)] + path
     unknown = UNKNOWN.search(wrong)
     if unknown is not None:
-        near = get_close_matches(unknown[1], CallOptions.__struct_fields__, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        wrong = f"no option is called {unknown[1][:64]!r}{hint}"
+        wrong = f"no option is called {unknown[1][:64]!r}{nearest(unknown[1], CallOptions.__struct_fields__)}"
     return fields[0], InvalidInput(f"{path}: {wrong}", component=COMPONENT, detail={"path": path})
