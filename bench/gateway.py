@@ -31,6 +31,7 @@ from gateway.config.load import load
 from gateway.grpc.generated import tangram_pb2 as pb
 from gateway.grpc.generated.tangram_grpc import GatewayStub
 from gateway.invocations.logs import configure
+from tangram import AsyncClient
 
 CONNECTIONS = 32
 NOOP = "/v1/functions/noop/invocations"
@@ -40,9 +41,18 @@ server: {{token: bench-bench-bench, state_dir: {directory}/state, port: 0, grpc_
 sandbox: {{image: "{image}"}}
 functions:
   noop: {{runtime: handler, handler: "noop:handle", cost: {{cpu: 1}}, scale: {{min: 2, max: 4}}}}
+  slow: {{runtime: handler, handler: "noop:sleep", cost: {{cpu: 1}}, max_queued: 16384}}
   shell: {{runtime: exec, cost: {{cpu: 1}}}}
 """
-HANDLER = "def handle(event, context):\n    return event\n"
+HANDLER = """
+import time
+def handle(event, context):
+    return event
+def sleep(event, context):
+    time.sleep(600)
+"""
+#: Calls of one client that are in flight at once; those that wait while memory is looked at.
+IN_FLIGHT, WAITING = 64, 4000
 Call = Callable[[], Awaitable[object]]
 #: Clients that are processes of their own: a fork would have this one's loop.
 CHILDREN = multiprocessing.get_context("spawn")
@@ -260,6 +270,62 @@ def held(report: BenchReport) -> None:
     report.check("held_max_ms", max(worst.values()), limit=100.0, better="lower")
 
 
+async def stream(report: BenchReport, rounds: int, each: int) -> None:
+    """Many calls of one client over its stream: processor time over an echo's, a single call, and one that waits."""
+    found: dict[str, list[float]] = {"echo": [], "stream": []}
+    singles: dict[str, list[float]] = {"http": [], "stream": []}
+    per_s = list[float]()
+    async with servers() as (echo, gateway):
+        address = f"http://127.0.0.1:{gateway.port}"
+        async with AsyncClient(address, token=TOKEN) as many, AsyncClient(address, token=TOKEN) as alone:
+            count = each * CONNECTIONS
+            for round_ in range(rounds + 1):
+                before_s = process_cpu_s(echo.pid)
+                await per_second(echo.port, each, lambda connection: connection.post("/echo", b'{"a":1}'))
+                between_s = process_cpu_s(gateway.pid)
+                began_s, echo_s = time.perf_counter(), process_cpu_s(echo.pid) - before_s
+                await many.map("noop", [{"a": 1}] * count, concurrency=IN_FLIGHT)
+                per_s.append(count / (time.perf_counter() - began_s))
+                stream_s = process_cpu_s(gateway.pid) - between_s
+                times = {
+                    name: await timed(lambda: client.invoke("noop", {"a": 1}), each)  # noqa: B023 (at once)
+                    for name, client in (("http", alone), ("stream", many))
+                }
+                if round_:  # the first warms up
+                    found["echo"].append(echo_s / count * 1e6)
+                    found["stream"].append(stream_s / count * 1e6)
+                    singles = {name: singles[name] + more for name, more in times.items()}
+            resident = resident_kib(gateway.pid)
+            waiting = [asyncio.create_task(many.invoke("slow", {"a": 1})) for _ in range(WAITING)]
+            while await queued(gateway) < WAITING - CONNECTIONS:  # noqa: ASYNC110 (of another process)
+                await asyncio.sleep(0.2)
+            held_kib = resident_kib(gateway.pid) - resident
+            for call in waiting:
+                call.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+    report.figure("stream_cpu_us", median(found["stream"]))
+    report.figure("stream_per_s", median(per_s))
+    report.figure("stream_single_p50_ms", {name: median(times) for name, times in singles.items()})
+    ratios = [ours / floor for ours, floor in zip(found["stream"], found["echo"], strict=True)]
+    report.check("stream_cpu_over_echo", median(ratios), limit=1.0, better="lower")
+    single = median(singles["stream"]) / median(singles["http"])
+    report.check("stream_single_p50_over_http", single, limit=1.0, better="lower")
+    report.check("waiting_call_kib", held_kib / WAITING, limit=2.0, better="lower")
+
+
+async def queued(gateway: ServerProcess) -> int:
+    connection = BenchConnection(gateway.port)
+    _, body = await connection.send("GET", "/v1/queue?limit=1")
+    connection.close()
+    return int(json.loads(body)["waiting"])
+
+
+def resident_kib(pid: int) -> int:
+    """KiB of a process that are in memory."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser("gateway", parts=True).parse_args(argv)
     report = BenchReport("gateway")
@@ -271,6 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "latencies": lambda: latencies(report, rounds, count),
             "processor": lambda: processor(report, rounds, count // 4),
             "held": lambda: held(report),
+            "stream": lambda: stream(report, rounds, count // 4),
         },
     )
 

@@ -46,7 +46,16 @@ TRUNCATED, DROPPED, EXPIRED = "truncated", "dropped", "expired"
 
 
 class InvocationLog:
-    """The log of one living invocation: a `manager.executor.LogSink` that may be written from any thread."""
+    """The log of one living invocation: a `manager.executor.LogSink` that may be written from any thread.
+
+    Thousands wait, and have said nothing: what it keeps of what was said is made with the first of it.
+    """
+
+    __slots__ = (
+        *("_heartbeat_s", "_known_bytes", "_limit_bytes", "_loop", "_missing", "_omitted_bytes", "_room_bytes", "_seq"),
+        *("_followers", "_store", "_tail", "_tail_chars", "_thread", "_wall"),
+        *("closed", "end", "finished", "truncated", "written"),
+    )
 
     def __init__(self, seq: int, store: Store, limit_bytes: int, heartbeat_s: float, wall: Callable[[], float]) -> None:
         self._seq = seq
@@ -55,9 +64,9 @@ class InvocationLog:
         self._limit_bytes = limit_bytes
         self._heartbeat_s = heartbeat_s
         self._wall = wall
-        self._tail: deque[LogRow] = deque()
+        self._tail: deque[LogRow] | None = None
         self._tail_chars = 0
-        self._followers: set[asyncio.Event] = set()
+        self._followers: list[asyncio.Event] = []
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._missing = 0
@@ -146,6 +155,8 @@ class InvocationLog:
         if not self._store.save_log(row, soon=bool(self._followers)):
             return False
         self.end += 1
+        if self._tail is None:
+            self._tail = deque()
         self._tail.append(row)
         self._tail_chars += len(row.data)
         while self._tail_chars > TAIL_BYTES and len(self._tail) > 1:
@@ -173,7 +184,7 @@ class InvocationLog:
     async def beyond(self, position: int) -> bool:
         """Wait until something is new of what follows ``position``; False after ``heartbeat_s`` of silence."""
         event = asyncio.Event()
-        self._followers.add(event)
+        self._followers.append(event)
         try:
             if self.written > position or self.closed or (self.finished and self.end <= position):
                 return True
@@ -183,7 +194,7 @@ class InvocationLog:
         except TimeoutError:
             return False
         finally:
-            self._followers.discard(event)
+            self._followers.remove(event)
 
 
 class Logs:

@@ -36,6 +36,9 @@ RUNS: dict[tuple[str, ...], set[str]] = {
         "handler_overhead_p50_ms",
         "grpc_overhead_p50_ms",
         "sync_cpu_over_echo",
+        "stream_cpu_over_echo",
+        "stream_single_p50_over_http",
+        "waiting_call_kib",
     },
     ("durable", "--only", "acceptance,stalls"): {"accepted_per_s", "accept_p99_ms", "loop_stall_p999_ms"},
     ("cluster",): {
