@@ -70,51 +70,17 @@ from gateway.trajectory_records import NOBODY
 from manager.errors import CodedError, InvalidInput
 from runtimes.sandbox.files import SandboxFiles
 from tangram import types
-from tangram.types import (
-    ArchiveReadQuery,
-    BatchAnswer,
-    BatchQuery,
-    BatchRequest,
-    BatchVerdict,
-    CallHeaders,
-    FileHeaders,
-    FileList,
-    FileReadAtQuery,
-    FileReadQuery,
-    ForkAnswer,
-    ForkRequest,
-    Health,
-    Invocation,
-    InvokeQuery,
-    JsonObject,
-    LogAccepted,
-    LogEnd,
-    LogHeaders,
-    LogQuery,
-    LogRecord,
-    LogResult,
-    OpeningHeaders,
-    SessionOpening,
-    SessionReadQuery,
-    SessionRecord,
-    SnapshotInfo,
-    SnapshotQuery,
-    TrajectoryInfo,
-    TrajectoryOpening,
-    WaitQuery,
-    WatchQuery,
-)
 
 #: What the caller may do, in the scope of a request that was let in.
 ROLE = "tangram.role"
-INPUT = Annotated[JsonObject, Meta(description="The input, as the function declares it")]
+INPUT = Annotated[types.JsonObject, Meta(description="The input, as the function declares it")]
 #: Seconds that a cancel waits for the processes to be gone before it answers 202.
 CANCEL_WAIT_S = 5.0
 TEXT_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 TAR = "application/x-tar"
 
 _ACCEPTED = links("/id", "id", "getInvocation", "getLogs", "cancelInvocation")
-_FILE = {200: ResponseSpec(about="The bytes, or the entries", content={BYTES: BINARY, JSON: FileList})}
+_FILE = {200: ResponseSpec(about="The bytes, or the entries", content={BYTES: BINARY, JSON: types.FileList})}
 
 
 class HttpOperations:
@@ -133,16 +99,16 @@ class HttpOperations:
             200: ResponseSpec(
                 about="It ended; X-Function-Error names the reason when the user's own work failed. "
                 "mode=stream: records of the log, then of the result",
-                content={JSON: Invocation, NDJSON: LogRecord, EVENTS: LogRecord},
+                content={JSON: types.Invocation, NDJSON: types.LogRecord, EVENTS: types.LogRecord},
                 links=_ACCEPTED,
             ),
-            202: json_answer("Accepted, and durable", Invocation, _ACCEPTED),
+            202: json_answer("Accepted, and durable", types.Invocation, _ACCEPTED),
         },
         problems=(404, 409, 410, 429, 502, 504),
         body={JSON: INPUT},
     )
     async def invoke(
-        self, request: Request, name: FunctionName, query: InvokeQuery, headers: CallHeaders, body: bytes
+        self, request: Request, name: FunctionName, query: types.InvokeQuery, headers: types.CallHeaders, body: bytes
     ) -> Response:
         """Invoke a function.
 
@@ -174,8 +140,10 @@ class HttpOperations:
     def _stream(self, request: Request, invocation: LiveInvocation, replayed: bool) -> Response:
         record = invocation.record
 
-        def last(position: int) -> LogResult:
-            return LogResult(stream="result", offset=position, invocation=self._invocations.shown(record).as_wire())
+        def last(position: int) -> types.LogResult:
+            return types.LogResult(
+                stream="result", offset=position, invocation=self._invocations.shown(record).as_wire()
+            )
 
         return LogStream(
             self._api.logs,
@@ -183,7 +151,9 @@ class HttpOperations:
             events=accepts_events(request.headers.get("accept")),
             position=0,
             about={"X-Invocation-Id": record.id, **replay_headers(replayed)},
-            first=LogAccepted(stream="accepted", invocation=self._invocations.shown(record).as_wire(payload=False)),
+            first=types.LogAccepted(
+                stream="accepted", invocation=self._invocations.shown(record).as_wire(payload=False)
+            ),
             last=last,
             gone=partial(self._invocations.leave, invocation),
         )
@@ -191,10 +161,10 @@ class HttpOperations:
     @operation(
         "GET /v1/invocations/{id}",
         "invocations",
-        {200: json_answer("The record", Invocation, links("/id", "id", "getLogs", "cancelInvocation"))},
+        {200: json_answer("The record", types.Invocation, links("/id", "id", "getLogs", "cancelInvocation"))},
         problems=(404,),
     )
-    async def get_invocation(self, id: InvocationId, query: WaitQuery) -> Response:
+    async def get_invocation(self, id: InvocationId, query: types.WaitQuery) -> Response:
         """The record of an invocation, which exists from the moment of acceptance."""
         invocation = await self._invocations.get(id)
         if query.wait is not None:
@@ -204,10 +174,16 @@ class HttpOperations:
     @operation(
         "GET /v1/invocations/{id}/logs",
         "invocations",
-        {200: ResponseSpec(about="Records, then one of stream eof", content={NDJSON: LogRecord, EVENTS: LogRecord})},
+        {
+            200: ResponseSpec(
+                about="Records, then one of stream eof", content={NDJSON: types.LogRecord, EVENTS: types.LogRecord}
+            )
+        },
         problems=(404,),
     )
-    async def get_logs(self, request: Request, id: InvocationId, query: LogQuery, headers: LogHeaders) -> Response:
+    async def get_logs(
+        self, request: Request, id: InvocationId, query: types.LogQuery, headers: types.LogHeaders
+    ) -> Response:
         """The log of an invocation: NDJSON, or Server-Sent Events by Accept.
 
         From ``offset`` on, or after the Last-Event-ID of a reconnecting event source; with ``follow`` to its end.
@@ -220,9 +196,9 @@ class HttpOperations:
             self._api.logs.follow(record.seq, position, record.task) if query.follow else self._pages(record, position)
         )
 
-        def last(position: int) -> LogEnd:
+        def last(position: int) -> types.LogEnd:
             shown = self._invocations.shown(record).as_wire(payload=False)
-            return LogEnd(
+            return types.LogEnd(
                 stream="eof",
                 offset=position,
                 state=cast(types.State, record.state),
@@ -249,7 +225,7 @@ class HttpOperations:
     @operation(
         "POST /v1/invocations/{id}/cancel",
         "invocations",
-        {200: json_answer("It has ended", Invocation), 202: json_answer("It is being stopped", Invocation)},
+        {200: json_answer("It has ended", types.Invocation), 202: json_answer("It is being stopped", types.Invocation)},
         problems=(404, 409),
     )
     async def cancel_invocation(self, id: InvocationId) -> Response:
@@ -262,10 +238,10 @@ class HttpOperations:
         "POST /v1/invocations:batch",
         "invocations",
         "The verdicts, in the order of the calls",
-        body={JSON: BatchRequest},
+        body={JSON: types.BatchRequest},
         required=True,
     )
-    async def invoke_batch(self, query: BatchQuery, body: bytes) -> BatchAnswer:
+    async def invoke_batch(self, query: types.BatchQuery, body: bytes) -> types.BatchAnswer:
         """Accept many calls with one commit; each has its own verdict."""
         limit_s = self._api.server.wait_max_s
         if query.timeout is not None:
@@ -276,15 +252,15 @@ class HttpOperations:
         self._api.check_batch(len(items))
         calls = [_read_call(item, f"$.calls[{index}]") for index, item in enumerate(items)]
         verdicts = await self._api.invoke_batch(calls, query.wait, limit_s)
-        return BatchAnswer(results=tuple(map(self._verdict, calls, verdicts)))
+        return types.BatchAnswer(results=tuple(map(self._verdict, calls, verdicts)))
 
-    def _verdict(self, call: ReadCall, verdict: Verdict) -> BatchVerdict:
+    def _verdict(self, call: ReadCall, verdict: Verdict) -> types.BatchVerdict:
         if isinstance(verdict, CodedError):
             refusal = problem(verdict)
-            return BatchVerdict(status=refusal.status, problem=refusal)
+            return types.BatchVerdict(status=refusal.status, problem=refusal)
         replayed = isinstance(call, InvocationRequest) and verdict.replays(call)
         record = self._invocations.shown(verdict.record)
-        return BatchVerdict(
+        return types.BatchVerdict(
             status=200 if record.terminal else 202,
             invocation=record.as_wire(),
             replayed=True if replayed else UNSET,
@@ -293,7 +269,7 @@ class HttpOperations:
     @operation(
         "POST /v1/dead-letters/{id}/redrive",
         "dead letters",
-        {202: json_answer("Accepted, and durable", Invocation, _ACCEPTED)},
+        {202: json_answer("Accepted, and durable", types.Invocation, _ACCEPTED)},
         problems=(404, 409, 429),
     )
     async def redrive_dead_letter(self, id: DeadId) -> Response:
@@ -310,8 +286,8 @@ class HttpOperations:
         next_ones=links("/trajectory", "id", "getTrajectory", "putFile", "getFile", "endTrajectory"),
     )
     async def open_trajectory(
-        self, request: Request, id: TrajectoryId, headers: OpeningHeaders, body: TrajectoryOpening
-    ) -> TrajectoryInfo:
+        self, request: Request, id: TrajectoryId, headers: types.OpeningHeaders, body: types.TrajectoryOpening
+    ) -> types.TrajectoryInfo:
         """Make a trajectory's environment before its first action.
 
         Memory is held and the sandbox started.
@@ -319,7 +295,7 @@ class HttpOperations:
         if body.step is None:
             body = replaced(body, step=headers.step)
 
-        async def undo(opened: TrajectoryInfo) -> None:
+        async def undo(opened: types.TrajectoryInfo) -> None:
             if not opened.joined:
                 await self._api.leases.release([id], body.holder or NOBODY)
 
@@ -335,13 +311,13 @@ class HttpOperations:
         problems=(404, 409, 413),
         next_ones=links("/snapshot", "id", "removeSnapshot"),
     )
-    async def take_snapshot(self, request: Request, id: TrajectoryId, query: SnapshotQuery) -> SnapshotInfo:
+    async def take_snapshot(self, request: Request, id: TrajectoryId, query: types.SnapshotQuery) -> types.SnapshotInfo:
         """Keep the files of a trajectory's sandbox.
 
         As they are when all that was asked of it before has ended; they stay where the trajectory lives.
         """
 
-        async def undo(taken: SnapshotInfo) -> None:
+        async def undo(taken: types.SnapshotInfo) -> None:
             await self._api.remove_snapshot(taken.snapshot)
 
         taken = await while_connected(self._api.take_snapshot(id), disconnected(request.receive), undo)
@@ -356,13 +332,13 @@ class HttpOperations:
         problems=(404, 409, 429),
         next_ones=links("/trajectories/0/trajectory", "id", "getTrajectory"),
     )
-    async def fork_trajectory(self, request: Request, id: TrajectoryId, body: ForkRequest) -> ForkAnswer:
+    async def fork_trajectory(self, request: Request, id: TrajectoryId, body: types.ForkRequest) -> types.ForkAnswer:
         """Open trajectories that begin with the files of another.
 
         As they are now: all of them, or none and no snapshot.
         """
 
-        async def undo(forked: ForkAnswer) -> None:
+        async def undo(forked: types.ForkAnswer) -> None:
             await asyncio.gather(*(self._api.engine.end_trajectory(each.trajectory) for each in forked.trajectories))
             await self._api.remove_snapshot(forked.snapshot.snapshot)
 
@@ -373,18 +349,20 @@ class HttpOperations:
 
     @operation("GET /v1/trajectories/{id}/files/{path:path}", "trajectories", _FILE, problems=(*FILE_PROBLEMS, 413))
     async def get_file(
-        self, id: TrajectoryId, path: FilePath, query: FileReadQuery, headers: FileHeaders
-    ) -> Response | FileList:
+        self, id: TrajectoryId, path: FilePath, query: types.FileReadQuery, headers: types.FileHeaders
+    ) -> Response | types.FileList:
         """Read a file from the sandbox, or list a directory."""
         return await self._read(self._api.files_of(id, headers), rooted(path), query)
 
     @operation("GET /v1/trajectories/{id}/files", "trajectories", _FILE, problems=(*FILE_PROBLEMS, 413))
-    async def get_file_at(self, id: TrajectoryId, query: FileReadAtQuery, headers: FileHeaders) -> Response | FileList:
+    async def get_file_at(
+        self, id: TrajectoryId, query: types.FileReadAtQuery, headers: types.FileHeaders
+    ) -> Response | types.FileList:
         """Read a file from the sandbox, or list a directory."""
         files = self._api.files_of(id, headers)
         return await self._read(files, placed_path(query.path, files.workdir), query)
 
-    async def _read(self, files: SandboxFiles, path: str, query: FileReadQuery) -> Response | FileList:
+    async def _read(self, files: SandboxFiles, path: str, query: types.FileReadQuery) -> Response | types.FileList:
         if query.list:
             return await list_files(files, path, query)
         async with AsyncExitStack() as opening:
@@ -397,7 +375,9 @@ class HttpOperations:
         {200: ResponseSpec(about="The tar", content={TAR: BINARY})},
         problems=(*FILE_PROBLEMS, 413),
     )
-    async def get_archive(self, id: TrajectoryId, query: ArchiveReadQuery, headers: FileHeaders) -> Response:
+    async def get_archive(
+        self, id: TrajectoryId, query: types.ArchiveReadQuery, headers: types.FileHeaders
+    ) -> Response:
         """Pack a file or a directory of the sandbox into a tar."""
         async with AsyncExitStack() as opening:
             packing = self._api.read_archive(self._api.files_of(id, headers), query)
@@ -412,14 +392,14 @@ class HttpOperations:
         {
             201: json_answer(
                 "It is accepted",
-                Invocation,
+                types.Invocation,
                 links("/id", "id", "attachSession", "writeSession", "steerSession", "cancelInvocation"),
             )
         },
         problems=(404, 409, 410, 429),
     )
     async def open_session(
-        self, request: Request, id: TrajectoryId, headers: CallHeaders, body: SessionOpening
+        self, request: Request, id: TrajectoryId, headers: types.CallHeaders, body: types.SessionOpening
     ) -> Response:
         """Begin a command that somebody types to.
 
@@ -435,10 +415,10 @@ class HttpOperations:
     @operation(
         "GET /v1/invocations/{id}/session",
         "sessions",
-        {200: ResponseSpec(about="One record a line", content={NDJSON: SessionRecord})},
+        {200: ResponseSpec(about="One record a line", content={NDJSON: types.SessionRecord})},
         problems=SESSION_PROBLEMS,
     )
-    async def attach_session(self, id: InvocationId, query: SessionReadQuery) -> Response:
+    async def attach_session(self, id: InvocationId, query: types.SessionReadQuery) -> Response:
         """A session's output, from a byte on, to its end.
 
         Whoever was attached is detached.
@@ -452,7 +432,7 @@ class HttpOperations:
     @operation(
         "GET /readyz",
         "operation",
-        {200: json_answer("It is", Health), 503: json_answer("It is not, and why", Health)},
+        {200: json_answer("It is", types.Health), 503: json_answer("It is not, and why", types.Health)},
         open=True,
     )
     async def get_readiness(self) -> Response:
@@ -470,7 +450,7 @@ class HttpOperations:
         "scheduler",
         {200: ResponseSpec(about="hello, state, then ticks", content={EVENTS: str})},
     )
-    async def watch(self, request: Request, query: WatchQuery) -> Response:
+    async def watch(self, request: Request, query: types.WatchQuery) -> Response:
         """What the page shows, as Server-Sent Events of small changes.
 
         From ``since`` on where that is kept.

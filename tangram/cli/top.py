@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import click
 
-from tangram import Client, InvocationResult, TangramError
+from tangram import Client, InvocationResult, TangramError, types
 from tangram.cli.invocations import INVOCATIONS, invocation_rows
 from tangram.cli.options import Duration, connected, json_option, limit_option
 from tangram.cli.output import (
@@ -39,16 +39,6 @@ from tangram.cli.output import (
 )
 from tangram.cli.sessions import LocalTerminal
 from tangram.cli.state import TASKS, task_rows
-from tangram.types import (
-    ActivityInfo,
-    FunctionInfo,
-    ModelDevice,
-    PlacedModel,
-    QueueEntry,
-    ResourcesInfo,
-    TaskInfo,
-    show_size,
-)
 
 #: Waiting actions that causes are counted of, and rows of a list.
 QUEUE_MAX, LISTED_MAX = 1000, 200
@@ -89,11 +79,11 @@ DEVICES = (
 class TopState(NamedTuple):
     """What a gateway does, as it told of one look."""
 
-    resources: ResourcesInfo
-    tasks: Sequence[TaskInfo]
-    queue: Sequence[QueueEntry]
-    functions: Sequence[FunctionInfo]
-    activity: ActivityInfo
+    resources: types.ResourcesInfo
+    tasks: Sequence[types.TaskInfo]
+    queue: Sequence[types.QueueEntry]
+    functions: Sequence[types.FunctionInfo]
+    activity: types.ActivityInfo
     running: Sequence[InvocationResult]
     #: Of the last 15 minutes, the newest first.
     failed: Sequence[InvocationResult]
@@ -118,7 +108,7 @@ def look(client: Client) -> TopState:
     )
 
 
-def queue_rows(entries: Iterable[QueueEntry], *, short: bool) -> list[tuple[object, ...]]:
+def queue_rows(entries: Iterable[types.QueueEntry], *, short: bool) -> list[tuple[object, ...]]:
     """Return the cells of `QUEUE`, with short or whole ids."""
     return [
         (
@@ -134,9 +124,9 @@ def queue_rows(entries: Iterable[QueueEntry], *, short: bool) -> list[tuple[obje
     ]
 
 
-def cause_rows(entries: Iterable[QueueEntry]) -> list[tuple[object, ...]]:
+def cause_rows(entries: Iterable[types.QueueEntry]) -> list[tuple[object, ...]]:
     """Return the cells of `CAUSES`, what most wait for first."""
-    by_cause: dict[str, list[QueueEntry]] = {}
+    by_cause: dict[str, list[types.QueueEntry]] = {}
     for each in entries:
         by_cause.setdefault(_why(each), []).append(each)
     return [
@@ -145,16 +135,16 @@ def cause_rows(entries: Iterable[QueueEntry]) -> list[tuple[object, ...]]:
     ]
 
 
-def _why(entry: QueueEntry) -> str:
+def _why(entry: types.QueueEntry) -> str:
     return entry.cause.text
 
 
-def _invocation(entry: QueueEntry) -> str:
+def _invocation(entry: types.QueueEntry) -> str:
     """Return the id of the invocation whose try waits."""
     return entry.id.partition(".")[0]
 
 
-def pool_rows(resources: ResourcesInfo) -> list[tuple[object, ...]]:
+def pool_rows(resources: types.ResourcesInfo) -> list[tuple[object, ...]]:
     """Return the cells of `POOLS`: a bar, and the functions that hold most."""
     rows: list[tuple[object, ...]] = []
     for name, pool in resources.pools.items():
@@ -170,7 +160,7 @@ def pool_rows(resources: ResourcesInfo) -> list[tuple[object, ...]]:
     return rows
 
 
-def device_rows(devices: Iterable[ModelDevice]) -> list[tuple[object, ...]]:
+def device_rows(devices: Iterable[types.ModelDevice]) -> list[tuple[object, ...]]:
     """Return the cells of `DEVICES`: the chunk map, and how often each device swapped."""
     return [
         (
@@ -178,8 +168,8 @@ def device_rows(devices: Iterable[ModelDevice]) -> list[tuple[object, ...]]:
             "alive" if each.alive else "dead",
             None if each.running is None else _placed(each.running),
             " ".join(map(_placed, each.resident)) or None,
-            f"{show_size(each.resident_bytes)} of {show_size(each.arena_bytes)}",
-            None if each.used_bytes is None else show_size(each.used_bytes),
+            f"{types.show_size(each.resident_bytes)} of {types.show_size(each.arena_bytes)}",
+            None if each.used_bytes is None else types.show_size(each.used_bytes),
             each.executions,
             each.swaps,
             f"{each.hit_rate:.0%}",
@@ -188,20 +178,20 @@ def device_rows(devices: Iterable[ModelDevice]) -> list[tuple[object, ...]]:
     ]
 
 
-def _placed(model: PlacedModel) -> str:
+def _placed(model: types.PlacedModel) -> str:
     """Return a service and the devices of its chunk: ``teacher:lm@0-3``."""
     start, size = model.chunk
     return f"{PurePath(model.service).name}@{start if size == 1 else f'{start}-{start + size - 1}'}"
 
 
-def node_rows(resources: ResourcesInfo) -> list[tuple[object, ...]]:
+def node_rows(resources: types.ResourcesInfo) -> list[tuple[object, ...]]:
     """Return the cells of `NODES`."""
     return [
         (
             each.node,
             each.cores,
             each.devices,
-            f"{show_size(each.held_bytes)} of {show_size(each.memory_bytes)}",
+            f"{types.show_size(each.held_bytes)} of {types.show_size(each.memory_bytes)}",
             each.trajectories,
         )
         for each in resources.nodes

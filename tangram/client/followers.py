@@ -6,20 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from tangram import types
 from tangram.client.requests import FailureStreak, Retries
 from tangram.errors import ConflictError, TangramError, UnreadableAnswerError
-from tangram.types import (
-    LogEnd,
-    LogLag,
-    LogLine,
-    SessionAttached,
-    SessionEnd,
-    SessionOutput,
-    SessionSilence,
-    SessionTaken,
-    read_log_record,
-    read_session_record,
-)
 
 
 class SessionFollower:
@@ -31,40 +20,40 @@ class SessionFollower:
         #: Bytes of input that the session was passed; None before that is known.
         self.input_offset = input_offset
         #: How it ended, once that was seen.
-        self.end: SessionEnd | None = None
+        self.end: types.SessionEnd | None = None
         self._id = id
         self._failing = FailureStreak(retries)
 
-    def feed(self, text: str) -> SessionOutput | None:
+    def feed(self, text: str) -> types.SessionOutput | None:
         """Return the output of one NDJSON record, if it has some that was not seen; raises ConflictError if taken."""
         if not text:
             return None
         try:
-            record = read_session_record(text)
+            record = types.read_session_record(text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UnreadableAnswerError(f"a record of a session is not understood ({error}): {text[:200]}") from error
         self._failing.succeeded()
         match record:
-            case SessionEnd():
+            case types.SessionEnd():
                 self.end = record
-            case SessionTaken():
+            case types.SessionTaken():
                 raise ConflictError(f"another caller has attached to session {self._id}")
-            case SessionAttached():
+            case types.SessionAttached():
                 self.input_offset = record.input_offset if self.input_offset is None else self.input_offset
-            case SessionOutput():
+            case types.SessionOutput():
                 return self._fresh(record)
-            case SessionSilence():
+            case types.SessionSilence():
                 return None
         return None
 
-    def _fresh(self, record: SessionOutput) -> SessionOutput | None:
+    def _fresh(self, record: types.SessionOutput) -> types.SessionOutput | None:
         self.missing += max(0, record.offset - self.offset)
         fresh = record.data[max(0, self.offset - record.offset) :]
         end = record.offset + len(record.data)
         if end <= self.offset:
             return None
         self.offset = end
-        return SessionOutput(stream=record.stream, offset=end - len(fresh), data=fresh)
+        return types.SessionOutput(stream=record.stream, offset=end - len(fresh), data=fresh)
 
     def again_s(self, error: TangramError) -> float | None:
         """The connection ended before the session did; return the seconds to wait before the next, None to give up."""
@@ -78,7 +67,7 @@ class OutputLines:
         self._tell = tell
         self._begun: dict[str, str] = {}
 
-    def take(self, line: LogLine) -> None:
+    def take(self, line: types.LogLine) -> None:
         """Tell the lines that a record of the log completes."""
         if line.stream in ("stdout", "stderr"):
             *whole, self._begun[line.stream] = (self._begun.get(line.stream, "") + line.data).split("\n")
@@ -103,21 +92,21 @@ class LogFollower:
         self.ended = False
         self._failing = FailureStreak(retries)
 
-    def feed(self, text: str) -> LogLine | None:
+    def feed(self, text: str) -> types.LogLine | None:
         """Return the line of one NDJSON record, or None for a heartbeat, an end, or one that was seen before."""
         if not text:
             return None
         try:
-            record = read_log_record(text)
+            record = types.read_log_record(text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UnreadableAnswerError(f"a record of a log is not understood ({error}): {text[:200]}") from error
         self._failing.succeeded()
         match record:
-            case LogEnd():
+            case types.LogEnd():
                 self.ended = not self._to_its_end or record.state not in ("queued", "running")
-            case LogLag():  # the gateway dropped this reader: it was too slow
+            case types.LogLag():  # the gateway dropped this reader: it was too slow
                 self.offset = record.next_offset
-            case LogLine() if record.offset >= self.offset:
+            case types.LogLine() if record.offset >= self.offset:
                 self.offset = record.offset + 1
                 return record
         return None
