@@ -134,7 +134,7 @@ def waits_alone(state: SchedulerState, pool: Pool, groups: Sequence[QueueGroup],
         or (memory_bytes and state.memory_waits_from is not None)
     ):
         return None
-    waiting = next(iter(group))
+    _, _, waiting = next(group.items())
     units = waiting.action.cost[pool.kind]
     if waiting.action.key is not None or units.elastic or units.minimum > pool.free:
         return None

@@ -533,10 +533,11 @@ class DiskWatch:
 
     def _free_now(self) -> tuple[int, int]:
         """Return the free bytes and files of the first file system that can be asked."""
-        for path in [place.path for place in self._places if place.path is not None]:
-            with suppress(OSError):
-                status = os.statvfs(path)
-                return status.f_bavail * status.f_frsize, status.f_favail
+        for place in self._places:
+            if place.path is not None:
+                with suppress(OSError):
+                    status = os.statvfs(place.path)
+                    return status.f_bavail * status.f_frsize, status.f_favail
         return 0, 0
 
 
