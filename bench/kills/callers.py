@@ -13,7 +13,11 @@ from typing import Any
 import httpx
 
 from bench.kills.history import KilledCall, KillHistory, Line, Record
-from tangram.client.requests import Bearer
+from tangram.client.aio_stream import AsyncCallStream
+from tangram.client.requests import Bearer, trust_of
+from tangram.errors import ConnectionFailed
+from tangram.stream import StreamCall, StreamWait
+from tangram.types import CallHeaders, CallOptions
 
 #: Nothing may take longer, whatever is killed meanwhile.
 HUNG_S = 120.0
@@ -26,13 +30,51 @@ COMMAND = (
 )
 
 
+class SometimesStreamed(httpx.AsyncHTTPTransport):
+    """Sends every other call, and wait, over a stream of calls, and all else over HTTP."""
+
+    def __init__(self, url: str, random_: random.Random) -> None:
+        super().__init__()
+        self._random = random_
+        self._stream = AsyncCallStream(url, Bearer(None), trust_of(False, None, None), None)
+        for _ in range(2):  # always more than one call in flight
+            self._stream.enter()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        message = self._message(request) if self._random.random() < 0.5 else None
+        try:
+            answer = None if message is None else await self._stream.carry(message)
+        except ConnectionFailed as error:
+            raise httpx.ReadError(str(error)) from error
+        if answer is None:
+            return await super().handle_async_request(request)
+        again_s = json.loads(answer.body).get("retry_after_s")
+        return httpx.Response(
+            answer.status, headers={} if again_s is None else {"retry-after": str(again_s)}, content=answer.body
+        )
+
+    @staticmethod
+    def _message(request: httpx.Request) -> StreamCall | StreamWait | None:
+        query, path = dict(request.url.params), request.url.path.split("/")
+        if path[-1] == "invocations" and request.method == "POST" and query.get("mode") != "stream":
+            names = zip(CallHeaders.__struct_fields__, CallHeaders.__struct_encode_fields__, strict=True)
+            options = {name: request.headers[header] for name, header in names if header in request.headers}
+            return StreamCall(0, path[3], request.content, CallOptions(**options, **query))
+        return StreamWait(0, path[-1], query["wait"]) if "wait" in query and path[-2] == "invocations" else None
+
+    async def aclose(self) -> None:
+        await self._stream.close()
+        await super().aclose()
+
+
 class Callers:
     """All who call a gateway while it is killed, until they are told to stop."""
 
     def __init__(self, url: str, told: str, history: KillHistory, random_: random.Random) -> None:
         """``told`` is where callbacks go."""
         self._history, self._random, self._told = history, random_, told
-        self._http = httpx.AsyncClient(base_url=url, auth=Bearer(None), trust_env=False, timeout=HUNG_S)
+        transport = SometimesStreamed(url, random_)
+        self._http = httpx.AsyncClient(base_url=url, auth=Bearer(None), timeout=HUNG_S, transport=transport)
         self._stopped = asyncio.Event()
         #: Requests that were sent again.
         self.repeated = 0
