@@ -1132,15 +1132,18 @@ class Invocations:
         if not invocation.record.detached:
             self._settle(invocation)
             return
-        # Who waits for durable work is told its end only when a restart could not tell another.
+        self._report_written(invocation)
+
+    def _report_written(self, invocation: LiveInvocation) -> None:
+        """Tell who waits for durable work, and who keeps its tries, once a restart could not tell another end."""
         self._store.committed().add_done_callback(lambda done: self._report_end(done, invocation))
 
     def _report_end(self, done: asyncio.Future[None], invocation: LiveInvocation) -> None:
-        # The store tells of a failing disk itself, and keeps the record for another try.
         if not done.cancelled() and done.exception() is None:
             self._settle(invocation)
-        else:
+        elif not self._closing:  # the store tells of a failing disk itself, and keeps the record for another try
             self._losses.ended(invocation)
+            asyncio.get_running_loop().call_later(RETRY_MIN_S, self._report_written, invocation)
 
     def _settle(self, invocation: LiveInvocation) -> None:
         """No gateway asks for its end again: whoever holds its tries, a node above all, may forget them."""

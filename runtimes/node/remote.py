@@ -1125,6 +1125,9 @@ class RemoteNode:
         mislaid = outcome.reason is Reason.NODE_LOST and outcome.component == wire.COMPONENT
         if not mislaid or not remote.repeatable or remote.cancelled or remote.tries >= CALL_TRIES_MAX:
             return False
+        trajectory = remote.execute.action.trajectory
+        if remote.inside and trajectory is not None and not self._lives_here(trajectory):
+            return False  # it would find a new, empty sandbox
         remote.tries += 1
         self.send(wire.AcknowledgeEnd(remote.execute.claim))
         self._send_call(remote)

@@ -278,6 +278,10 @@ class Sandbox:
                 self._unacknowledged.append(command.claim)
         except ActionFailed as failure:
             raise await self._explained(failure) from None
+        except asyncio.CancelledError:
+            if self._client.lost.is_set() and not self._closed:  # nobody can ask for its end
+                await self._end_whole()
+            raise
         finally:
             self._under_way.pop(command.claim, None)
         if result.exit_code == 0:
@@ -569,6 +573,20 @@ class Sandbox:
             cause = f" ({self._killed_reason})" if self._killed_reason else ""
             raise lost(f"the sandbox {self.id} is gone{cause}; its files and processes are lost")
 
+    async def _end_whole(self) -> None:
+        """End what of it goes on though nobody can speak to its runner; who is cancelled meanwhile waits as well."""
+
+        async def end() -> None:
+            with suppress(CodedError, OSError):  # the reaper tries again
+                await self._control.remove()
+
+        ending = asyncio.ensure_future(end())
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending
+            raise
+
     async def _explained(self, failure: ActionFailed) -> ActionFailed:
         """Return the failure of a command, with its cause if the sandbox was lost: then nothing of it goes on."""
         if failure.reason is not Reason.ENVIRONMENT_LOST or self._closed:
@@ -577,8 +595,7 @@ class Sandbox:
         cause = self._killed_reason or await self._control.cause_of_death()
         logger.warning("sandbox lost", sandbox=self.id, cause=cause or failure.message)
         detail = {FILES_LOST: True, "cause": cause, "peak_memory_bytes": self._control.peak_memory_bytes()}
-        with suppress(CodedError, OSError):  # the reaper tries again
-            await self._control.remove()
+        await self._end_whole()
         reason = Reason.OUT_OF_MEMORY if cause == "out_of_memory" else failure.reason
         key = " (sandbox.memory)" if reason is Reason.OUT_OF_MEMORY else ""
         message = f"{failure.message}: {cause}{key}; its files and processes are lost" if cause else failure.message

@@ -120,6 +120,16 @@ FOUND = {
         SimOperation(2.0, "disk", {"where": "gw", "for_s": 5.0}),
         SimOperation(3.4, "stop", {"node": "n1", "down_s": 2.0}),
     ),
+    "a command goes on that is cancelled as nobody can speak to its runner": (
+        call(0, 0.5, 5.0, "n0"),
+        SimOperation(2.5, "cancel", {"call": 0}),
+        SimOperation(2.5, "runner", {"where": "n1", "fuse": 0}),
+    ),
+    "an idempotent command runs again in an empty sandbox, which stays": (
+        call(0, 0.5, 3.0, "t0", "again"),
+        SimOperation(2.9, "leave", {"node": "n1", "down_s": 5.0}),
+        SimOperation(5.2, "box", {"where": "n1"}),
+    ),
     "the sandbox of a command whose end the next daemon knows is left behind": (
         call(0, 0.5, 1.0),
         SimOperation(1.0, "kill", {"fuse": 0, "down_s": 5.0}),
