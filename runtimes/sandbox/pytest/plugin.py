@@ -4,6 +4,7 @@
 
     {"selected": [id, ...]}   {"run": id}   {"test": id, "verdict"}   {"broken" or "skipped": path, "message"}
     {"altered": [name]}   {"turned": id}   {"crashed": worker's error}   {"clean": bool, "watched": bool}
+    {"children": true, if the process has any}
     {"inside": what of the agent's runs in a process of the tests, or as their user}: told once, before it begins
 
 The project's code runs in the same process, or in its workers. It is the gateway that judges, outside the sandbox: it
@@ -56,9 +57,11 @@ OURS = (MODULE, BASELINE, START, PROGRAMS)
 STARTS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"})
 #: Of that, and what else it says before it runs code or loads a library, or lets data name what is called.
 MADE = frozenset({"marshal.load", "marshal.loads", "code.__new__"})
+CHILDREN = frozenset({"os.fork", "os.forkpty"})
 WATCHED = (
     STARTS
     | MADE
+    | CHILDREN
     | {
         *("exec", "import", "ctypes.dlopen", "ctypes.dlsym", "ctypes.dlsym/handle", "ctypes.call_function"),
         *("pickle.find_class", "sqlite3.load_extension", "cpython.PyInterpreterState_New", "sys.remote_exec"),
@@ -66,7 +69,8 @@ WATCHED = (
 )
 #: How the names of C functions begin that start programs, load libraries, or run Python or what is asked of the kernel.
 STARTS_IN_C = (
-    *("system", "popen", "exec", "fexec", "posix_spawn", "dlopen", "dlmopen", "wordexp", "syscall"),
+    *("system", "popen", "exec", "fexec", "fork", "vfork", "clone", "posix_spawn"),
+    *("dlopen", "dlmopen", "wordexp", "syscall"),
     *("PyRun_", "_PyRun_", "PyEval_EvalCode", "PyImport_ExecCode", "Py_Main", "Py_RunMain", "Py_BytesMain"),
 )
 #: The module that starts programs for the library, and what loads libraries or starts programs without Python's word.
@@ -123,6 +127,8 @@ class Reporter:
         #: Writes one line of the report.
         self.send = send
         self.pid = os.getpid()
+        #: Whether it was told that this process has children, what they tell of goes with it.
+        self.children = False
         self._verdicts: dict[str, str] = {}
         self._told: dict[str, str] = {}
 
@@ -387,7 +393,11 @@ def watch(installation: Any) -> bool:
         frame: Any = sys._getframe(1)
         by: str = frame.f_code.co_filename
         what: Any = next(iter(arguments), None)
-        if event == "exec":
+        if event in CHILDREN:
+            if _reporter is not None and not _reporter.children:
+                _reporter.children = True
+                _reporter.send(children=True)
+        elif event == "exec":
             files = {what.co_filename, *origins_of(frame)} - tests
             brought = [file for file in files if file and not file.startswith("<") and places.is_brought(file)]
             if brought or runs_texts(by):

@@ -73,6 +73,8 @@ class SuiteReport:
     #: Whether it was seen in every run whether something of the agent's runs where the tests do; and what does.
     watched: bool | None = None
     inside: str = ""
+    #: Whether the suite's process had children that may have told it of that.
+    has_children: bool = False
     #: Why pytest could not even begin.
     absent: str = ""
     #: Why the suite's process found no place of its own.
@@ -108,7 +110,7 @@ class SuiteReport:
 
         What workers and children have told it of the agent's code went with it.
         """
-        self.watched = False
+        self.watched = self.watched if self.workers == 1 and not self.has_children else False
         for id in self.running:
             self.tests.setdefault(id, "error")
         self.running.clear()
@@ -144,6 +146,8 @@ class SuiteReport:
             case {"clean": bool(clean), "watched": bool(watched)}:
                 self.clean = clean and self.clean is not False
                 self.watched = watched and self.watched is not False
+            case {"children": True}:
+                self.has_children = True
             case {"inside": str(what)}:
                 self.inside = what
             case {"selected": list(ids)}:

@@ -389,11 +389,14 @@ def test_every_reward_below_one_has_a_note(
     assert bool(notes(request, report, value)) or value["reward"] == 1.0
 
 
-@pytest.mark.parametrize(("workers", "watched"), [(1, True), (2, False)])
-def test_what_workers_have_told_is_lost_with_the_process_that_listens(workers: int, watched: bool) -> None:
+@pytest.mark.parametrize(("workers", "children", "watched"), [(1, [], True), (1, [True], False), (2, [], False)])
+def test_what_workers_and_children_have_told_is_lost_with_the_process_that_listens(
+    workers: int, children: list[bool], watched: bool
+) -> None:
     report = SuiteReport("n")
     start = {"pytest": "8", "xdist": "3", "workers": workers, "noticed": []}
-    for record in ({"start": start}, {"clean": True, "watched": True}):
+    records: list[dict[str, Any]] = [{"start": start}, {"clean": True, "watched": True}]
+    for record in records + [{"children": each} for each in children]:
         report.feed(json.dumps({"nonce": "n", **record}).encode() + b"\n")
     report.take_up()
     report.feed(json.dumps({"nonce": "n", "clean": True, "watched": True}).encode() + b"\n")
