@@ -139,6 +139,11 @@ class HttpOperations:
 
     def _stream(self, request: Request, invocation: LiveInvocation, replayed: bool) -> Response:
         record = invocation.record
+        try:
+            pages = self._api.logs.follow(record.seq, 0, record.task)
+        except CodedError:  # its caller is told that, and attends no longer
+            self._invocations.leave(invocation)
+            raise
 
         def last(position: int) -> types.LogResult:
             return types.LogResult(
@@ -147,7 +152,7 @@ class HttpOperations:
 
         return LogStream(
             self._api.logs,
-            self._api.logs.follow(record.seq, 0, record.task),
+            pages,
             events=accepts_events(request.headers.get("accept")),
             position=0,
             about={"X-Invocation-Id": record.id, **replay_headers(replayed)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +164,13 @@ async def test_one_whose_node_is_lost_before_it_ended_is_lost_no_dead_letter_and
         assert (record["state"], record["reason"]) == ("lost", "node_lost"), "what is told as cancelled has ended"
         assert "cancelled by request" in record["message"] and not record["dead"]
         assert record["attempt"] == 1
+
+
+async def test_a_call_whose_log_too_many_follow_already_does_not_go_on_without_its_caller(tmp_path: Path) -> None:
+    async with serving(GatewayBench(tmp_path)) as gateway:
+        gateway.app.api.logs.settings = replace(gateway.app.api.logs.settings, followers_max=0)
+        refused = await gateway.invoke({"hangs": True}, mode="stream")
+        assert refused.status_code == 503 and "followed already" in refused.text
+        await until(lambda: gateway.app.invocations.living == ())
+        (record,) = (await gateway.http.get("/v1/invocations")).json()["invocations"]
+        assert (record["state"], record["message"]) == ("cancelled", "its caller went away")
