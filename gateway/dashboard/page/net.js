@@ -63,7 +63,7 @@ export const store = {
 // The stream of this tab's own tells the beginning. Then the worker's, which all tabs of the browser with this token
 // share, takes over once it leaves nothing out; where there is no worker, or it falls silent, the tab's own goes on.
 const WORKER = "/ui/worker.js", PING_MS = 15000, SILENT_MS = 3 * PING_MS, BARS_KEPT_MS = 300000, WORKERS_MAX = 3, HISTORY_S = 1800;
-let own = null, port = null, joined = false, heard_ms = 0, workers = 0, last = null, wanted = false, bars_wanted = false, barsTimer = 0, history_epoch = null;
+let own = null, port = null, joined = false, heard_ms = 0, workers = 0, last = null, wanted = false, bars_wanted = false, barsTimer = 0, history_epoch = null, asking = false;
 
 export function start() { if (!wanted) { wanted = true; startOwn(last); } }
 export function stop() {
@@ -99,6 +99,8 @@ export function wantHistory(seconds) {
 }
 
 function startOwn(since, history_s) {
+  if (asking) [since, history_s] = [null, HISTORY_S]; // the history that was asked for is still to come
+  asking = Boolean(history_s);
   own?.stop();
   const mine = own = new Stream(token(), (told) => { if (own === mine) heard(told); });
   own.start(since, bars_wanted, history_s);
@@ -130,7 +132,7 @@ function fromWorker(told) {
   heard_ms = Date.now();
   if (told.ping) return port?.postMessage({kind: "pong"});
   if (!joined) return; // said before it heard that this tab left
-  if (own && told.event && follows(told.at, last) && (told.bars || !bars_wanted)) { own.stop(); own = null; workers = 0; }
+  if (own && !asking && told.event && follows(told.at, last) && (told.bars || !bars_wanted)) { own.stop(); own = null; workers = 0; }
   if (!own) heard(told);
 }
 
@@ -148,6 +150,7 @@ function take(text) {
   const {id, kind, data} = parsed(text);
   if (kind === "tick" && id && last && follows(id, last) && Number(id.split(".")[1]) <= Number(last.split(".")[1])) return; // told already
   if (id) last = id;
+  if (kind === "state") asking = false;
   handle(kind, JSON.parse(data));
 }
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from pathlib import Path
 
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser, Route, expect
 
 from tests.gateway.conftest import RunningGateway, serving
 from tests.gateway.dashboard.load import LoadedRollout, bench, loaded
@@ -78,6 +79,14 @@ async def test_who_looks_further_back_is_told_what_was_before(tmp_path: Path, sh
         await shown.holds(DRAWN)
         names = "[...new Set(window.tangramTimeline.hits.map(([, , , , bar]) => bar.fn))].sort().join()"
         assert await shown.page.evaluate(names) == "judge"
+
+        async def late(route: Route) -> None:
+            for _ in range(3):  # meanwhile the stream that all tabs share tells of more, and could take over
+                await gateway.invoke({}, function="judge")
+                await asyncio.sleep(1.1)
+            await route.continue_()
+
+        await shown.page.route("**/v1/watch?*history=*", late)
         await shown.find("button", "30 min").click()
         await shown.holds(f"{names} === 'judge,math_reward'")
         starts = "(s => s.every((at, n) => !n || at >= s[n - 1]))(window.tangramTimeline.hits.map(([px]) => px))"
