@@ -22,7 +22,7 @@ import yaml
 from tangram.client.sync import SessionHandle
 from tangram.errors import TangramError
 from tests.cluster.conftest import MakeNode, StartGateway
-from tests.cluster.world import DEADLINE_S, ClusterGateway, until
+from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess, until
 from tests.faults.world import HTTP
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
@@ -39,6 +39,13 @@ def with_doors(gateway: ClusterGateway) -> Path:
     gateway.write(written)
     gateway.start()
     return path
+
+
+def joined(gateway: ClusterGateway, make_node: MakeNode) -> DaemonProcess:
+    """Return a node that has joined and is able to run the function: a call waits for that, an opening does not."""
+    node = make_node(gateway, "n1").join()
+    until(lambda: "there" in gateway.has("n1").able, "the node is able to run it")
+    return node
 
 
 def asked(gateway: ClusterGateway, verb: str, **body: object) -> Any:
@@ -60,7 +67,7 @@ def test_a_swe_rex_session_on_a_node_goes_on_over_the_death_of_its_daemon_and_of
 ) -> None:
     gateway = start_gateway()
     with_doors(gateway)
-    node = make_node(gateway, "n1").join()
+    node = joined(gateway, make_node)
     asked(gateway, "create_session", session="default", startup_timeout=30)
     typed(gateway, "cd /tmp; N=1; f() { echo here $((N++)) $PWD; }")
     assert typed(gateway, "f") == "here 1 /tmp\n"
@@ -83,7 +90,7 @@ def test_a_container_on_a_node_runs_commands_before_and_after_its_daemon_died(
 ) -> None:
     gateway = start_gateway()
     path = with_doors(gateway)
-    node = make_node(gateway, "n1").join()
+    node = joined(gateway, make_node)
     engine = docker.DockerClient(base_url=f"unix://{path}", timeout=int(DEADLINE_S))
     box = engine.containers.run("tangram-base:bookworm", "sleep infinity", detach=True)
     assert box.exec_run(["sh", "-c", "echo $$ > pid; echo kept > file"]).exit_code == 0
@@ -160,7 +167,7 @@ def test_a_session_goes_on_over_the_death_of_daemon_and_gateway_without_a_byte_l
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
     gateway = start_gateway()
-    node = make_node(gateway, "n1").join()
+    node = joined(gateway, make_node)
     with gateway.client() as client:
         session = client.trajectory("t", function="there").session(ECHO)
         heard = SessionEar(session)
@@ -194,7 +201,7 @@ def test_a_session_of_a_node_that_is_lost_ends_and_the_next_one_begins_elsewhere
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
     gateway = start_gateway(lost_after="6s")
-    first = make_node(gateway, "n1").join()
+    first = joined(gateway, make_node)
     with gateway.client() as client:
         session = client.trajectory("t", function="there").session(ECHO)
         heard = SessionEar(session)
@@ -217,7 +224,7 @@ def test_files_trees_and_errors_travel_between_a_client_and_a_node(
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:
     gateway = start_gateway()
-    make_node(gateway, "n1").join()
+    joined(gateway, make_node)
     made = gateway.ended(gateway.submit("there", "mkdir -p out && echo here > out/said", trajectory="t"))
     assert made["node"] == "n1", made
     place = f"{gateway.url}/v1/trajectories/t"
