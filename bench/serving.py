@@ -169,7 +169,7 @@ class BenchConnection:
         try:
             writer.write("\r\n".join([f"{method} {path} HTTP/1.1", about, *headers, "", ""]).encode() + body)
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)  # 204 has none
             return int(head.split(b" ", 2)[1]), await reader.readexactly(length)
         except (OSError, EOFError):
             self.close()

@@ -398,11 +398,12 @@ class Sandbox:
 
     @property
     def uploaded(self) -> Mapping[str, bytes] | None:
-        """What was uploaded before a command ran, by whole path; None if there was more than is looked at.
+        """What was uploaded before the first command, by whole path; None if there was more than is looked at.
 
-        Files of the names `UPLOADED_KEPT` are there with their content, others without.
+        Nothing as long as no command has run: what is uploaded and graded at once is the agent's answer, not its
+        environment. Files of the names `UPLOADED_KEPT` are there with their content, others without.
         """
-        return self._uploaded
+        return self._uploaded if self._used else {}
 
     async def note_uploaded_tree(self, path: str) -> None:
         """Take note of a directory that was uploaded, with what lies below it."""
