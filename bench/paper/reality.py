@@ -143,7 +143,8 @@ async def _recorded(mix: str, seconds: float, directory: Path) -> tuple[list[Inv
                 played += 1
 
         await asyncio.gather(*[slot(number) for number in range(at_once)])
-        functions = {each.name: msgspec.to_builtins(each) for each in await client.functions()}
+        names = [each.name for each in await client.functions()]
+        functions = {name: msgspec.to_builtins(await client.function(name)) for name in names}
         records = [each async for each in client.list(limit=RECORDS_MAX)]
     if bad := [each for each in records if each.state != "succeeded"]:
         raise RuntimeError(f"{len(bad)} of {len(records)} did not succeed, as {bad[0]}")

@@ -111,7 +111,11 @@ def _elasticity(function: Mapping[str, Any]) -> Elasticity:
         return EfficiencyTable(tuple((int(units), float(share)) for units, share in declared["points"]))
     if isinstance(declared, Mapping) and "serial_fraction" in declared:
         return Amdahl(float(declared["serial_fraction"]))
-    return Amdahl(PRIOR_SERIAL_FRACTION)
+    known = [each for each in (function.get("learned") or {}).values() if each["serial_fraction"] is not None]
+    if not known:
+        return Amdahl(PRIOR_SERIAL_FRACTION)
+    weight = sum(each["observations"] for each in known)
+    return Amdahl(sum(each["serial_fraction"] * each["observations"] for each in known) / weight)
 
 
 def _memory_bytes(function: Mapping[str, Any]) -> int:
@@ -260,7 +264,7 @@ def export(client: Client, task: str | None, limit: int, out: Path | None) -> No
     \b
     tangram trace export --task default > run.jsonl
     """
-    functions = {each.name: msgspec.to_builtins(each) for each in client.functions()}
+    functions = {each.name: msgspec.to_builtins(client.function(each.name)) for each in client.functions()}
     trajectories = recorded(client.list(task=task, state="succeeded", limit=limit), functions)
     text = "".join(f"{line}\n" for line in write_trace(trajectories))
     if out is None:

@@ -14,6 +14,7 @@ import pytest
 from gateway.cli.report import COMPARED, PlayedRun, ReportedRun, RunAction, actions_of, page, play, workload_of
 from gateway.cli.simulate import recorded
 from gateway.cli.trace import read_trace, write_trace
+from manager.action import Amdahl
 from manager.simulation.simulate import Size, run, simulate
 from manager.simulation.workloads import Workload
 from tangram import InvocationResult
@@ -72,6 +73,14 @@ def test_the_replay_of_a_history_takes_what_its_actions_took_overhead_and_worker
     replay = simulate(Workload(name="replay", trajectories=(trajectory,)), "fixed:4", Size(nodes=1, cores=4))
     (action,) = replay.records
     assert [action.overhead_s, action.execution_s] == pytest.approx([1.0, 4.0])
+
+
+def test_what_was_learned_of_a_functions_elasticity_is_that_of_its_trace() -> None:
+    learned = {key: {"serial_fraction": part, "observations": 1} for key, part in (("a", 0.2), ("b", 0.4), ("c", None))}
+    functions = {**FUNCTIONS, "tests": {"key": "cpu", "cost": {"cpu": {"min": 1, "max": 8}}, "learned": learned}}
+    (trajectory,) = recorded([record("i1", "tests", 0.0, 5.0, 4.0, units={"cpu": 4})], functions)
+    elasticity = trajectory.steps[0].elasticity
+    assert isinstance(elasticity, Amdahl) and elasticity.serial_fraction == pytest.approx(0.3)
 
 
 def test_a_batch_is_shared_out_among_its_members() -> None:
