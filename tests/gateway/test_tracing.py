@@ -28,7 +28,7 @@ from manager.errors import Reason
 from runtimes.runtime import Execution
 from runtimes.testing import ScriptedRuntime, ScriptStep
 from tangram.types import Attempt
-from tests.gateway.conftest import GatewayBench, serving, step_of, until
+from tests.gateway.conftest import DEADLINE_S, GatewayBench, serving, step_of, until
 from tests.listening import listening
 
 RESOURCE = Resource({"service.name": "rl", "service.version": "1"})
@@ -273,5 +273,7 @@ async def test_a_call_through_the_gateway_is_a_trace_with_its_runtime_as_its_chi
             assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
             assert by_name["invoke echo"].parent_span_id.hex() == PARENT
             assert told == [f"00-{TRACE}-{by_name['execution'].span_id.hex()}-01"]
-            text = (await running.http.get("/metrics")).text
-            assert "tangram_trace_spans_sent_total 4.0" in text and "tangram_trace_spans_dropped_total 0.0" in text
+            async with asyncio.timeout(DEADLINE_S):  # each counts once it is answered
+                while "tangram_trace_spans_sent_total 4.0" not in (text := (await running.http.get("/metrics")).text):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert "tangram_trace_spans_dropped_total 0.0" in text
