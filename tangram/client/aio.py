@@ -39,6 +39,7 @@ from tangram.client.requests import (
     server_of,
     token_of,
     trust_of,
+    was_read,
 )
 from tangram.errors import (
     ConnectionFailed,
@@ -1136,7 +1137,7 @@ class AsyncClient:
                 return await self._over_http(link, request)
         finally:
             link.stream.leave()
-        self._reached = True
+            self._reached |= link.stream.has_opened
         return cast(_T, read_streamed(answer))  # what a stream carries is of an invocation
 
     async def _over_http(self, link: AsyncLink, request: ApiRequest[_T]) -> _T:
@@ -1145,6 +1146,7 @@ class AsyncClient:
                 await stack.enter_async_context(link.opening)
             if request.lane != "spare":
                 await stack.enter_async_context(link.lasting)
+            began_s = time.monotonic()
             try:
                 response = await link.http.request(
                     request.method,
@@ -1155,7 +1157,8 @@ class AsyncClient:
                     timeout=httpx.Timeout(ANSWER_S, read=None) if request.patient else ANSWER_S,
                 )
             except httpx.TransportError as error:
-                raise connection_lost(self.server, error) from error
+                self._reached |= was_read(error, time.monotonic() - began_s)
+                raise connection_lost(self.server, error, reached=self._reached) from error
         self._reached = True
         return request.answer(response)
 

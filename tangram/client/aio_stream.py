@@ -38,6 +38,8 @@ class AsyncCallStream:
         self._trust = trust
         self._proxy = proxy
         self._in_flight = 0
+        #: Whether a gateway has opened it, now or before.
+        self.has_opened = False
         self._connection: AsyncStreamConnection | None = None
         self._opening: asyncio.Task[None] | None = None
         #: No stream is opened before, on the monotonic clock.
@@ -91,6 +93,7 @@ class AsyncCallStream:
             self._connection = AsyncStreamConnection(
                 str(self._server), socket, STREAM.decode(*_only(await socket.recv()))
             )
+            self.has_opened = True
             self._connection.reading.add_done_callback(self._closed)
             return
         except InvalidStatus as error:

@@ -432,13 +432,23 @@ def error_of(response: httpx.Response) -> TangramError:
     return UnreadableAnswerError(f"{response.request.url} answered {response.status_code}: {text}")
 
 
-def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
+#: Seconds within which a peer hangs up that wants TLS or a certificate.
+HANG_UP_S = 0.5
+
+
+def was_read(error: httpx.TransportError, lasted_s: float) -> bool:
+    """Return whether a request that broke off after so long was read: a peer that wants TLS hangs up at once."""
+    return isinstance(error, httpx.ReadError | httpx.RemoteProtocolError) and lasted_s >= HANG_UP_S
+
+
+def connection_lost(what: str, error: httpx.TransportError, *, reached: bool = False) -> ConnectionFailed:
     """Return the exception of a broken connection.
 
     ``detail["sent"]`` says whether the request may have arrived; ``detail["tls"]`` that one of the two does not trust
     the other, ``detail["foreign"]`` that what answered speaks no HTTP: no further try mends either; and
     ``detail["refused"]`` that nobody listens there, or that who does hung up without a word, as one does of which TLS
-    or a certificate was to be shown. Where no gateway answered at all, the message says what may mend that.
+    or a certificate was to be shown. Where no gateway answered at all, the message says what may mend that; where one
+    was ``reached`` before, a hang-up is that gateway's end.
     """
     if _is_foreign(error):
         message = f"{what}: what answers there speaks no HTTP (a gateway's port of gRPC does not){_remedy()}"
@@ -448,7 +458,7 @@ def connection_lost(what: str, error: httpx.TransportError) -> ConnectionFailed:
     if _is_refused(error):
         detail["refused"] = True
     remedy = _remedy() if isinstance(error, httpx.ConnectError) and "tls" not in detail else ""
-    if what.startswith("http") and isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
+    if not reached and what.startswith("http") and isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
         detail["refused"] = True
         remedy = f" (a gateway with server.tls.client_ca hangs up without a certificate of yours: {CERT})"
         if what.startswith("http://"):

@@ -39,6 +39,7 @@ from tangram.client.requests import (
     server_of,
     token_of,
     trust_of,
+    was_read,
 )
 from tangram.client.sync_primitives import CallSlots, Opened, aside, for_each, pause
 from tangram.client.sync_stream import CallStream
@@ -1136,7 +1137,7 @@ class Client:
                 return self._over_http(link, request)
         finally:
             link.stream.leave()
-        self._reached = True
+            self._reached |= link.stream.has_opened
         return cast(_T, read_streamed(answer))  # what a stream carries is of an invocation
 
     def _over_http(self, link: Link, request: ApiRequest[_T]) -> _T:
@@ -1145,6 +1146,7 @@ class Client:
                 stack.enter_context(link.opening)
             if request.lane != "spare":
                 stack.enter_context(link.lasting)
+            began_s = time.monotonic()
             try:
                 response = link.http.request(
                     request.method,
@@ -1155,7 +1157,8 @@ class Client:
                     timeout=httpx.Timeout(ANSWER_S, read=None) if request.patient else ANSWER_S,
                 )
             except httpx.TransportError as error:
-                raise connection_lost(self.server, error) from error
+                self._reached |= was_read(error, time.monotonic() - began_s)
+                raise connection_lost(self.server, error, reached=self._reached) from error
         self._reached = True
         return request.answer(response)
 

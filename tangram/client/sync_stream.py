@@ -26,6 +26,11 @@ class CallStream:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread
 
+    @property
+    def has_opened(self) -> bool:
+        """Whether a gateway has opened it, now or before."""
+        return self._stream.has_opened
+
     def enter(self) -> None:
         """One more call is in flight, until `leave`."""
         with self._lock:

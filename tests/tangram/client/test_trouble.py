@@ -109,6 +109,22 @@ def test_a_restart_is_outlasted_and_an_outage_that_does_not_end_is_not(monkeypat
         assert 60 <= clock.now_s < 70
 
 
+@pytest.mark.parametrize(("at_once_s", "outlasted"), [(0.0, True), (60.0, False)])
+def test_a_gateway_that_dies_in_the_first_call_is_waited_for_and_one_that_hangs_up_at_once_is_not(
+    monkeypatch: pytest.MonkeyPatch, at_once_s: float, outlasted: bool
+) -> None:
+    monkeypatch.setattr("tangram.client.requests.HANG_UP_S", at_once_s)
+    monkeypatch.setattr("tangram.client.requests.BACKOFF_S", 0.001)
+    gateway = ScriptedGateway({"f": {}})
+    gateway.trouble(broken(httpx.RemoteProtocolError), *[broken(httpx.ConnectError)] * 2)
+    with Client(transport=gateway, retries=Retries(refused_s=0.0)) as client:
+        if outlasted:
+            assert client.invoke("f", {}, key="once").ok
+        else:
+            with pytest.raises(ConnectionFailed, match="a gateway with TLS is named by https://"):
+                client.invoke("f", {}, key="once")
+
+
 def test_an_address_at_which_nobody_listens_is_waited_for_as_long_as_is_said_until_it_has_answered_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
