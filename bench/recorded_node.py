@@ -49,7 +49,7 @@ class TimedWork:
         return alone_s + PHYSICS.worker_cost_s * self.workers / self.units
 
     async def run(self) -> None:
-        """Take the time; each resize stops the work for a moment."""
+        """Wait for its end; each resize stops the work for a moment."""
         loop, done, since_s = asyncio.get_running_loop(), 0.0, asyncio.get_running_loop().time()
         while True:
             duration_s = self.duration_s()

@@ -1,4 +1,4 @@
-"""The paper's coding mix in real time: a real gateway, real sockets, and five nodes of 256 cores that only take time.
+"""The paper's coding mix in real time: a real gateway, real sockets, five nodes of 256 cores whose actions only wait.
 
 Each part plays one batch for three minutes, which is longer than most of its trajectories take, and leaves then; the
 simulator plays the same load, and what has ended by then in either is compared.
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = BenchReport("scale")
     window_s = 30.0 if options.quick else 180.0
     batches = (LARGEST,) if options.quick else (768, 1280, LARGEST)
-    report.note("seconds are real: nothing is played faster than it was; the stub nodes and the caller share the cores")
+    report.note("seconds are real: nothing is played faster than it was; nodes and caller share these cores")
     return play(report, options, {str(each): lambda each=each: batch(report, each, window_s) for each in batches})  # type: ignore[misc]
 
 
