@@ -1,4 +1,7 @@
-"""Ten calls over one WebSocket, without the client of Tangram: docs/reference/http.md tells of the frames."""
+"""Ten calls over one WebSocket, without the client of Tangram (docs/reference/http.md, a stream of calls).
+
+TANGRAM_SERVER=http://127.0.0.1:8080 TANGRAM_TOKEN=$(tangram token) python examples/stream.py
+"""
 
 import asyncio
 import json
@@ -22,11 +25,9 @@ def frames(message):
 
 
 async def main():
-    server, token = os.environ["TANGRAM_SERVER"], os.environ["TANGRAM_TOKEN"]
+    server, token = os.environ["TANGRAM_SERVER"].replace("http", "ws", 1), os.environ["TANGRAM_TOKEN"]
     headers = {"Authorization": f"Bearer {token}"}
-    async with connect(
-        f"ws://{server}/v1/stream", additional_headers=headers, compression=None, max_size=None
-    ) as socket:
+    async with connect(f"{server}/v1/stream", additional_headers=headers, compression=None, max_size=None) as socket:
         inputs = [{"command": f"echo {number}"} for number in range(10)]
         calls = [frame(2, id, "shell", json.dumps(input).encode(), {"task": "a"}) for id, input in enumerate(inputs)]
         await socket.send(b"".join(calls))

@@ -435,7 +435,7 @@ async def test_the_example_calls(tmp_path: Path) -> None:
         assert gateway.app.tokens is not None
         environment = {
             **os.environ,
-            "TANGRAM_SERVER": f"127.0.0.1:{gateway.app.http_port}",
+            "TANGRAM_SERVER": f"http://127.0.0.1:{gateway.app.http_port}",
             "TANGRAM_TOKEN": gateway.app.tokens.invoke,
         }
         caller = await asyncio.create_subprocess_exec(
