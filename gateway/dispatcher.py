@@ -10,7 +10,7 @@ from gateway.invocations.invocations import Invocations
 from gateway.invocations.restart import QuotaRecord, TrajectoryRecovery
 from gateway.store.store import Store
 from manager.action import Action, Chunk, Lease, Outcome
-from manager.errors import StorageUnavailable
+from manager.errors import ActionFailed, StorageUnavailable
 from manager.executor import Call, CallHooks, Executor
 from manager.function import FunctionSpec
 from runtimes.kinds import kind_of
@@ -76,7 +76,10 @@ class GatewayDispatcher:
         )
         try:
             if used or ((not inside or self._store.failure is not None) and hooks.begins_once()):
-                await self._store.durable()
+                await (self._store.durable() if call.resumed else self._invocations.begin_written(action.id))
+        except ActionFailed as left:
+            return failed(left)
+        else:
             return await self._machines.execute(action, lease, replace(call, traceparent=traceparent, hooks=hooks))
         finally:
             if used:
@@ -138,7 +141,7 @@ class _Hooks(CallHooks):
             self.invocations.begin(action.id)
         lasting = self.invocations.outlives_caller(action.id)
         if lasting and self.inside and not self.function.idempotent:
-            await self.store.durable()
+            await self.invocations.begin_written(self.action.id)
         return lasting
 
     async def again(self) -> None:

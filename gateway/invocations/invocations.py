@@ -232,6 +232,10 @@ def as_refusal(error: Exception) -> CodedError:
     return error.with_traceback(None)
 
 
+def _closed() -> ActionFailed:
+    return ActionFailed(Reason.GATEWAY_RESTART, "the gateway shuts down", component="gateway")
+
+
 def unless_refused(verdict: LiveInvocation | CodedError) -> LiveInvocation | CodedError:
     """What the disk did not take was not accepted, nor is whoever latched on to it meanwhile."""
     if isinstance(verdict, LiveInvocation) and isinstance(verdict.refusal, StorageUnavailable):
@@ -739,6 +743,8 @@ class Invocations:
         self.engine: Engine
         self._living: dict[int, LiveInvocation] = {}
         self._by_action: dict[str, LiveInvocation] = {}
+        #: Actions that begin once the disk has taken that they do.
+        self._beginning: set[str] = set()
         self._keys = Keys(store, server.idempotency_ttl_s, wall)
         self.pending_functions = PendingFunctions(functions, outside, self._late, now)
         #: What is accepted now: the loop holds tasks weakly.
@@ -1009,10 +1015,28 @@ class Invocations:
     def begin(self, action_id: str) -> None:
         """The work of a started action begins; raises ActionFailed where the next gateway is to begin it."""
         if self._closing:
-            raise ActionFailed(Reason.GATEWAY_RESTART, "the gateway shuts down", component="gateway")
+            raise _closed()
         record = self._by_action[action_id].record
         record.begin(self._wall())
         self._store.save(record)
+
+    async def begin_written(self, action_id: str) -> None:
+        """Wait until it is on disk that an action begins, however long the disk refuses.
+
+        Raises ActionFailed if it has not begun until the gateway has left it to the next one.
+        """
+        self._beginning.add(action_id)
+        try:
+            await self._store.durable()
+        finally:
+            self._beginning.discard(action_id)
+        invocation = self._by_action.get(action_id)
+        if invocation is None or invocation.record.state is State.QUEUED:
+            raise _closed()
+
+    def has_begun(self, invocation: LiveInvocation) -> bool:
+        """Whether the work of a started one may be under way."""
+        return invocation.record.begun and invocation.action_id not in self._beginning
 
     def work_began(self, action_id: str) -> None:
         """Note that the runtime is ready for a started action: until now it was overhead, for whoever asks."""

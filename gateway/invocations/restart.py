@@ -257,7 +257,7 @@ class Restart:
         waited = record.state is State.QUEUED
         if record.detached:
             self._logs.leave(record.seq)  # what its command says from now on is the next gateway's
-            if not waited and not record.begun:
+            if not waited and not self._invocations.has_begun(invocation):
                 self._invocations.take_back(invocation)
                 waited = True
             if waited or await self._takeover.leave(invocation) or invocation.function.idempotent:

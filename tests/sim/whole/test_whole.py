@@ -10,6 +10,7 @@ import pytest
 
 from tests.sim.whole.__main__ import WITHIN, first_found, judged, quietly, story
 from tests.sim.whole.history import Plan, SimHistory, SimOperation
+from tests.sim.whole.judge import verdict
 from tests.sim.whole.known_faults import FAULTS, put_back
 from tests.sim.whole.system import SimSetting
 
@@ -130,6 +131,12 @@ FOUND = {
         SimOperation(2.9, "leave", {"node": "n1", "down_s": 5.0}),
         SimOperation(5.2, "box", {"where": "n1"}),
     ),
+    "a command that waits for the disk to begin is told as lost by a gateway that leaves": (
+        call(0, 0.5, 2.0, "t0", "shell"),
+        call(1, 0.6, 1.0, "t0", "shell"),
+        SimOperation(2.4, "disk", {"where": "gw", "for_s": 0.5}),
+        SimOperation(3.2, "stop", {"node": "n1", "down_s": 2.0}),
+    ),
     "the sandbox of a command whose end the next daemon knows is left behind": (
         call(0, 0.5, 1.0),
         SimOperation(1.0, "kill", {"fuse": 0, "down_s": 5.0}),
@@ -143,3 +150,14 @@ def test_what_was_found_is_mended(found: str) -> None:
     plan = Plan(SimSetting(nodes=("n1",), cores=4, drain_grace_s=0.0), FOUND[found])
     for seed in range(25):
         assert not judged(seed, plan)
+
+
+def test_a_request_that_waits_for_the_disk_is_made_by_the_next_gateway() -> None:
+    calls = [call(number, 0.5 + 0.1 * number, 0.2, None, "search") for number in range(3)]
+    disk = SimOperation(3.2, "disk", {"where": "gw", "for_s": 1.0})
+    stop = SimOperation(4.4, "stop", {"node": "n1", "down_s": 2.0})
+    for seed in range(5):
+        history = SimHistory(seed, Plan(SimSetting(nodes=(), drain_grace_s=0.0), (*calls, disk, stop)))
+        assert not verdict(seed, history)
+        ends = [each.record.state for each in history.calls.values() if each.record is not None]
+        assert ends == ["succeeded"] * len(history.calls)
