@@ -93,7 +93,7 @@ endif
 
 # Every bench, one JSON object each on its last line (bench/report.py says its form).
 bench: setup
-	@for name in gateway sandbox scheduler paper model durable attacks kills cancels cluster; do $(PYTHON) -m bench.$$name --json; done
+	@for name in gateway sandbox scheduler paper model durable attacks kills runner cancels cluster; do $(PYTHON) -m bench.$$name --json; done
 
 # One quick run of each bench, and what judges them.
 bench-quick: setup

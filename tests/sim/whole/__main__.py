@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from tests.runtimes.sandbox.runner.fuzzer import KNOWN_FAULTS, known_fault
+from bench.runner import KNOWN_FAULTS, known_fault
 from tests.sim.whole.history import Plan, SimHistory
 from tests.sim.whole.judge import verdict
 from tests.sim.whole.known_faults import FAULTS, put_back

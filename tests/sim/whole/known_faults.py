@@ -1,7 +1,6 @@
 """Faults that were found in the product and mended, put back one at a time: a check that never fails is none.
 
-Two more of that kind are the runner's own, and are put back under its fuzzer
-(tests/runtimes/sandbox/runner/fuzzer.py).
+Two more of that kind are the runner's own, and are put back under its fuzzer (`bench.runner`).
 """
 
 from __future__ import annotations

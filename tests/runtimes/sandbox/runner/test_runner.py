@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.runner import KNOWN_FAULTS, fuzz
 from manager.errors import ActionFailed, CapacityExceeded, InvalidInput, Reason
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult, FileContent
@@ -39,7 +40,6 @@ from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError, _json_co
 from runtimes.sandbox.session import InteractiveSession, SessionSettings, TerminalSize
 from runtimes.sandbox.spec import SandboxRecord
 from tests.runtimes.sandbox.box import Box, running_box
-from tests.runtimes.sandbox.runner.fuzzer import KNOWN_FAULTS, fuzz
 
 DEADLINE_S = 60.0
 #: Says that it began, waits for the test, and says that it ended.

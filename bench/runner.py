@@ -3,26 +3,26 @@
 One seed is one schedule: what is asked, how large it is, and where spawns, readers and gateways are late. A model says
 how each exchange must end. Nothing is simulated, so how the schedule's parts fall together is the machine's.
 
-``python -m tests.runtimes.sandbox.runner.fuzzer [--seeds 5] [--seconds 60]`` prints what is found, as JSON.
+``python -m bench.runner [--seeds 5] [--seconds 60] [--json]``
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bench.report import BenchReport, parser, play
 from manager.errors import ActionFailed, InvalidInput, NotFound, Reason
 from runtimes.sandbox.command import Command, CommandResult, FileContent
 from runtimes.sandbox.runner import runner as wire
@@ -596,24 +596,35 @@ def known_fault(name: str, seeds: int = 5, seconds: float = 60.0) -> int | None:
     return None
 
 
-def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seeds", type=int, default=5)
-    options.add_argument("--seconds", type=float, default=60.0, help="for which each is followed")
-    given, findings = options.parse_args(), Findings()
-    for seed in range(1, given.seeds + 1):
-        findings.add(asyncio.run(fuzz(seed, given.seconds)))
-    told = {
-        "exchanges": findings.exchanges,
-        "cuts": findings.cuts,
+def follow(report: BenchReport, seeds: int, seconds: float) -> None:
+    """Follow each seed for so long, and report what all of them found."""
+    findings = Findings()
+    for seed in range(1, seeds + 1):
+        found = asyncio.run(fuzz(seed, seconds))
+        findings.add(found)
+        report.progress(f"seed {seed}: {found.exchanges} exchanges")
+        for line in [*found.wrong, *found.deaths][:5]:
+            report.note(f"seed {seed}: {line}")
+    report.figure("exchanges", findings.exchanges)
+    report.figure("gateways_cut_off", findings.cuts)
+    for name, count in {
         "wrong_answers": len(findings.wrong),
         "runner_deaths": len(findings.deaths),
         "descriptors_left": findings.descriptors_left,
         "processes_left": findings.processes_left,
-    }
-    print(json.dumps(told | {"told": [*findings.wrong, *findings.deaths][:10]}))
-    return not findings.clean
+    }.items():
+        report.check(name, count, limit=0, better="lower")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser("runner", parts=True)
+    options.add_argument("--seeds", type=int, default=5)
+    options.add_argument("--seconds", type=float, default=60.0, help="for which each is followed")
+    chosen = options.parse_args(argv)
+    report = BenchReport("runner")
+    seeds, seconds = (1, min(10.0, chosen.seconds)) if chosen.quick else (chosen.seeds, chosen.seconds)
+    return play(report, chosen, {"fuzz": partial(follow, report, seeds, seconds)})
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
