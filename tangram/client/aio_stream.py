@@ -133,10 +133,13 @@ class AsyncStreamConnection:
         self.reading = self._loop.create_task(self._read())
 
     async def call(self, message: StreamCall | StreamWait) -> StreamAnswer | None:
-        """Return the answer; None if it is too large for the stream, or one too many. Raises ConnectionFailed.
+        """Return the answer; None if it is too large for the stream, or one too many, or the stream has ended.
 
+        Raises ConnectionFailed.
         A caller that is cancelled leaves the call.
         """
+        if self._closing is not None:
+            return None
         self._number = message.id = number = self._number + 1
         frame = STREAM.encode(message)
         if len(frame) > self._bounds.message_max_bytes or len(self._waiting) >= self._bounds.calls_max:
@@ -211,6 +214,7 @@ class AsyncStreamConnection:
         """Close it if nothing has used it for long."""
         idle_s = self._loop.time() - self._used_s
         if not self._waiting and idle_s >= IDLE_S:
+            self._end()  # before the next call
             self.reading.cancel()
         else:
             self._idling = self._loop.call_later(IDLE_S, self._look)

@@ -97,6 +97,19 @@ async def test_a_closed_stream_leaves_no_task() -> None:
         await call
 
 
+@pytest.mark.parametrize("idle", [True, False])
+async def test_a_call_that_meets_the_end_of_the_stream_goes_over_http(
+    idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client learns of the end a turn of the loop later; a call that waited on would never have an answer."""
+    monkeypatch.setattr(aio_stream, "IDLE_S", 0.0)
+    stream = AsyncStreamConnection("http://x", SendingSocket(), StreamHello(message_max_bytes=1000, calls_max=10))
+    stream._look() if idle else stream._end()
+    async with asyncio.timeout(DEADLINE_S):
+        assert await stream.call(StreamWait(id=0, invocation="i")) is None
+    await stream.close()
+
+
 async def test_who_gives_up_leaves_the_call(gateway: RunningGateway) -> None:
     async with client_of(gateway.app.http_port) as client:
         calls = [asyncio.create_task(client.invoke("echo", {"held": True}, key=key)) for key in (None, None, "k")]
