@@ -199,16 +199,7 @@ class ProcessControl(SandboxControl):
         if self.group is not None:
             self.group.kill()
         if self.pid:
-            victims: set[int] = set()
-            for _ in range(100):
-                victims |= {self.pid, *descendants([self.pid])}
-                victims -= {pid for pid in victims if _state(pid) in ("", "Z")}
-                if not victims:
-                    break
-                for pid in victims:
-                    with suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
-                time.sleep(0.005)
+            _kill_tree(self.pid)
             self.pid = 0
         while self._children:
             child = self._children.pop()
@@ -232,8 +223,14 @@ def group_of(own: Cgroup | None, name: str) -> Cgroup | None:
 def control_of(
     own: Cgroup | None, directory: Path, record: SandboxRecord | None, bound: DiskBound | None = None
 ) -> ProcessControl:
-    """Return the control of what an earlier gateway left: of its process only if it is still the same one."""
-    pid = record.pid if record is not None and record.runs() else 0
+    """Return the control of what an earlier gateway left: of its process only if it is still the same one.
+
+    A gateway that was killed between the start of a process and its record has left one that its record does not know.
+    """
+    if record is not None and record.runs():
+        pid = record.pid
+    else:
+        pid = 0 if record is not None and record.pid else _started_for(directory)
     return ProcessControl(pid, directory, group_of(own, directory.name), (), bound)
 
 
@@ -250,6 +247,35 @@ def end_left(root: Path) -> int:
     for directory, record in left:
         control_of(own, directory, record).end()
     return len(left)
+
+
+def _started_for(directory: Path) -> int:
+    """Return the process that leads to the runner of a sandbox: its command names the directory; 0 if there is none."""
+    place = f"{directory}/".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if any(place in word for word in words) and any(word.endswith(b"/runner.py") for word in words):
+                return int(entry.name)
+    return 0
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and all below it. All are stopped first: what one starts meanwhile would be nobody's child."""
+    stopped: set[int] = set()
+    while fresh := {pid, *descendants([pid])} - stopped:
+        for each in fresh:
+            with suppress(OSError):
+                os.kill(each, signal.SIGSTOP)
+        stopped |= fresh
+    for _ in range(100):
+        for each in stopped:
+            with suppress(OSError):
+                os.kill(each, signal.SIGKILL)
+        stopped = {each for each in stopped if _state(each) not in ("", "Z")}
+        if not stopped:
+            return
+        time.sleep(0.005)
 
 
 def _threads(pid: int) -> list[int]:

@@ -8,6 +8,7 @@ import json
 import os
 import pwd
 import shutil
+import signal
 import site
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from runtimes.sandbox.process import HostSupport, ProcessProvider, inside, requi
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.runner.client import unmade
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
-from runtimes.sandbox.sandbox import CreationGate, Sandbox
+from runtimes.sandbox.sandbox import CreationGate, Sandbox, descendants
 from runtimes.sandbox.snapshots import pack
 from runtimes.sandbox.spec import SandboxRecord
 from tangram.archive import opened_directory
@@ -98,6 +99,19 @@ print(json.dumps(asyncio.run(live(state_dir))))
 """
 
 
+#: A gateway that is killed when it has started a sandbox's process, and has not yet noted which.
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from manager.function import SandboxSpec
+from runtimes.sandbox.process import ProcessProvider
+from runtimes.sandbox.provider import ProviderSettings, make_provider
+
+start = ProcessProvider._start
+ProcessProvider._start = lambda *words: (start(*words), os.kill(os.getpid(), signal.SIGKILL))
+provider = make_provider(ProviderSettings(kind=sys.argv[2], plain_as_root=True, state_dir=Path(sys.argv[1])))
+asyncio.run(provider.create(SandboxSpec(), name="one", labels={}, mounts={}))
+"""
 #: A gateway's sandbox whose user puts a link to what is the gateway's in place of its working directory, and a fork.
 WAY_OUT = """
 import asyncio, sys
@@ -166,12 +180,13 @@ async def sandbox(provider: ProcessProvider) -> AsyncIterator[Sandbox]:
     await made.close()
 
 
-def living(words: str) -> int:
+def pids(words: str) -> list[int]:
     """Processes of this machine with these words in their command line."""
-    found = 0
+    found = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            found += words.encode() in process.read_bytes().replace(b"\0", b" ")
+            if words.encode() in process.read_bytes().replace(b"\0", b" "):
+                found.append(int(process.parent.name))
     return found
 
 
@@ -249,12 +264,12 @@ async def test_a_cancelled_creation_leaves_nothing(provider: ProcessProvider) ->
     name = unique("cancelled")
     task = asyncio.create_task(provider.create(SandboxSpec(), name=name, labels={}, mounts={}))
     async with asyncio.timeout(DEADLINE_S):
-        while living(f"{name}/run") == 0 and not task.done():
+        while not pids(f"{name}/run") and not task.done():
             await asyncio.to_thread(os.sched_yield)
         task.cancel()
         with suppress(asyncio.CancelledError):
             await (await task).close()
-    assert living(f"{name}/run") == 0
+    assert not pids(f"{name}/run")
     assert await provider.reap(()) == 0
 
 
@@ -299,7 +314,7 @@ async def test_a_disk_that_is_full_while_a_sandbox_is_recorded_leaves_no_process
     with pytest.raises(CodedError):
         await provider.create(SandboxSpec(), name=name, labels={}, mounts={})
     assert writes == failing
-    assert living(name) == 0
+    assert not pids(name)
     assert not list((state_dir / "sandboxes").glob("*"))
 
 
@@ -470,3 +485,21 @@ async def test_of_a_directory_of_programs_its_neighbours_are_not_seen(state_dir:
     finally:
         await made.close()
         await provider.close()
+
+
+@pytest.mark.parametrize("kind", ["process", "plain"])
+async def test_a_process_that_no_record_knows_ends_with_the_next_gateway(
+    state_dir: Path, kind: Literal["process", "plain"]
+) -> None:
+    command = [sys.executable, "-c", KILLED, str(state_dir), kind]
+    killed = await asyncio.to_thread(subprocess.run, command, timeout=TIMEOUT_S, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    started = f"{state_dir}/sandboxes/one/run"
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not (tree := {each for pid in pids(started) for each in (pid, *descendants([pid]))}):
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+    provider = make_provider(ProviderSettings(kind=kind, plain_as_root=True, state_dir=state_dir))
+    assert await provider.adopt() == []
+    assert not {pid for pid in (*tree, *pids(started)) if process_sandboxes._state(pid) not in ("", "Z")}
+    await provider.close()
