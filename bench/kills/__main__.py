@@ -36,7 +36,7 @@ from bench.serving import IMAGE
 BETWEEN_S, DOWN_S = (0.3, 4.0), (0.0, 0.5)
 #: The share of the ends that come with notice.
 NOTICE = 0.3
-REST_S, TOTAL_S, AUDIT_S = 60.0, 570.0, 0.25
+REST_S, TOTAL_S, QUICK_S, AUDIT_S = 60.0, 570.0, 180.0, 0.25
 
 #: A template, as `bench.kills.gateway.KilledGateway` fills it in; what is in capitals is filled in here.
 CONFIG = """
@@ -159,10 +159,10 @@ async def audit(world: KillWorld) -> None:
         await asyncio.sleep(AUDIT_S)
 
 
-async def kills(report: BenchReport, *, provider: str, count: int, seed: int) -> None:
+async def kills(report: BenchReport, *, provider: str, count: int, seed: int, within_s: float) -> None:
     """Kill, let all come to rest, and judge; cut before that, judge what cannot be made good any more."""
     random_ = random.Random(seed)
-    async with asyncio.timeout(TOTAL_S), kill_world(provider, random_) as world:
+    async with asyncio.timeout(within_s), kill_world(provider, random_) as world:
         history = world.history
         empty = await asyncio.to_thread(world.census.take, None)
         await world.gateway.start()
@@ -219,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = options.parse_args(argv)
     report = BenchReport("kills")
     count = min(3, chosen.kills) if chosen.quick else chosen.kills
-    part = partial(kills, report, provider=chosen.provider, count=count, seed=chosen.seed)
+    within_s = QUICK_S if chosen.quick else TOTAL_S
+    part = partial(kills, report, provider=chosen.provider, count=count, seed=chosen.seed, within_s=within_s)
     return play(report, chosen, {"kills": part})
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bench.private_docker import PrivateDocker
+from runtimes.sandbox.sandbox import descendants
 
 #: What tells the processes of one run from all others: the environment's variable that names its directory.
 MARKER = "TANGRAM_KILLS"
@@ -79,7 +80,8 @@ class Census:
 
     def sweep(self) -> None:
         """End the processes that are left, so that a bench that found some leaves none itself."""
-        for pid in set(self._processes()):
+        ours = set(self._processes())
+        for pid in (*ours, *descendants(ours)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
