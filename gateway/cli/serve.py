@@ -270,6 +270,8 @@ def _serve(paths: tuple[Path, ...], log_level: str, log_format: str, weaker_isol
     config = replace(config, sandbox=replace(config.sandbox, provider=provider))
     if served == (NONE,):
         tell_missing_image(config)
+    if not config.functions:
+        say("no function is served: these files have none; without PATHS, tangram.yaml and functions/ are read")
 
     async def run() -> None:
         async with app.gateway(config, paths=served, env=os.environ) as running:

@@ -84,6 +84,12 @@ def test_where_there_is_no_configuration_shell_and_pytest_are_served(
     assert serve.chosen([tmp_path]) == (tmp_path,)
 
 
+def test_who_serves_no_function_is_told(tangram: Tangram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.app.gateway", lambda *_, **__: sys.exit(0))
+    assert "no function is served" in tangram("serve", written(tmp_path, functions={}))[2]
+    assert "no function is served" not in tangram("serve", written(tmp_path))[2]
+
+
 def test_doctor_finds_what_is_there(tangram: Tangram, tmp_path: Path) -> None:
     status, out, _ = tangram("doctor", "--json", written(tmp_path))
     found = findings(out)
