@@ -239,6 +239,8 @@ class Callers:
             return
         told = self._json(answer)
         record = told if answer.status_code in (200, 202) else told.get("invocation")
+        if not record and told.get("errors") == {"path": "parent"}:
+            return  # which was lost with the gateway, or has ended meanwhile
         if not record:
             self._history.refused.append(
                 f"{call.name}: {answer.status_code} {answer.text[:300]!r} {dict(answer.headers)}"
