@@ -36,9 +36,6 @@ from runtimes.sandbox.provider import ProviderSettings, make_provider
 from tangram import AsyncClient
 
 NOOP = Command(argv=("true",))
-PARALLEL = 32
-#: How often runner and daemon take turns at it.
-TURNS = 3
 #: Where processor time is accounted, actions before those that are counted, and seconds until containers have settled.
 ACCOUNTS = Path("/sys/fs/cgroup/cpuacct")
 FIRST, SETTLED_S, SETTLE_S = 8, 1.5, 60.0

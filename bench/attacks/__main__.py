@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from bench.attacks.cost import SPEC, solved
-from bench.attacks.play import EVERY, FRESH, SAME, SaidLog, done, is_earned, playable, small
+from bench.attacks.play import EVERY, FRESH, SAME, SPEC, SaidLog, done, is_earned, playable, small, solved
 from bench.attacks.recorded import CASES, RECORDED, failures_of
 from bench.attacks.rewards import RewardAttack
 from bench.attacks.tenants import crossings

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from bench.attacks.rewards import ATTACKS, LISTED, PROJECT, TEST, VERDICTS, RewardAttack
+from bench.attacks.rewards import ATTACKS, LISTED, NOTHING, PROJECT, TEST, VERDICTS, RewardAttack
 from bench.inputs import unplugged
 from manager.action import Action, Grant, Lease
 from manager.executor import Call
@@ -19,6 +20,7 @@ from runtimes.sandbox.pytest.runtime import PytestRuntime
 from runtimes.sandbox.sandbox import Provider
 
 EVERY = (*ATTACKS, *VERDICTS)
+SPEC = SandboxSpec(image="tangram-base:bookworm", memory_bytes=256 * 2**20, pids=512)
 ARGS = ("-p", "no:cacheprovider", *unplugged())
 #: Graded where the agent was, and where it never was.
 SAME = FunctionSpec(name="reward", runtime="pytest", timeout_s=60.0, pytest=PytestSpec(args=ARGS))
@@ -148,3 +150,19 @@ def playable(attack: RewardAttack, provider: Provider) -> bool:
 def small(spec: SandboxSpec) -> SandboxSpec:
     """Return a sandbox whose bounds are soon reached."""
     return replace(spec, disk_bytes=64 * 2**20)
+
+
+async def solved(environments: Environments) -> Callable[[FunctionSpec], Awaitable[float]]:
+    """Have an agent solve the task; return what grades it once more, and returns the seconds that it took."""
+    value = await play(NOTHING[1], environments, SPEC, trajectory="timed", solved=True)
+    assert value["reward"] == 1.0
+
+    async def timed(function: FunctionSpec) -> float:
+        began_s = time.perf_counter()
+        value = await graded(
+            environments, function, "timed", {"fail_to_pass": [LISTED], "tests": {TEST: PROJECT[TEST]}}
+        )
+        assert value["reward"] == 1.0, value
+        return time.perf_counter() - began_s
+
+    return timed

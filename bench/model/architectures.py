@@ -236,7 +236,7 @@ def compare(directory: Path, kind: str, head: Head) -> Comparison:
         items = [item_of(head, ids) for ids in IDS]
         alone = [_numbers(device.run(place, [item], 1000)) for item in items]
         together = [_numbers([each]) for each in device.run(place, items, 1000)]
-        expected = [_plain(plain, head, ids) for ids in IDS]
+        expected = [plain_numbers(plain, head, ids) for ids in IDS]
         difference = max(_apart(alone, expected), _apart(together, expected))
         if head is Head.LM:
             difference = max(difference, _generated_apart(device, place, plain))
@@ -293,15 +293,18 @@ def _early_refusal(kind: str, name: str, head: Head) -> str:
     return refusal_of(made, config, head)
 
 
-def _plain(model: Any, head: Head, ids: list[int]) -> list[float]:
-    with torch.no_grad():
-        said = model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long))
-    if head in (Head.SCORE, Head.STEPS):
-        return [float(value) for value in said.logits[0].flatten()]
-    if head is Head.BASE:
-        return [float(value) for value in functional.normalize(said.last_hidden_state[0].float().mean(0), dim=-1)]
-    table = said.logits[0].float().log_softmax(-1)
-    return [float(table[position, token]) for position, token in enumerate(ids[1:])]
+def plain_numbers(model: Any, head: Head, ids: Sequence[int]) -> list[float]:
+    """Return what transformers computes of a sequence, alone on the model's device: what `item_of` asks for."""
+    given = torch.tensor([list(ids)], device=model.device)
+    with torch.inference_mode():
+        said = model(input_ids=given, attention_mask=torch.ones_like(given))
+        if head in (Head.SCORE, Head.STEPS):
+            values = said.logits[0].float().flatten()
+        elif head is Head.BASE:
+            values = functional.normalize(said.last_hidden_state[0].float().mean(0), dim=-1)
+        else:
+            values = said.logits[0].float().log_softmax(-1)[:-1].gather(1, given[0, 1:, None])[:, 0]
+        return [float(value) for value in values]
 
 
 def _numbers(results: Sequence[object]) -> list[float]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from bench.model.architectures import plain_numbers
 from bench.model.checkpoints import FAMILIES, TINY, write_checkpoint
 from manager.action import Chunk, UnitSet
 from manager.function import FunctionSpec, ModelAction, ModelSpec
@@ -63,16 +62,7 @@ def plain(path: Path, head: Head) -> list[float]:
 
     auto: Any = AutoModelForCausalLM if head is Head.LM else AutoModelForSequenceClassification
     model = auto.from_pretrained(path).eval()
-    values: list[float] = []
-    with torch.no_grad():
-        for ids in IDS:
-            logits = model(torch.tensor([ids])).logits[0]
-            if head is Head.SCORE:
-                values.append(float(logits[0]))
-            else:
-                table = logits.log_softmax(-1)
-                values += [float(table[position, token]) for position, token in enumerate(ids[1:])]
-    return values
+    return [value for ids in IDS for value in plain_numbers(model, head, ids)]
 
 
 async def _ask(engine: TorchBackend, asked: FunctionSpec, dop: int) -> list[float]:

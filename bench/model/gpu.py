@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 import transformers
 
-from bench.model.architectures import IDS, classes, item_of, write
+from bench.model.architectures import IDS, classes, item_of, plain_numbers, write
 from bench.model.checkpoints import SHAPES, write_checkpoint
 from bench.model.one_device import OneDevice
 from manager.function import ModelAction
@@ -93,18 +93,8 @@ def _difference(directory: Path, device: str, kind: str, head: Head, dtype: str)
         results: list[Any] = one.run(place, [item_of(head, ids) for ids in IDS], 1000)
         apart = 0.0
         for ids, result in zip(IDS, results, strict=True):
-            with torch.no_grad():
-                given = torch.tensor([ids], device=device)
-                said = model(input_ids=given, attention_mask=torch.ones_like(given))
-            if head is Head.BASE:
-                expected = torch.nn.functional.normalize(said.last_hidden_state[0].float().mean(0), dim=-1)
-            elif head in (Head.SCORE, Head.STEPS):
-                expected = said.logits[0].float().flatten()
-            else:
-                table = said.logits[0].float().log_softmax(-1)
-                expected = table[:-1].gather(1, given[0, 1:, None])[:, 0]
-            ours = torch.tensor(result).flatten()
-            apart = max(apart, float((ours - expected.cpu()).abs().max()))
+            expected = torch.tensor(plain_numbers(model, head, ids))
+            apart = max(apart, float((torch.tensor(result).flatten() - expected).abs().max()))
         if head is Head.LM:
             sampling = Sampling(max_new_tokens=4)
             items = [WorkItem(ids=tuple(ids), action=ModelAction.GENERATE, sampling=sampling) for ids in IDS]

@@ -22,6 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
+from bench.model.architectures import plain_numbers
 from bench.model.checkpoints import SHAPES, write_checkpoint
 from bench.serving import GATEWAY, TOKEN, BenchConnection, ServerProcess
 from runtimes.model.checkpoint import Head
@@ -73,12 +74,7 @@ class ServedCheckpoints:
         untyped: Any = transformers
         kind = untyped.AutoModelForCausalLM if head is Head.LM else untyped.AutoModelForSequenceClassification
         model = kind.from_pretrained(path, dtype=getattr(torch, self.dtype)).eval().to(self.device)
-        given = torch.tensor([self.ids], device=self.device)
-        with torch.inference_mode():
-            logits = model(given, attention_mask=torch.ones_like(given)).logits[0].float()
-        if head is Head.SCORE:
-            return list(logits.flatten().tolist())
-        return list(logits.log_softmax(-1)[:-1].gather(1, given[0, 1:, None])[:, 0].tolist())
+        return plain_numbers(model, head, self.ids)
 
     async def invoke(self, connection: BenchConnection, name: str) -> Mapping[str, Any]:
         """Return the record of one call; raises RuntimeError where it did not succeed."""
