@@ -440,13 +440,18 @@ class Grant:
     units: int
     #: CPU: the exclusive core ids of the node.
     cores: tuple[int, ...] = ()
-    #: Malleable actions: the most units it may grow to, so that as many workers are started; 0 means ``units``.
+    #: Malleable actions: the workers that are started, so the most units it may grow to; 0 means ``units``.
     workers: int = 0
     #: GPU: its devices, counted on the node.
     chunk: Chunk | None = None
     #: GPU: whether the service must be restored into the chunk first, and what is evicted for it.
     restore: bool = False
     evict: tuple[str, ...] = ()
+
+    @property
+    def most(self) -> int:
+        """Return the most units that it may ever be: what its action starts to use them, a process each."""
+        return max(self.units, self.workers)
 
 
 @noun

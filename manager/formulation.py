@@ -92,6 +92,8 @@ def _units_max(function: FunctionSpec, input: Mapping[str, object], learned: Lea
         listed = {test for name in ("fail_to_pass", "pass_to_pass") for test in _texts(input.get(name))}
         if listed and not input.get("targets"):
             bounds.append(len(listed))
+        if function.pytest is not None:
+            bounds.append(function.pytest.max_workers)
         workers = input.get("workers")
         if isinstance(workers, int) and workers >= 1:
             bounds.append(workers)

@@ -170,7 +170,7 @@ class HeldView(RunningView):
         put(self, "_pool", pool)
         put(self, "_running", running)
         put(self, "action", running.action)
-        put(self, "workers", running.lease.grants[pool.kind].workers)
+        put(self, "workers", running.lease.grants[pool.kind].most)
 
     @property
     def started_s(self) -> float:
@@ -361,7 +361,7 @@ class Executing:
         running.since_s = now_s
         running.resized = True
         pool = self._resources[old.pool]
-        grant = replace(pool.resize(running.id, units), workers=old.workers)
+        grant = replace(pool.resize(running.id, units), workers=old.most)
         self._views[pool.name].note_units(running.id, units)
         self._count_task(running, kind, units - old.units)
         self._observe(pool, now_s)

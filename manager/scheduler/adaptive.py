@@ -233,8 +233,7 @@ class AdaptivePolicy(PromptPolicy):
     """Shares cores among running malleable actions; everything else by price."""
 
     name: str = "adaptive"
-    worker_cap: Annotated[float, Setting("workers started over the fair share at the start", ge=1, le=1e3)] = 1.2
-    #: More workers are started for a long action, as long as they cost at most this part of its work.
+    #: More workers than its share are started for a long action, as long as they cost at most this part of its work.
     worker_budget: Annotated[float, Setting("part of a long action's work that more workers may cost", ge=0, le=1)] = (
         0.02
     )
@@ -370,10 +369,7 @@ class _Pass:
         if reach == 0:  # minima take all that there is
             return [self._least(action) for action in (*(r.action for r in self._malleable), *joiners)]
         kind, gain = self._kind, self._policy.least_gain
-        members = [
-            member(r.action.cost[kind], r.action.elasticity, r.workers or r.action.cost[kind].maximum, gain)
-            for r in self._malleable
-        ]
+        members = [member(r.action.cost[kind], r.action.elasticity, r.workers, gain) for r in self._malleable]
         members += [self._member(action) for action in joiners]
         weights = [self._weight(r.action, r.remaining) for r in self._malleable]
         weights += [self._weight(action, 1.0) for action in joiners]
@@ -408,14 +404,13 @@ class _Pass:
         return starts, shrinks, spare
 
     def _workers(self, action: Action, share: int) -> int:
-        """Workers to start: what it may usefully grow to when others end, as far as they are worth their cost."""
-        wanted = max(math.ceil(self._policy.worker_cap * share), self._affordable(action))
-        return max(share, min(self._member(action).most, wanted))
+        """Workers to start: what it may usefully grow to when others end, as far as its work is known to be worth it.
 
-    def _affordable(self, action: Action) -> int:
-        """Workers that cost no more than their budget; 0 where the work is not known."""
+        The runtime starts as many and no more, so this is also the most that it is ever given.
+        """
         cost_s = self._view.worker_cost_s or self._policy.worker_cost_s
-        return int(self._policy.worker_budget * action.t_ori_s / cost_s) if action.t_ori_s is not None else 0
+        affordable = int(self._policy.worker_budget * (action.t_ori_s or 0.0) / cost_s)
+        return max(share, min(self._member(action).most, affordable))
 
     def _shrink(self, shares: Sequence[int], missing: int) -> tuple[list[ResizeChoice], int]:
         """Take ``missing`` units back from those that hold most above their share."""

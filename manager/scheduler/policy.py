@@ -26,7 +26,7 @@ class RunningView:
     chunk: Chunk | None = None
     #: Earliest instant at which it may be resized again (damping).
     resize_after_s: float = 0.0
-    #: The most units it may grow to: the workers that it was started with; 0 where its unit set alone decides.
+    #: The most units it may grow to: the workers that it was started with.
     workers: int = 0
 
 

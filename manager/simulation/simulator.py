@@ -829,7 +829,7 @@ class Simulation:
         index, number = self._places[action.id]
         step = self._trajectories[index].steps[number]
         grant = lease.grants.get(step.key or "")
-        workers = 0 if grant is None else max(grant.units, grant.workers)
+        workers = 0 if grant is None else grant.most
         leads = not lease.batch or lease.batch[0] == action.id
         ready_s = self._ready_s(action, lease) if leads else self._running[lease.batch[0]].ready_s
         if self._physics.sandbox_start_s and "cpu" in lease.grants:

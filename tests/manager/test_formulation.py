@@ -26,7 +26,7 @@ from manager.assembly import STEP_BIAS, build_core
 from manager.config import ManagerSpec, NodeSpec, SchedulerSpec
 from manager.errors import InvalidInput, Unsatisfiable
 from manager.formulation import check_satisfiable, formulate
-from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, SandboxSpec
+from manager.function import DurationSpec, FunctionSpec, ModelAction, ModelSpec, PytestSpec, SandboxSpec
 from manager.learning import History
 from manager.resources.pools import ConcurrencySpec, QuotaSpec
 from manager.scheduler.adaptive import AdaptivePolicy
@@ -98,6 +98,7 @@ def test_a_call_takes_no_more_units_than_it_can_use() -> None:
     assert form(wide, {"fail_to_pass": ["a", "b"], "pass_to_pass": ["b", "c"]}).cost["cpu"].maximum == 3
     assert form(wide, {"fail_to_pass": ["a"], "targets": ["tests"]}).cost["cpu"].maximum == 8
     assert form(wide, {"workers": 2}).cost["cpu"].maximum == 2
+    assert form(replace(wide, pytest=PytestSpec(max_workers=3)), {"workers": 5}).cost["cpu"].maximum == 3
 
 
 def test_the_first_run_of_a_function_of_which_nothing_is_known_is_narrow() -> None:

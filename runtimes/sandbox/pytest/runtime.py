@@ -263,11 +263,6 @@ class PytestSettings:
     """How suites are run."""
 
     python: str = "python3"
-    #: Workers started for each core of a malleable action, which may be given more cores while it runs.
-    growth: float = 1.5
-    #: Least expected seconds on one core from which that is done: a further worker costs 0.2 to 1.4 CPU seconds,
-    #: and shorter suites end before they could be given anything.
-    growth_from_s: float = 20.0
     #: Times that a run is taken up again after its process ended under its tests.
     resumes_max: int = 4
     #: Seconds for each step in which a trajectory's changes are brought to a fresh sandbox.
@@ -327,7 +322,7 @@ class SuitePlan:
     test_timeout_s: float
 
 
-def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
+def plan_of(execution: Execution) -> SuitePlan:
     """Return the caller's input as a plan; raises ActionFailed(invalid_input) with the path at fault."""
     function = execution.call.function
     given = checked(execution.call.input, PytestInput, learned=function.duration.fields, component=COMPONENT)
@@ -364,7 +359,7 @@ def plan_of(execution: Execution, settings: PytestSettings) -> SuitePlan:
             raise invalid("$.tests", told, COMPONENT)
     options = (*spec.args, *added, *args)
     early = ends_early(options)
-    workers = _workers(execution, spec, request, given.get("workers"), settings)
+    workers = _workers(execution, spec, request, given.get("workers"))
     return SuitePlan(
         request=replace(request, ignore=frozenset(spec.ignore), goes_on=goes_on(options)),
         spec=spec,
@@ -411,15 +406,10 @@ def _check_tests(tests: Mapping[str, str], paths: Sequence[str], spec: PytestSpe
         raise invalid("$.paths", "is for functions with pytest: {grade: fresh}", COMPONENT)
 
 
-def _workers(
-    execution: Execution, spec: PytestSpec, request: SuiteRequest, asked: int | None, settings: PytestSettings
-) -> int:
-    """Return how many processes: one per core, more if the action may grow, fewer if there are fewer tests."""
-    action = execution.action
-    wanted = max(1, execution.lease.units("cpu"))
-    if action.malleable and "cpu" in action.cost and (action.t_ori_s or 0.0) >= settings.growth_from_s:
-        wanted = min(math.ceil(wanted * settings.growth), max(wanted, action.cost["cpu"].maximum))
-    wanted = asked or wanted
+def _workers(execution: Execution, spec: PytestSpec, request: SuiteRequest, asked: int | None) -> int:
+    """Return how many processes: as the scheduler has planned, which grants no more cores; fewer for fewer tests."""
+    grant = execution.lease.grants.get("cpu")
+    wanted = asked or (1 if grant is None else grant.most)
     if request.listed and not request.targets:
         wanted = min(wanted, len(request.listed))
     return max(1, min(wanted, spec.max_workers))
@@ -612,7 +602,7 @@ class PytestRuntime(Runtime):
         await self._environments.warm(function.sandbox)
 
     async def execute(self, execution: Execution) -> Result:
-        plan = plan_of(execution, self._settings)
+        plan = plan_of(execution)
         trajectory = execution.action.trajectory
         ended = None if trajectory is None else self._environments.get(trajectory)
         if ended is not None and not ended.alive and ended.killed_reason:

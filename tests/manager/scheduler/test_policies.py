@@ -156,10 +156,11 @@ def test_a_suite_that_gains_nothing_from_width_gets_one_core() -> None:
     assert {start.action_id: start.units for start in decision.starts}["flat"] == 1
 
 
-def test_adaptive_starts_more_workers_than_it_gives_cores() -> None:
-    waiting = [suite(f"a{index}") for index in range(8)]
-    starts = AdaptivePolicy().decide(pool(32, waiting, worker_cost_s=0.3)).starts
-    assert all(start.units < start.workers <= 32 for start in starts)
+def test_adaptive_starts_more_workers_than_it_gives_cores_where_they_pay() -> None:
+    for t_ori_s, pays in ((100.0, True), (1.0, False)):
+        waiting = [suite(f"a{index}", t_ori_s=t_ori_s) for index in range(8)]
+        starts = AdaptivePolicy().decide(pool(32, waiting, worker_cost_s=0.3)).starts
+        assert all((start.units < start.workers) is pays and start.workers <= 32 for start in starts)
 
 
 def test_a_warm_free_chunk_is_taken_before_a_cold_one() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from manager.action import UnitSet
 from manager.errors import ActionFailed, Reason
 from manager.function import PytestSpec
 from runtimes.sandbox.command import Command
@@ -293,15 +292,13 @@ async def test_workers_that_disagree_on_the_tests_give_way_to_one_process(bench:
     assert "one process was used" in value["note"]
 
 
-async def test_a_long_malleable_action_starts_workers_to_grow_into(bench: SuiteBench) -> None:
+async def test_the_scheduler_plans_how_many_workers_are_started_whatever_is_expected(bench: SuiteBench) -> None:
     await bench.write(SUITE)
     execution, _ = execution_of(FUNCTION, {}, trajectory="t1", cores=(0, 1))
-    cost = {"cpu": UnitSet.span(1, 8)}
-    cases = ((True, 60.0, 64, 3), (False, 60.0, 64, 2), (True, 5.0, 64, 2), (True, 60.0, 2, 2))
-    for malleable, t_ori_s, cap, workers in cases:
-        execution.action = replace(execution.action, malleable=malleable, cost=cost, t_ori_s=t_ori_s)
-        function = replace(FUNCTION, pytest=PytestSpec(args=ARGS, max_workers=cap))
-        execution.call = replace(execution.call, function=function)
+    cores = execution.lease.grants["cpu"]
+    for planned, t_ori_s, workers in ((3, 1.0, 3), (2, 60.0, 2), (0, 60.0, 2)):
+        execution.lease = replace(execution.lease, grants={"cpu": replace(cores, workers=planned)})
+        execution.action = replace(execution.action, malleable=True, t_ori_s=t_ori_s)
         execution.began_s = execution.ended_s = None
         result = await bench.runtime.execute(execution)
         assert result.usage["workers"] == workers
