@@ -15,6 +15,7 @@ from tangram.client import aio_stream
 from tangram.client.aio_stream import AsyncCallStream, AsyncStreamConnection
 from tangram.stream import StreamHello, StreamWait
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
+from tests.listening import listening, piped
 
 
 @pytest.fixture(autouse=True)
@@ -163,31 +164,19 @@ async def test_calls_go_over_http_while_nothing_answers_for_the_stream(
 @asynccontextmanager
 async def proxy_to(port: int, refuse: Callable[[asyncio.StreamWriter], object]) -> AsyncIterator[int]:
     """A proxy before the gateway that does this to who asks for the stream."""
-    writers = list[asyncio.StreamWriter]()
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
         head = await reader.readline()
         if b"/v1/stream" in head:
             refuse(writer)
+            await reader.read()
             return
-        there, back = await asyncio.open_connection("127.0.0.1", port)
-        writers.append(back)
-        back.write(head)
-        await asyncio.gather(pipe(reader, back), pipe(there, writer), return_exceptions=True)
+        there = await asyncio.open_connection("127.0.0.1", port)
+        there[1].write(head)
+        await piped((reader, writer), there)
 
-    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(2**16):
-            writer.write(data)
-        writer.close()
-
-    server = await asyncio.start_server(carry, "127.0.0.1", 0)
-    try:
-        yield int(server.sockets[0].getsockname()[1])
-    finally:
-        server.close()
-        for writer in writers:
-            writer.close()
+    async with listening(carry) as proxy:
+        yield proxy
 
 
 @pytest.mark.promise("After a restart durable calls of a stream are answered, and none runs twice.")

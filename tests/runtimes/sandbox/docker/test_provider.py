@@ -44,6 +44,7 @@ from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_pro
 from runtimes.sandbox.runner.client import MARKER
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.spec import noted_bounded
+from tests.listening import listening, piped
 from tests.runtimes.sandbox import test_rest, test_sandbox
 from tests.runtimes.sandbox.conftest import sh, unique
 
@@ -611,52 +612,24 @@ class Wire:
     def __init__(self, private_engine: str) -> None:
         self._engine = private_engine
         self._writers: set[asyncio.StreamWriter] = set()
-        self._serving: set[asyncio.Task[None]] = set()
         self.up = True
-
-    @classmethod
-    @asynccontextmanager
-    async def laid(cls, private_engine: str, path: Path) -> AsyncIterator[tuple[Wire, str]]:
-        """Yield it, and the address of its end at ``path``."""
-        wire = cls(private_engine)
-        server = await asyncio.start_unix_server(wire.accept, path)
-        try:
-            yield wire, f"unix://{path}"
-        finally:
-            server.close()
-            while wire._serving:
-                wire.cut()
-                await asyncio.wait(wire._serving)
-            await server.wait_closed()
 
     def cut(self) -> None:
         """Every connection, without a word."""
         for writer in self._writers:
             writer.transport.abort()
 
-    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._serve(reader, writer))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.up:
+            return writer.transport.abort()
+        there = await asyncio.open_unix_connection(self._engine)
+        ends = {writer, there[1]}
+        self._writers |= ends
         try:
-            if not self.up:
-                raise ConnectionError("it is cut")
-            there, back = await asyncio.open_unix_connection(self._engine)
-        except OSError:
-            writer.transport.abort()
-            return
-        self._writers |= {writer, back}
-        await asyncio.gather(self._carry(reader, back), self._carry(there, writer))
-        self._writers -= {writer, back}
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
+            await piped((reader, writer), there)
+        finally:
+            self._writers -= ends
+            there[1].transport.abort()
 
 
 @pytest.fixture(scope="module")
@@ -673,12 +646,10 @@ async def behind_a_wire(
     private_engine: PrivateDocker, spec: SandboxSpec, state_dir: Path
 ) -> AsyncIterator[tuple[Wire, Sandbox]]:
     """A sandbox whose engine is reached over connections that can be cut; bounded in time."""
+    wire, path = Wire(private_engine.host.removeprefix("unix://")), private_engine.directory / unique("wire")
     async with (
-        Wire.laid(private_engine.host.removeprefix("unix://"), private_engine.directory / unique("wire")) as (
-            wire,
-            host,
-        ),
-        containers(state_dir, host=host) as provider,
+        listening(wire.carry, path=path),
+        containers(state_dir, host=f"unix://{path}") as provider,
         asyncio.timeout(DEADLINE_S),
     ):
         yield wire, await provider.create(spec, name=unique("cut"), labels={}, mounts={})
