@@ -1,15 +1,17 @@
-"""The page in a real browser, against a real gateway."""
+"""The page in a real browser: what it shows, its timeline, and tabs that share a stream."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from playwright.async_api import expect
+import pytest_asyncio
+from playwright.async_api import Browser, BrowserContext, Route, expect
 
 from manager.function import SandboxSpec
 from runtimes.testing import ScriptedRuntime
@@ -18,8 +20,9 @@ from tests.gateway.dashboard.load import LoadedRollout, bench, loaded
 from tests.gateway.dashboard.shown import IN_BROWSER, ShownPage
 
 pytestmark = IN_BROWSER
+
 HELD = {"held": True, "command": "wait"}
-HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
 VIEW_KEYS = {"n": "Now", "t": "Timeline", "i": "Invocations", "u": "Functions", "r": "Trajectories", "s": "Tasks"}
 
 VIEW_KEYS |= {"o": "Nodes", "d": "Dead letters"}
@@ -389,3 +392,242 @@ async def test_the_page_counts_ends_as_the_list_of_tasks_and_the_metrics_do(tmp_
         await expect(cells.nth(4)).to_have_text("3")
         await expect(cells.nth(5)).to_have_text("2")
         assert shown.errors == []
+
+
+DRAWN = "Boolean(window.tangramTimeline) && window.tangramTimeline.hits.length > 0"
+#: Plays bars to the page as a tick of the stream: [number, function, task, unit, milliseconds ago, milliseconds long,
+#: reason], one unit of node-a each; without a number one call of the quota.
+TELL = """(bars) => {
+  const now = window.toldAt = Date.now(), first = 500;
+  const names = [...new Set(bars.flatMap((bar) => [bar[1], bar[2]])), "cpu:node-a", "search"];
+  const of = (name) => first + names.indexOf(name);
+  const place = (unit) => unit < 0 ? [of("search"), -1, 1] : [of("cpu:node-a"), unit, 1];
+  window.tangramHandle("tick", {bars: {names: [first, names],
+    s: bars.map(([number, fn, task, unit, ago]) =>
+      [1e6 + number, `told-${number}`, of(fn), of(task), 0, now - ago, 0, [place(unit)]]),
+    e: bars.map(([number, , , , , long, reason]) => [1e6 + number, 0, long, reason])}});
+}"""
+#: Where in the window the newest bar is.
+WHERE = """(([px, y, wide, tall]) => {
+  const box = window.tangramTimeline.canvas.getBoundingClientRect();
+  return [box.left + px + wide - 1, box.top + y + tall / 2];
+})(window.tangramTimeline.hits.at(-1))"""
+
+
+async def test_a_bar_is_pinned_beside_with_its_record_and_log_and_enter_opens_its_page(
+    tmp_path: Path, shown: ShownPage
+) -> None:
+    async with loaded(tmp_path, LoadedRollout()) as gateway:
+        one = (await gateway.invoke(HELD | {"log": "it begins\n"}, mode="async", function="shell")).json()["id"]
+        await gateway.executing(one)
+        await shown.page.goto(address(gateway, "/ui/timeline?span=30"))
+        await shown.holds(DRAWN)
+        x, y = await shown.page.evaluate(WHERE)
+        await shown.page.mouse.click(x, y)
+        await shown.says(".drawer h2", "shell")
+        await shown.says(".drawer dl", "node-a")
+        await shown.says(".drawer .log", "it begins")
+        await shown.says(".drawer .leg", "so far")
+        gateway.runtime.finish(one)
+        await shown.says(".drawer .leg", "ACT")
+        assert shown.page.url.split("?")[0].endswith("/ui/timeline")
+        await shown.page.keyboard.press("Escape")
+        await expect(shown.find(".drawer")).to_be_hidden()
+        assert shown.page.url.split("?")[0].endswith("/ui/timeline"), "it closes what is open before it goes back"
+        await shown.page.get_by_role("button", name="following").click()  # a bar that has ended would move away
+        x, y = await shown.page.evaluate(WHERE)
+        await shown.page.mouse.click(x, y)
+        await shown.sees(".drawer h2")
+        await shown.page.keyboard.press("Enter")
+        await shown.page.wait_for_url(f"**/ui/invocations/{one}")
+
+
+async def test_who_looks_further_back_is_told_what_was_before(tmp_path: Path, shown: ShownPage) -> None:
+    later_s = 0.0
+    async with serving(bench(tmp_path), wall=lambda: time.time() + later_s) as gateway:
+        for _ in range(3):
+            await gateway.invoke({}, function="math_reward")
+        later_s += 900.0
+        await gateway.invoke({}, function="judge")
+        await shown.page.goto(address(gateway, "/ui/timeline?span=120"))
+        await shown.holds(DRAWN)
+        names = "[...new Set(window.tangramTimeline.hits.map(([, , , , bar]) => bar.fn))].sort().join()"
+        assert await shown.page.evaluate(names) == "judge"
+
+        async def late(route: Route) -> None:
+            for _ in range(3):  # meanwhile the stream that all tabs share tells of more, and could take over
+                await gateway.invoke({}, function="judge")
+                await asyncio.sleep(1.1)
+            await route.continue_()
+
+        await shown.page.route("**/v1/watch?*history=*", late)
+        await shown.find("button", "30 min").click()
+        await shown.holds(f"{names} === 'judge,math_reward'")
+        starts = "(s => s.every((at, n) => !n || at >= s[n - 1]))(window.tangramTimeline.hits.map(([px]) => px))"
+        assert await shown.page.evaluate(starts), "in their order"
+
+
+async def test_what_is_seen_is_saved_as_one_file_that_needs_no_gateway(
+    tmp_path: Path, shown: ShownPage, browser: Browser
+) -> None:
+    async with serving(bench(tmp_path)) as gateway:
+        await shown.page.goto(address(gateway, "/ui/timeline?span=60"))
+        await shown.holds("window.tangramTimeline?.frames > 1")
+        bars = [[0, HOSTILE, HOSTILE, 2, 30_000, 5_000, 0], [1, "judge", "b", 2, 20_000, 5_000, "timeout"]]
+        await shown.page.evaluate(TELL, [*bars, [2, "math_reward", "old", 5, 500_000, 4_000, 0]])
+        await shown.holds("window.tangramTimeline.hits.length === 2")
+        async with shown.page.expect_download() as saving:
+            await shown.find("button", "Save as HTML").click()
+        saved = await saving.value
+        assert re.fullmatch(r"timeline-[\d-]{19}\.html", saved.suggested_filename)
+        path = tmp_path / "saved.html"
+        await saved.save_as(path)
+    context = await browser.new_context(viewport={"width": 1000, "height": 700})
+    asked: list[str] = []
+    context.on("request", lambda request: asked.append(request.url))
+    other = ShownPage(await context.new_page())
+    await other.page.goto(f"file://{path}")
+    await other.holds("window.tangramTimeline?.hits.length === 2")
+    assert asked == [f"file://{path}"] and "owned" not in await other.page.title()
+    await other.says("h1", "Timeline of 127.0.0.1")
+    await other.find("button", "as table").click()
+    await other.says("tbody", HOSTILE)
+    assert await other.page.locator("main img").count() == 0
+    assert "old" not in await other.find("tbody").inner_text(), "what is not seen is not in it"
+    await other.page.mouse.wheel(0, 0)
+    x, y = await other.page.evaluate(WHERE)
+    await other.page.mouse.click(x, y)
+    await other.says(".drawer", "timeout")
+    assert other.errors == []
+    await context.close()
+
+
+#: A tab that joins the worker without bars, which pings each 20 ms, and answers if it is alive.
+JOINS = """([address, alive]) => {
+  window.joined = new SharedWorker(address, {name: "20"});
+  window.pings = 0;
+  window.joined.port.onmessage = ({data}) => {
+    if (!data.ping) return;
+    window.pings += 1;
+    if (alive) window.joined.port.postMessage({kind: "pong"});
+  };
+  window.joined.port.postMessage({kind: "join", token: "", since: null, bars: false});
+}"""
+
+
+class SharingTabs:
+    """Tabs of one browser, each of which must come through the test without an error of its own."""
+
+    def __init__(self, context: BrowserContext) -> None:
+        self.context = context
+        self.tabs: list[ShownPage] = []
+
+    async def open(self, gateway: RunningGateway, path: str = "/ui/now") -> ShownPage:
+        tab = ShownPage(await self.context.new_page())
+        self.tabs.append(tab)
+        await tab.page.goto(str(gateway.http.base_url).rstrip("/") + path)
+        return tab
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def tabs(browser: Browser) -> AsyncIterator[SharingTabs]:
+    context = await browser.new_context()
+    opened = SharingTabs(context)
+    yield opened
+    await context.close()
+    assert [tab.errors for tab in opened.tabs if tab.errors] == []
+
+
+async def viewers(gateway: RunningGateway, number: int) -> None:
+    """Return when the gateway has so many."""
+    await until(lambda: gateway.app.watch.viewers == number)
+
+
+async def test_two_tabs_have_one_connection_and_each_sees_everything(tmp_path: Path, tabs: SharingTabs) -> None:
+    async with serving(bench(tmp_path)) as gateway:
+        one, two = await tabs.open(gateway), await tabs.open(gateway, "/ui/timeline")
+        await one.sees(".verdict .badge")
+        await viewers(gateway, 1)
+        held = (await gateway.invoke(HELD, mode="async", function="shell")).json()["id"]
+        await one.says(".kpi .v", "1")
+        await two.holds("window.tangramTimeline?.hits.length === 1")
+        await one.page.close()
+        gateway.runtime.finish(held)
+        await two.holds("window.tangramTimeline.hits.some(([, , , , bar]) => bar.end !== null)")
+        assert gateway.app.watch.viewers == 1, "who is left keeps it"
+        await two.page.goto("about:blank")
+        await viewers(gateway, 0)
+
+
+async def test_bars_are_asked_for_where_a_timeline_is_looked_at(tmp_path: Path, tabs: SharingTabs) -> None:
+    rollout = LoadedRollout()
+    async with loaded(tmp_path, rollout) as gateway:
+        rollout.start(gateway.http, trajectories=8)
+        asked: list[str] = []
+        tabs.context.on("request", lambda request: asked.append(request.url))
+        one = await tabs.open(gateway, "/ui/functions")
+        await one.sees("td a", "shell")
+        await viewers(gateway, 1)
+        assert [each for each in asked if "/v1/watch?" in each and "bars=true" in each] == []
+        await one.page.keyboard.press("t")
+        await one.holds("window.tangramTimeline?.hits.length > 0")
+        assert [each for each in asked if "/v1/watch?" in each and "bars=true" in each] != []
+        await viewers(gateway, 1)
+        last = "Math.max(...window.tangramTimeline.hits.map(([, , , , bar]) => bar.number))"
+        before = await one.page.evaluate(last)
+        await one.holds(f"{last} > {before}")
+
+
+async def test_a_cut_and_a_restart_are_told_to_each_tab(tmp_path: Path, tabs: SharingTabs) -> None:
+    async with serving(bench(tmp_path)) as gateway:
+        port = gateway.app.http_port
+        one, two = await tabs.open(gateway), await tabs.open(gateway)
+        await viewers(gateway, 1)
+    for tab in (one, two):
+        await tab.says("#banner", "Connection lost")
+    async with serving(bench(tmp_path, port=port)) as gateway:
+        # In one step: it is gone once the page has found the gateway by itself.
+        await two.page.evaluate("document.querySelector('#banner button')?.click()")
+        for tab in (one, two):
+            await tab.says("#banner", "The gateway restarted")
+            await tab.says("#livetext", "live")
+        await viewers(gateway, 1)
+
+
+async def test_another_token_is_another_stream_and_a_wrong_one_none(tmp_path: Path, tabs: SharingTabs) -> None:
+    async with serving(bench(tmp_path, auth="token")) as gateway:
+        assert gateway.app.tokens is not None
+        right, wrong = await tabs.open(gateway), await tabs.open(gateway)
+        await right.find("#token").fill(gateway.app.tokens.admin)
+        await right.page.keyboard.press("Enter")
+        await right.sees(".verdict .badge")
+        await wrong.find("#token").fill("wrong")
+        await wrong.page.keyboard.press("Enter")
+        await wrong.says(".problem", "the token that was sent is wrong")
+        await viewers(gateway, 1)
+        await right.says("#livetext", "live")
+        await wrong.find("#token").fill(gateway.app.tokens.invoke)
+        await wrong.page.keyboard.press("Enter")
+        await wrong.sees(".verdict .badge")
+        third = await tabs.open(gateway)
+        await third.find("#token").fill(gateway.app.tokens.invoke)
+        await third.page.keyboard.press("Enter")
+        await third.sees(".verdict .badge")
+        await viewers(gateway, 2)
+        assert all("token" not in tab.page.url for tab in tabs.tabs)
+
+
+async def test_a_tab_that_says_nothing_any_more_lets_the_stream_go(tmp_path: Path, tabs: SharingTabs) -> None:
+    async with serving(bench(tmp_path)) as gateway:
+        host = ShownPage(await tabs.context.new_page())
+        await host.page.goto(str(gateway.http.base_url).rstrip("/") + "/openapi.json")
+        for alive, left in ((True, 1), (False, 0)):
+            await host.page.evaluate(JOINS, ["/ui/worker.js?" + str(alive), alive])
+            await viewers(gateway, 1)
+            await host.holds("window.pings >= 3")
+            await viewers(gateway, left)
+            if alive:
+                await host.holds("window.pings >= 20")
+                assert gateway.app.watch.viewers == 1, "one that answers stays"
+                await host.page.evaluate("window.joined.port.postMessage({kind: 'leave'})")
+                await viewers(gateway, 0)
