@@ -37,7 +37,7 @@ from runtimes.model.weights import (
     Host,
     build_layout,
 )
-from tests.runtimes.model.checkpoints import FAMILIES, IDS, SHAPE, plain, plain_logprobs, plain_score, write
+from tests.runtimes.model.checkpoints import FAMILIES, IDS, SHAPE, plain, plain_logprobs, write
 from tests.runtimes.model.conftest import Write, execution, function
 from tests.runtimes.model.fake_cuda import FakeCuda
 
@@ -68,22 +68,6 @@ def lazy(cuda: FakeCuda) -> Iterator[OneDevice]:
 
 def items(action: ModelAction) -> list[WorkItem]:
     return [WorkItem(ids=tuple(ids), action=action) for ids in IDS]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_those_of_transformers(family: str, checkpoint: Write, device: OneDevice) -> None:
-    path = checkpoint(family, "lm")
-    rows = device.run(device.place(path, "lm"), items(ModelAction.LOGPROBS))
-    for ids, row in zip(IDS, rows, strict=True):
-        assert row == pytest.approx(plain_logprobs(path, ids), abs=1e-5)
-
-
-@pytest.mark.promise("A restored model computes what transformers does, at every degree of parallelism.")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_those_of_transformers(family: str, checkpoint: Write, device: OneDevice) -> None:
-    path = checkpoint(family, "score")
-    scores = device.run(device.place(path, "score"), items(ModelAction.SCORE))
-    assert scores == pytest.approx([plain_score(path, ids) for ids in IDS], abs=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -526,7 +526,7 @@ async def test_every_dop_agrees_with_transformers(family: str, checkpoint: Write
     reward = function(checkpoint(family, "score"), ModelAction.SCORE, (1, 2, 4, 8))
     await runtime.prepare(teacher)
     await runtime.prepare(reward)
-    for dop in (2, 4, 8):
+    for dop in (1, 2, 4, 8):
         chunk = (8 - dop, dop)
         rows = (await ask(runtime, teacher, chunk))["logprobs"]
         scores = (await ask(runtime, reward, chunk))["scores"]

@@ -232,23 +232,6 @@ def entry_of(name: str, type: bytes = tarfile.REGTYPE, linkname: str = "", size:
     return entry
 
 
-def test_links_that_lead_out_by_way_of_one_another_are_left_out(tmp_path: Path) -> None:
-    unpacking = Unpacking(tmp_path / "back", "tree")
-    unpacking.all(
-        archive(
-            entry_of("d/x", tarfile.SYMTYPE, ".."),
-            entry_of("y", tarfile.SYMTYPE, "d/x/.."),
-            entry_of("root", tarfile.SYMTYPE, "/"),
-            entry_of("near", tarfile.SYMTYPE, "d"),
-            entry_of("y/file", size=1),
-        )
-    )
-    back = tmp_path / "back"
-    assert [each.path for each in unpacking.left_out] == ["tree/y/file", "tree/y", "tree/root"]
-    assert sorted(str(each.relative_to(back)) for each in back.rglob("*")) == ["d", "d/x", "near"]
-    assert list(tmp_path.iterdir()) == [back]
-
-
 def test_what_is_no_tree_and_no_file_is_refused(tmp_path: Path) -> None:
     for data in (b"no archive at all", archive(tree=False), archive(entry_of("a"), entry_of("b"), tree=False)):
         with pytest.raises(click.ClickException):

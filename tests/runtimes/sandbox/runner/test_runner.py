@@ -818,18 +818,6 @@ async def test_a_cancelled_command_is_killed_before_it_is_let_go(tmp_path: Path)
     assert steps == ["killed", "let go"]
 
 
-async def test_more_output_than_was_allowed_is_not_kept(tmp_path: Path) -> None:
-    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _, number, _ = await next_frame(reader)
-        writer.write(encode(wire.STDOUT, number, b"x" * 100_000) * 20)
-        writer.write(encode(wire.EXIT, number, json.dumps({"code": 0}).encode()))
-        await reader.read()
-
-    async with speaking(tmp_path, flood) as client:
-        result = await client.run(Command(argv=("true",), output_limit_bytes=10))
-        assert result.stdout == b"xxxxx" + MARKER % (2_000_000 - 10) + b"xxxxx"
-
-
 async def test_a_listener_that_is_not_the_runner_is_not_spoken_to(tmp_path: Path) -> None:
     async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await hang_up(writer)
