@@ -11,9 +11,8 @@ from bench.attacks.play import small
 from bench.inputs import OWN_PATH
 from manager.function import SandboxSpec
 from runtimes.sandbox.environments import Environments, EnvironmentSettings
-from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider
-from tests.runtimes.sandbox.conftest import spec
+from tests.runtimes.sandbox.conftest import provided, spec
 
 __all__ = ["spec"]
 
@@ -24,10 +23,8 @@ async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     if request.param == "container":
         request.getfixturevalue("docker")
     path = OWN_PATH if request.param == "process" else ""
-    provider = make_provider(ProviderSettings(kind=request.param, state_dir=tmp_path / "state", path=path))
-    yield provider
-    await provider.reap(())
-    await provider.close()
+    async with provided(tmp_path / "state", request.param, path=path) as provider:
+        yield provider
 
 
 @pytest.fixture

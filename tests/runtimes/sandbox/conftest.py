@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -19,6 +22,19 @@ from tests.runtimes.sandbox.box import Box, running_box
 def unique(name: str) -> str:
     """A name that no other test process gives to a sandbox of the same engine."""
     return f"{name}-{secrets.token_hex(4)}"
+
+
+@asynccontextmanager
+async def provided(state_dir: Path, kind: str = "process", **settings: Any) -> AsyncIterator[Provider]:
+    """A provider; whatever a test leaves behind is removed."""
+    known = ProviderSettings(kind=kind, state_dir=state_dir, **settings)  # type: ignore[arg-type]  # the tests' own
+    # In a thread, as the way to an engine may be a task of ours.
+    provider = await asyncio.to_thread(make_provider, known)
+    try:
+        yield provider
+    finally:
+        await provider.reap(())
+        await provider.close()
 
 
 async def sh(sandbox: Sandbox, text: str, **options: object) -> CommandResult:
@@ -41,13 +57,11 @@ ON_SHARED_LOOP = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.fixture(params=["process", pytest.param("container", marks=pytest.mark.docker)])
 async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Provider]:
-    """A provider of each kind; whatever a test leaves behind is removed."""
+    """A provider of each kind."""
     if request.param == "container":
         request.getfixturevalue("docker")
-    provider = make_provider(ProviderSettings(kind=request.param, state_dir=tmp_path / "state"))
-    yield provider
-    await provider.reap(())
-    await provider.close()
+    async with provided(tmp_path / "state", request.param) as provider:
+        yield provider
 
 
 @pytest_asyncio.fixture(
@@ -59,11 +73,8 @@ async def shared_provider(
     """A provider of each kind for all tests of a module, which run on the module's event loop."""
     if request.param == "container":
         request.getfixturevalue("docker")
-    state_dir = tmp_path_factory.mktemp("shared") / "state"
-    provider = make_provider(ProviderSettings(kind=request.param, state_dir=state_dir))
-    yield provider
-    await provider.reap(())
-    await provider.close()
+    async with provided(tmp_path_factory.mktemp("shared") / "state", request.param) as provider:
+        yield provider
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -92,19 +103,15 @@ async def fresh_sandbox(shared_provider: Provider) -> AsyncIterator[Sandbox]:
 @pytest.fixture
 async def containers(docker: str, tmp_path: Path) -> AsyncIterator[Provider]:
     """A provider of containers, for what only they can do."""
-    provider = make_provider(ProviderSettings(kind="container", state_dir=tmp_path / "state"))
-    yield provider
-    await provider.reap(())
-    await provider.close()
+    async with provided(tmp_path / "state", "container") as provider:
+        yield provider
 
 
 @pytest.fixture
 async def local(tmp_path: Path) -> AsyncIterator[Provider]:
     """A provider of process sandboxes alone."""
-    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
-    yield provider
-    await provider.reap(())
-    await provider.close()
+    async with provided(tmp_path / "state") as provider:
+        yield provider
 
 
 def small() -> SandboxSpec:

@@ -45,7 +45,7 @@ from runtimes.sandbox.sandbox import CreationGate, Sandbox, descendants
 from runtimes.sandbox.snapshots import pack
 from runtimes.sandbox.spec import SandboxRecord
 from tangram.archive import opened_directory
-from tests.runtimes.sandbox.conftest import sh, unique
+from tests.runtimes.sandbox.conftest import provided, sh, unique
 
 DEADLINE_S = 60.0
 NOBODY = 65534
@@ -463,28 +463,20 @@ def test_a_path_shows_no_home_and_no_state(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def test_python_is_there_by_the_name_that_agents_type_and_nobody_replaces_it(state_dir: Path) -> None:
-    provider = make_provider(ProviderSettings(kind="process", state_dir=state_dir / "state"))
-    made = await provider.create(SandboxSpec(), name=unique("python"), labels={}, mounts={})
-    try:
+    async with provided(state_dir / "state") as provider:
+        made = await provider.create(SandboxSpec(), name=unique("python"), labels={}, mounts={})
         seen = await sh(made, "python -c 'import sys; print(sys.version_info.major)'; echo exit >/.tangram/bin/python")
         assert (seen.stdout, seen.exit_code != 0) == (b"3\n", True), seen
-    finally:
-        await made.close()
-        await provider.close()
 
 
 async def test_of_a_directory_of_programs_its_neighbours_are_not_seen(state_dir: Path) -> None:
     (state_dir / "tools" / "bin").mkdir(parents=True)
     (state_dir / "tools" / "secret").write_text("of the host")
     path = f"{state_dir}/tools/bin:{DEFAULT_PATH}"
-    provider = make_provider(ProviderSettings(kind="process", state_dir=state_dir / "state", path=path))
-    made = await provider.create(SandboxSpec(), name=unique("path"), labels={}, mounts={})
-    try:
+    async with provided(state_dir / "state", path=path) as provider:
+        made = await provider.create(SandboxSpec(), name=unique("path"), labels={}, mounts={})
         seen = await sh(made, f"ls {state_dir}/tools; cat {state_dir}/tools/secret")
         assert seen.stdout == b"bin\n", seen
-    finally:
-        await made.close()
-        await provider.close()
 
 
 @pytest.mark.parametrize("kind", ["process", "plain"])

@@ -46,7 +46,7 @@ from runtimes.sandbox.sandbox import Provider, Sandbox
 from runtimes.sandbox.spec import noted_bounded
 from tests.listening import listening, piped
 from tests.runtimes.sandbox import test_rest, test_sandbox
-from tests.runtimes.sandbox.conftest import sh, unique
+from tests.runtimes.sandbox.conftest import provided, sh, unique
 
 pytestmark = pytest.mark.docker
 DEADLINE_S = 60.0
@@ -439,22 +439,6 @@ class TestWithoutPython:
             await sandbox.spawn(Command(argv=("cat",)))
 
 
-@asynccontextmanager
-async def containers(state_dir: Path, **docker: object) -> AsyncIterator[ContainerProvider]:
-    """A provider; whatever a test leaves behind is removed."""
-    settings = DockerSettings(**docker)  # type: ignore[arg-type]  # the tests' own options
-    # In a thread, as the way to the engine may be a task of ours.
-    provider = await asyncio.to_thread(
-        make_provider, ProviderSettings(kind="container", state_dir=state_dir, docker=settings)
-    )
-    assert isinstance(provider, ContainerProvider)
-    try:
-        yield provider
-    finally:
-        await provider.reap(())
-        await provider.close()
-
-
 @pytest.fixture
 def unseen(docker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container of the gateway's own: the engine sees none of its files, and it none of the processes."""
@@ -464,7 +448,8 @@ def unseen(docker: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def provider(unseen: None, tmp_path: Path) -> AsyncIterator[ContainerProvider]:
-    async with containers(tmp_path / "state") as made:
+    async with provided(tmp_path / "state", "container") as made:
+        assert isinstance(made, ContainerProvider)
         assert made.info.engine.endswith("attach transport")
         yield made
 
@@ -557,7 +542,7 @@ async def test_a_copy_in_place_of_a_mount_is_bounded(
     source = tmp_path / "function"
     source.mkdir()
     (source / "big").write_bytes(b"x" * 2000)
-    async with containers(tmp_path / "state", copy_limit_bytes=1000) as provider:
+    async with provided(tmp_path / "state", "container", docker=DockerSettings(copy_limit_bytes=1000)) as provider:
         with pytest.raises(InvalidConfig, match="more than 1000 bytes, too many to be copied"):
             await provider.create(spec, name=unique("big"), labels={}, mounts={str(source): "/function"})
         assert await provider.reap(()) == 0
@@ -570,7 +555,7 @@ async def test_egress_needs_rules_of_the_gateway_or_a_network_that_has_its_own(
     assert not provider.info.limits["egress"]
     with pytest.raises(Unsupported, match="egress_network"):
         await provider.check(egress)
-    async with containers(tmp_path / "named", egress_network="host-rules") as named:
+    async with provided(tmp_path / "named", "container", docker=DockerSettings(egress_network="host-rules")) as named:
         assert not named.info.limits["egress"]
         await named.check(egress)
         with pytest.raises(Unsupported, match="'host-rules' are not the gateway's"):
@@ -649,7 +634,7 @@ async def behind_a_wire(
     wire, path = Wire(private_engine.host.removeprefix("unix://")), private_engine.directory / unique("wire")
     async with (
         listening(wire.carry, path=path),
-        containers(state_dir, host=f"unix://{path}") as provider,
+        provided(state_dir, "container", docker=DockerSettings(host=f"unix://{path}")) as provider,
         asyncio.timeout(DEADLINE_S),
     ):
         yield wire, await provider.create(spec, name=unique("cut"), labels={}, mounts={})

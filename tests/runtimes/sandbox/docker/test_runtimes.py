@@ -14,9 +14,9 @@ from bench.private_docker import PrivateDocker, private_docker
 from manager.errors import InvalidConfig
 from manager.function import Background, SandboxSpec
 from runtimes.sandbox.command import Command
-from runtimes.sandbox.provider import DockerSettings, ProviderSettings, make_provider
+from runtimes.sandbox.provider import DockerSettings
 from runtimes.sandbox.sandbox import Provider
-from tests.runtimes.sandbox.conftest import unique
+from tests.runtimes.sandbox.conftest import provided, unique
 
 pytestmark = [
     pytest.mark.docker,
@@ -49,11 +49,8 @@ def engine(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pr
 
 @pytest.fixture
 async def provider(engine: PrivateDocker, tmp_path: Path) -> AsyncIterator[Provider]:
-    docker = DockerSettings(host=engine.host)
-    made = make_provider(ProviderSettings(kind="container", state_dir=tmp_path / "state", docker=docker))
-    yield made
-    await made.reap(())
-    await made.close()
+    async with provided(tmp_path / "state", "container", docker=DockerSettings(host=engine.host)) as made:
+        yield made
 
 
 @pytest.mark.parametrize("runtime", ["crun", "apart"])
@@ -89,13 +86,9 @@ async def test_where_the_engine_remaps_users_root_inside_is_nobody_outside(
     docker: str, spec: SandboxSpec, tmp_path: Path
 ) -> None:
     with private_docker(docker, options=["--userns-remap=default"]) as engine:
-        chosen = DockerSettings(host=engine.host)
-        provider = make_provider(ProviderSettings(kind="container", state_dir=tmp_path / "state", docker=chosen))
-        assert provider.info.limits["root_separate"]
-        sandbox = await provider.create(spec, name=unique("mapped"), labels={}, mounts={})
-        shown = "id -u; read inside outside rest </proc/self/uid_map; echo $inside; [ $outside -gt 0 ] && echo apart"
-        assert (await sandbox.run(Command(shell=shown, user="root"))).stdout == b"0\n0\napart\n"
-        own = (await sandbox.run(Command(shell="touch mine && id -u"))).stdout
-        assert 10_000 <= int(own) < 65_536
-        await sandbox.close()
-        await provider.close()
+        async with provided(tmp_path / "state", "container", docker=DockerSettings(host=engine.host)) as provider:
+            assert provider.info.limits["root_separate"]
+            sandbox = await provider.create(spec, name=unique("mapped"), labels={}, mounts={})
+            shown = "id -u; read inside outside _ </proc/self/uid_map; echo $inside; [ $outside -gt 0 ] && echo apart"
+            assert (await sandbox.run(Command(shell=shown, user="root"))).stdout == b"0\n0\napart\n"
+            assert 10_000 <= int((await sandbox.run(Command(shell="touch mine && id -u"))).stdout) < 65_536

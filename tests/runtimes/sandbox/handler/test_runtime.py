@@ -18,7 +18,6 @@ from runtimes.sandbox.handler import sources
 from runtimes.sandbox.handler.runtime import HandlerRuntime, HandlerSettings
 from runtimes.sandbox.handler.sources import LINES_MAX, HandlerCopies, requirement_lines
 from runtimes.sandbox.process import ProcessControl
-from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.sandbox import Provider, Sandbox
 from tests.runtimes.handlers import handler_in
 from tests.runtimes.recorder import execution_of
@@ -429,8 +428,9 @@ def source(tmp_path: Path) -> Path:
     return directory
 
 
-async def test_instances_that_begin_later_have_the_code_of_their_revision(tmp_path: Path, source: Path) -> None:
-    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
+async def test_instances_that_begin_later_have_the_code_of_their_revision(
+    provider: Provider, tmp_path: Path, source: Path
+) -> None:
     copies = HandlerCopies(tmp_path / "copies")
     runtime = HandlerRuntime(provider, HandlerSettings(sandbox=BOX, copies=copies))
 
@@ -461,11 +461,11 @@ async def test_instances_that_begin_later_have_the_code_of_their_revision(tmp_pa
         assert not list((tmp_path / "copies").glob(".*")), "nothing half is left"
     finally:
         await runtime.close()
-        await provider.close()
 
 
-async def test_what_could_not_be_imported_is_copied_anew_at_the_next_try(tmp_path: Path, source: Path) -> None:
-    provider = make_provider(ProviderSettings(kind="process", state_dir=tmp_path / "state"))
+async def test_what_could_not_be_imported_is_copied_anew_at_the_next_try(
+    provider: Provider, tmp_path: Path, source: Path
+) -> None:
     runtime = HandlerRuntime(provider, HandlerSettings(sandbox=BOX, copies=HandlerCopies(tmp_path / "copies")))
     try:
         (source / "word.py").write_text("raise RuntimeError('half an edit')")
@@ -476,7 +476,6 @@ async def test_what_could_not_be_imported_is_copied_anew_at_the_next_try(tmp_pat
         assert (await runtime.execute(execution_of(handler(source), {})[0])).value == "mended"
     finally:
         await runtime.close()
-        await provider.close()
 
 
 async def test_a_node_that_joins_later_is_sent_what_the_others_run(tmp_path: Path, source: Path) -> None:
