@@ -109,42 +109,46 @@ class Changes:
             self.look_again(group for group in state.queue.groups_of("") if group.signature.memory_bytes)
 
 
-# Actions that wait alone for one pool and have no choice of units: there is nothing to decide about them.
+# Actions that wait for one pool alone, and have no choice of units: there is nothing to decide about them.
 #
-# Most commands of a trajectory come to a node where nothing else waits, and most calls of a single node are alone. No
-# order is to be found for such an action, no count of units, and nobody whose reservation it could touch: a policy that
-# is a `PromptPolicy` would start it. So it is started without being weighed against others, and its pool has no turn.
+# Most commands of a trajectory come to a node where nothing else waits, and most calls of a single node are alike. No
+# count of units is to be found for such actions, and nobody whose reservation they could touch: a policy that is a
+# `PromptPolicy` would start one that is alone, and of several as many as fit, in order, if it says so. So they are
+# started without being weighed against others, and their pool has no turn.
 
 
-def waits_alone(state: SchedulerState, pool: Pool, groups: Sequence[QueueGroup], *, only: bool) -> Waiting | None:
-    """Return the action that may start in a pool at once; None if anything is to be decided there.
+def first_in_line(state: SchedulerState, pool: Pool, groups: Sequence[QueueGroup], *, only: bool) -> list[Waiting]:
+    """Return the actions that may start in a pool at once; none if anything is to be decided there.
 
     ``groups`` are all whose actions the pool could serve; ``only``, whether nothing else can start, and nowhere else.
-    What would have to be weighed: a second action, a second pool, a cap, a running action that could be resized, and
+    What would have to be weighed: other actions, a second pool, a cap, a running action that could be resized, and
     memory that a trajectory waits for.
     """
-    if len(groups) != 1 or groups[0].live != 1 or not pool.node or state.spec.strict:
-        return None
+    if len(groups) != 1 or not pool.node or state.spec.strict:
+        return []
     group = groups[0]
     task, demand, memory_bytes, node, batch_service, child, placement = group.signature
     if (
         len(demand) != 1
         or batch_service
         or not (node or only)
+        or group.keyed[None] != group.live
         or (memory_bytes and state.memory_waits_from is not None)
+        or (not child and task in state.tasks and state.tasks[task].caps)
+        or state.executing.can_resize(pool.name)
     ):
-        return None
-    _, _, waiting = next(group.items())
-    units = waiting.action.cost[pool.kind]
-    if waiting.action.key is not None or units.elastic or units.minimum > pool.free:
-        return None
-    if not child and task in state.tasks and state.tasks[task].caps:
-        return None
-    if state.executing.can_resize(pool.name) or not isinstance(state.policy(pool), PromptPolicy):
-        return None
+        return []
+    policy = state.policy(pool)
+    if not isinstance(policy, PromptPolicy) or (group.live > 1 and not policy.starts_in_order(group.longest_s)):
+        return []
     place = state.nodes[pool.node]
-    may_start = place.keeps(placement) if node else place.is_right_for(placement)
-    return waiting if may_start and memory_bytes <= place.free_bytes else None
+    if not (place.keeps(placement) if node else place.is_right_for(placement)):
+        return []
+    count = pool.free // demand[0][1]
+    if memory_bytes:
+        count = min(count, place.free_bytes // memory_bytes)
+    first = [waiting for _, _, waiting in islice(group.items(), count)]
+    return [] if any(waiting.action.cost[pool.kind].elastic for waiting in first) else first
 
 
 # Candidates: what could start now at its minimum, by reservation per resource (docs/SCHEDULING.md 1.1).
@@ -951,12 +955,12 @@ class SchedulingPass:
         can_resize = state.executing.can_resize
         groups_of, groups = self._closure(changed, changed_groups)
         pools = state.resources.in_order([name for name, here in groups_of.items() if here or can_resize(name)])
-        alone: dict[str, Waiting] = {}
+        lines: dict[str, list[Waiting]] = {}
         for pool in pools:
-            waiting = waits_alone(state, pool, groups_of[pool.name], only=len(pools) == len(groups) == 1)
-            if waiting is not None:
-                alone[pool.name] = waiting
-        sure = {waiting.group for waiting in alone.values()}
+            line = first_in_line(state, pool, groups_of[pool.name], only=len(pools) == len(groups) == 1)
+            if line:
+                lines[pool.name] = line
+        sure = {line[0].group for line in lines.values()}
         selection = self.select([group for group in groups if group not in sure])
         by_pool: dict[str, list[Candidate]] = {}
         for candidate in selection.candidates:
@@ -964,11 +968,11 @@ class SchedulingPass:
         for candidate in by_pool.pop("", []):
             self.dispatcher.start([candidate.waiting], candidate.option.node, ())
         for pool in pools:
-            only = alone.get(pool.name)
-            if only is not None:
+            if pool.name in lines:
+                line = lines[pool.name]
                 state.wakes.pop(pool.name, None)
-                request = PoolRequest(only.action.cost[pool.kind].minimum, only.action.service, node=pool.node)
-                self.dispatcher.start([only], pool.node, [(pool, request)])
+                request = PoolRequest(line[0].action.demand[0][1], line[0].action.service, node=pool.node)
+                self.dispatcher.start(line, pool.node, [(pool, request)])
                 continue
             candidates, here = by_pool.get(pool.name, []), groups_of[pool.name]
             PoolDispatch(state, self.dispatcher, pool, here, candidates, selection, self._changes.look_again).take()

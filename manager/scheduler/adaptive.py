@@ -258,6 +258,9 @@ class AdaptivePolicy(PromptPolicy):
     #: For devices and for pools without malleable actions.
     price: PricePolicy = field(default_factory=PricePolicy)
 
+    def starts_in_order(self, longest_s: float) -> bool:
+        return self.price.starts_in_order(longest_s)
+
     def decide(self, view: PoolView) -> Decision:
         """Start everything that fits at its minimum, making room by shrinking; grow into what is left."""
         kind = kind_of(view.name)

@@ -23,6 +23,9 @@ class FixedPolicy(PromptPolicy):
     #: Rigid actions pass one that waits meanwhile, elastic ones do not.
     wait_s: Annotated[float, Setting("seconds that an elastic action waits for all of dop", ge=0)] = 0.0
 
+    def starts_in_order(self, longest_s: float) -> bool:
+        return True
+
     def decide(self, view: PoolView) -> Decision:
         """Start candidates in order while the next one's units are left."""
         starts: list[Start] = []

@@ -346,6 +346,9 @@ class PaperPolicy(PromptPolicy):
     #: Those behind add the same to every choice.
     estimate_window: Annotated[int, Setting("waiting actions that the estimate looks at", ge=0, le=65536)] = 256
 
+    def starts_in_order(self, longest_s: float) -> bool:
+        return True
+
     def decide(self, view: PoolView) -> Decision:
         """Keep candidates while evicting the last one does not lower the objective (docs/SCHEDULING.md R3)."""
         candidates = view.candidates

@@ -207,6 +207,13 @@ class PromptPolicy:
 
     __slots__ = ()
 
+    def starts_in_order(self, longest_s: float) -> bool:
+        """Return whether several such actions, of one task and minimum, are started in order as long as they fit.
+
+        None of them takes longer than ``longest_s`` with one unit, where that is known. Then it is not asked either.
+        """
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:

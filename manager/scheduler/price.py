@@ -380,6 +380,9 @@ class PricePolicy(PromptPolicy):
     #: Times the square root of those running.
     head_room: Annotated[float, Setting("free units kept from elastic actions for short ones", ge=0, le=1e3)] = 1.0
 
+    def starts_in_order(self, longest_s: float) -> bool:
+        return longest_s <= self.short_s
+
     def decide(self, view: PoolView) -> Decision:
         """Short rigid actions first, then the others in FCFS order, each at its cheapest count."""
         if view.chunks is not None:

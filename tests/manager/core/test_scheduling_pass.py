@@ -62,6 +62,9 @@ class CountsTurns(PromptPolicy):
         starts = [(one.action.id, one.action.cost["cpu"].minimum) for one in view.candidates]
         return Decision(starts=[Start(action_id=id, units=units) for id, units in starts])
 
+    def starts_in_order(self, longest_s: float) -> bool:
+        return longest_s <= 5.0
+
 
 def counted() -> tuple[CountsTurns, CoreDriver]:
     policy = CountsTurns()
@@ -74,6 +77,16 @@ def test_one_that_waits_alone_starts_without_a_turn_of_its_pool() -> None:
     driver.step(1, submit("b", {"cpu": 1}, trajectory="u"))
     driver.step(2, submit("c", {"cpu": 1}, memory_bytes=8))
     assert driver.running() == {"a", "b", "c"} and policy.asked == 0
+    driver.core.check()
+
+
+@pytest.mark.parametrize("seconds, turns", [(5.0, 0), (5.1, 2)])
+def test_a_line_of_short_ones_starts_in_order_without_a_turn(seconds: float, turns: int) -> None:
+    policy, driver = counted()
+    driver.step(0, *(submit(f"a{number}", {"cpu": 1}, t_ori_s=seconds) for number in range(9)))
+    assert driver.running() == {"a0", "a1", "a2", "a3"}
+    driver.step(1, finish("a1"), finish("a2"))
+    assert driver.running() == {"a0", "a3", "a4", "a5"} and policy.asked == turns
     driver.core.check()
 
 
@@ -94,7 +107,7 @@ def test_a_cap_holds_for_one_that_waits_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["adaptive", "price", "paper", "fixed"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_nobody_can_tell_whether_the_policy_was_asked(name: str, seed: int) -> None:
     policy = make_policy(PolicySpec(name=name))
     asked = {"cpu": policy} if seed % 2 else {"cpu": policy, "default": policy}
@@ -104,20 +117,23 @@ def test_nobody_can_tell_whether_the_policy_was_asked(name: str, seed: int) -> N
 
 
 def play(core: Core, seed: int) -> list[Command]:
-    """Return the commands of some hundred steps under a load that comes and goes."""
-    rng = random.Random(seed)
+    """Return the commands of some hundred steps under a load that comes and goes, of lines of one kind from seed 2 on."""
+    rng, is_mixed = random.Random(seed), seed < 2
+    seconds = (1.5,) if seed < 3 else (1.5, 1.5, 1.5, 9.0)
     said: list[Command] = []
     running: list[Execute] = []
     for number in range(300):
         events: list[Event] = [Tick()]
         for other in range(rng.choice((0, 0, 1, 1, 1, 4) if number < 250 else (0,))):
-            units = rng.choice((UnitSet.fixed(1), UnitSet.fixed(1), UnitSet.fixed(2), UnitSet.span(1, 2)))
+            choices = UnitSet.fixed(1), UnitSet.fixed(1), UnitSet.fixed(2), UnitSet.span(1, 2)
+            units = rng.choice(choices if is_mixed else choices[:3])
             key = "cpu" if units.elastic else None
             name = f"a{number}.{other}"
             malleable = key is not None and rng.random() < 0.5
-            trajectory = f"t{rng.randrange(9)}" if rng.random() < 0.8 else None
+            trajectory = f"t{rng.randrange(9)}" if rng.random() < (0.8 if is_mixed else 0.1) else None
+            t_ori_s = rng.choice(seconds)
             events.append(
-                submit(name, {"cpu": units}, key=key, malleable=malleable, trajectory=trajectory, t_ori_s=1.5)
+                submit(name, {"cpu": units}, key=key, malleable=malleable, trajectory=trajectory, t_ori_s=t_ori_s)
             )
         for one in [one for one in running if rng.random() < 0.5]:
             running.remove(one)
