@@ -1130,7 +1130,7 @@ def session_end(record: Record, offset: int) -> types.SessionEnd:
         stream="eof",
         offset=offset,
         state=cast(types.State, record.state),
-        reason=cast(types.Reason | None, record.reason),
+        reason=cast("types.Reason | None", record.reason),
         message=record.message,
         exit_code=exit_code if isinstance(exit_code, int) else None,
         signal=signal if isinstance(signal, int) else None,

@@ -270,7 +270,21 @@ class NodeChoice(NamedTuple):
 ANYWHERE = NodeChoice()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Nouns: dataclasses that are made for each action and frozen for the type checker alone.
+#
+# A frozen dataclass guards each of its fields while it is made, which takes three times as long as the rest. mypy reads
+# all of this repository, tests included, and refuses an assignment to a field of a noun as it does to a frozen one's.
+
+Made = TypeVar("Made")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def noun(declared: type[Made]) -> type[Made]:
+    """Return a dataclass with slots whose fields are given by name, once."""
+    return dataclass(slots=True, kw_only=True)(declared)
+
+
+@noun
 class Action:
     """One invocation, scheduled as a unit; made by formulation and frozen.
 
@@ -417,20 +431,6 @@ def mates_of(action: Action, alike: Iterable[Action], most_tokens: int) -> list[
     return mates
 
 
-# Nouns: dataclasses that are made for each action and frozen for the type checker alone.
-#
-# A frozen dataclass guards each of its fields while it is made, which takes three times as long as the rest. mypy reads
-# all of this repository, tests included, and refuses an assignment to a field of a noun as it does to a frozen one's.
-
-Made = TypeVar("Made")
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def noun(declared: type[Made]) -> type[Made]:
-    """Return a dataclass with slots whose fields are given by name, once."""
-    return dataclass(slots=True, kw_only=True)(declared)
-
-
 @noun
 class Grant:
     """An amount of one resource kind, with its place if it has one."""
@@ -511,7 +511,7 @@ LEGAL_MOVES: Mapping[State, frozenset[State]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Outcome:
     """How an execution ended; made by the executor (or by the core, for work that never started) and frozen."""
 
@@ -536,7 +536,7 @@ class Outcome:
         assert (self.reason is None) == (self.state is State.SUCCEEDED), (self.state, self.reason)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Settlement:
     """The end of an action, exactly one for each: its outcome and its times.
 

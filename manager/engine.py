@@ -7,11 +7,11 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from manager.action import Action, Chunk, Lease, Outcome, Settlement, State
+from manager.action import Action, Chunk, Lease, Outcome, Settlement, State, noun
 from manager.clock import Clock, MonotonicClock
 from manager.core.core import Core
 from manager.core.outside import OutsideQueue
@@ -213,7 +213,7 @@ EARLY_S = 0.001
 QUEUE_PAGE, TRAJECTORIES_PAGE = 100, 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Submission:
     """An action, and what its runtime needs to know."""
 
@@ -223,8 +223,7 @@ class Submission:
     not_before_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     """A submission that has not settled: a call, or work."""
 
     call: Call | Work

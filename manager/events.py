@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
-from manager.action import ANYWHERE, Action, Chunk, Lease, NodeChoice, Outcome, Settlement, UnitSet
+from manager.action import ANYWHERE, Action, Chunk, Lease, NodeChoice, Outcome, Settlement, UnitSet, noun
 from manager.config import NodeSpec, ServiceSpec, TaskSpec
 from manager.errors import CodedError
 from manager.resources.pools import ResourceSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Submitted:
     """A formulated action asks to be queued."""
 
@@ -21,7 +21,7 @@ class Submitted:
     not_before_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Resumed:
     """An action that was started before this core was made runs on: it enters with its units, past the queue."""
 
@@ -34,7 +34,7 @@ class Resumed:
     started_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Finished:
     """The executor is done with an action: its processes are gone and its units may be given away."""
 
@@ -42,7 +42,7 @@ class Finished:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class CancelRequested:
     """The caller gave up on an action; unknown and settled ones are ignored."""
 
@@ -50,7 +50,7 @@ class CancelRequested:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class TrajectoryOpened:
     """A trajectory asks for its place before its first action."""
 
@@ -66,28 +66,28 @@ class TrajectoryOpened:
     node: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class TrajectoryEnded:
     """The caller ended a trajectory: its actions are cancelled and its memory returns."""
 
     trajectory: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class NodeLost:
     """A node is gone, with everything on it."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class NodeJoined:
     """A node may be used from now on; one that is there already keeps what it has, but for what it is able to run."""
 
     node: NodeSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class NodeClosed:
     """Nothing is placed on a node any more; what runs there goes on. Told again, it is closed in the new way."""
 
@@ -99,14 +99,14 @@ class NodeClosed:
     devices: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class NodeOpened:
     """A node that was closed may be used again."""
 
     node: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class ResidencyReported:
     """What a node's devices really hold: chunks by service, counted on the node. It is believed."""
 
@@ -114,7 +114,7 @@ class ResidencyReported:
     resident: Mapping[str, tuple[Chunk, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class ReplicaEnded:
     """What a `Replicate` asked for is in place, or will not be (no room, a lost process): the answer to each."""
 
@@ -122,7 +122,7 @@ class ReplicaEnded:
     done: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Reconfigured:
     """New bounds; None leaves what is. Nothing in flight is dropped, and nothing already held is taken away."""
 
@@ -135,7 +135,7 @@ class Reconfigured:
     services: Mapping[str, ServiceSpec] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class UnitsConsumed:
     """What actions consumed of a quota under another core; told before any action asks for it."""
 
@@ -146,12 +146,12 @@ class UnitsConsumed:
     running: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Tick:
     """The instant that a `WakeAt` asked for has come."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class TryAgain:
     """A running action wants to make its call once more, which consumes what its first try did."""
 
@@ -187,7 +187,7 @@ class Execute(NamedTuple):
     queue_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Resize:
     """Give a running action the units of its new lease."""
 
@@ -195,7 +195,7 @@ class Resize:
     lease: Lease
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Abort:
     """Kill a running action. While its node lives the core waits for `Finished`; else it has settled already."""
 
@@ -203,7 +203,7 @@ class Abort:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Replicate:
     """Copy a service in use into free memory of idle devices; a hint. Answer with `ReplicaEnded`."""
 
@@ -214,14 +214,14 @@ class Replicate:
     chunk: Chunk
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Settle:
     """An action has ended; exactly one for each accepted action."""
 
     settlement: Settlement
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Refuse:
     """An action was not accepted, before any work."""
 
@@ -229,7 +229,7 @@ class Refuse:
     error: CodedError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class EndTrajectory:
     """Remove a trajectory's environment: it was ended, was idle for too long, or lost its node."""
 
@@ -238,14 +238,14 @@ class EndTrajectory:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class TryGranted:
     """What a `TryAgain` consumes was had: the call may be made."""
 
     action_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class WakeAt:
     """Send `Tick` at ``instant_s`` at the latest; replaces the earlier wish. None: no wish."""
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from manager.action import PRIOR_BATCH_MARGINAL, SIZE_MAX, Kin, Settlement, SizeLine, State, Work
+from manager.action import PRIOR_BATCH_MARGINAL, SIZE_MAX, Kin, Settlement, SizeLine, State, Work, noun
 
 # Fits of what a run's shape costs: how much its width saves, and how much each further member of a batch adds.
 #
@@ -494,7 +494,7 @@ class Profile:
     sizes: SizeFit | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Learned:
     """An answer of the history."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import orjson
 
-from manager.action import Action, Chunk, Lease
+from manager.action import Action, Chunk, Lease, noun
 from manager.clock import Clock, MonotonicClock
 from manager.executor import Call
 from manager.function import FunctionSpec
@@ -56,7 +56,7 @@ class Execution:
         return (self.clock.now() if self.ended_s is None else self.ended_s) - self.began_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class Result:
     """What a runtime returns: plain JSON values, and the measured use (cpu_s, peak_memory_bytes, workers ...)."""
 

@@ -207,7 +207,7 @@ class HttpOperations:
                 stream="eof",
                 offset=position,
                 state=cast(types.State, record.state),
-                reason=cast(types.Reason | None, record.reason),
+                reason=cast("types.Reason | None", record.reason),
                 queue_ms=shown.queue_ms,
                 overhead_ms=shown.overhead_ms,
                 execution_ms=shown.execution_ms,

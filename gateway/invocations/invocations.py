@@ -26,7 +26,7 @@ from gateway.invocations.logs import InvocationLog, Logs
 from gateway.invocations.record import Mode, Record, action_id_of, new_id, seq_of
 from gateway.registry import Registry
 from gateway.store.store import Filter, Store, require
-from manager.action import Action, Lease, Outcome, Settlement, State
+from manager.action import Action, Lease, Outcome, Settlement, State, noun
 from manager.config import TaskSpec, share_of
 from manager.core.outside import OutsideQueue, OutsideWait
 from manager.core.state import Cause
@@ -58,7 +58,7 @@ from tangram.types import Attempt, backoff_s
 logger = structlog.get_logger("gateway.invocations")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@noun
 class InvocationRequest:
     """What a caller asks for."""
 

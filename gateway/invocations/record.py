@@ -96,7 +96,7 @@ class Record:
     def trace(self) -> serialization.TraceContext:
         """The caller's trace context, as far as it gave one; it was read when the invocation was accepted."""
         parent, state = self.options.get("traceparent"), self.options.get("tracestate")
-        return serialization.TraceContext(traceparent=cast(str | None, parent), tracestate=cast(str | None, state))
+        return serialization.TraceContext(traceparent=cast("str | None", parent), tracestate=cast("str | None", state))
 
     @property
     def _capped_s(self) -> float | UnsetType:
@@ -238,7 +238,7 @@ class Record:
         return Attempt(
             attempt=self.attempt,
             state=cast(WireState, outcome.state),
-            reason=cast(WireReason | None, outcome.reason),
+            reason=cast("WireReason | None", outcome.reason),
             message=serialization.unicode(outcome.message),
             ended_at=serialization.instant(now_s),
             queue_ms=round(1000 * max(0.0, queue_s - past.queue_s), 3),
@@ -259,7 +259,7 @@ class Record:
             parent=self.parent,
             mode=self.mode.value,
             state=cast(WireState, self.state),
-            reason=cast(WireReason | None, self.reason),
+            reason=cast("WireReason | None", self.reason),
             message=self.message,
             component=self.component,
             detail=self.detail,
