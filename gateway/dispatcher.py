@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gateway.invocations.invocations import Invocations
 from gateway.invocations.restart import QuotaRecord, TrajectoryRecovery
@@ -56,14 +56,14 @@ class GatewayDispatcher:
 
     async def execute(self, action: Action, lease: Lease, call: Call) -> Outcome:
         """Run the action to its end where its lease says."""
-        traceparent, function = call.traceparent, call.function
+        function = call.function
         if self._pass_trace is not None:
-            traceparent = self._pass_trace(call.context["invocation_id"], action.id, traceparent)
+            call.traceparent = self._pass_trace(call.context["invocation_id"], action.id, call.traceparent)
         inside = kind_of(function).works_in_sandbox
         if inside and not call.resumed and (loss := self._trajectories.take_loss(action.trajectory)) is not None:
             return failed(loss)
         used = self._quotas.begin(lease)
-        hooks = _Hooks(
+        hooks = call.hooks = _Hooks(
             self._invocations,
             self._store,
             self._trajectories,
@@ -80,7 +80,7 @@ class GatewayDispatcher:
         except ActionFailed as left:
             return failed(left)
         else:
-            return await self._machines.execute(action, lease, replace(call, traceparent=traceparent, hooks=hooks))
+            return await self._machines.execute(action, lease, call)
         finally:
             if used:
                 self._quotas.end(used)

@@ -276,6 +276,9 @@ class Readiness(NamedTuple):
             )
 
 
+READY = Readiness("ready")
+
+
 class Preparation:
     """How ready each function is. Use from one event loop."""
 
@@ -293,7 +296,7 @@ class Preparation:
 
     def of(self, name: str) -> Readiness:
         """How ready it is; one that is not known here is as ready as it will be."""
-        return self._states.get(name, Readiness("ready"))
+        return self._states.get(name, READY)
 
     def expect(self, functions: Iterable[FunctionSpec]) -> None:
         """They will be prepared: until `begin` they wait."""

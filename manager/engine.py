@@ -272,7 +272,10 @@ class Engine:
         self._functions: dict[str, FunctionSpec] = {}
         self._lifecycle = TrajectoryLifecycle(core, executor, self._feed, self._chore, self.take)
         self._taken = 0
+        #: When the core wants to be asked again at the latest, and the timer for that or an earlier instant.
+        self._wake_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
         self._pass: asyncio.Handle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -682,21 +685,24 @@ class Engine:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a resize or the end of a trajectory failed", exc_info=error)
 
-    def _wake_at(self, instant_s: float | None) -> None:
+    def _wake_at(self, instant_s: float | None, least_s: float = 0.0) -> None:
+        """Wish for a pass at an instant; a timer that is set for an earlier one looks again when it rings."""
+        self._wake_s = instant_s
+        if instant_s is None or self._closed or (self._timer is not None and self._timer_s <= instant_s):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if instant_s is not None and not self._closed:
-            delay_s = max(0.0, instant_s - self._clock.now())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._woken, instant_s)
+        self._timer_s = instant_s
+        delay_s = max(least_s, instant_s - self._clock.now())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._woken)
 
-    def _woken(self, instant_s: float) -> None:
+    def _woken(self) -> None:
         """Run a pass at its instant; a loop's timer may be a little early, and the core asks for each instant once."""
-        self._timer = None
-        if self._clock.now() < instant_s:
-            self._timer = asyncio.get_running_loop().call_later(EARLY_S, self._woken, instant_s)
-        else:
+        self._timer, wake_s = None, self._wake_s
+        if wake_s is not None and self._clock.now() >= wake_s:
             self._schedule()
+        else:
+            self._wake_at(wake_s, EARLY_S)
 
 
 def _refuse(future: asyncio.Future[Settlement] | asyncio.Future[None], error: CodedError) -> None:

@@ -42,9 +42,12 @@ class CallHooks:
         """Note that the work begins; called for every runtime (`runtimes.runtime.Execution.begin`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Call:
-    """What the caller sent, beside what the scheduler needs to know: opaque to the thinking."""
+    """What the caller sent, beside what the scheduler needs to know: opaque to the thinking.
+
+    One is made for each try; whoever executes it may fill in what it knows before it hands it on.
+    """
 
     function: FunctionSpec
     input: Mapping[str, object]

@@ -94,19 +94,16 @@ class LocalExecutor:
                 component=COMPONENT,
             )
         execution = Execution(action=action, lease=lease, call=call, clock=self._clock)
-        task = asyncio.create_task(runtime.execute(execution), name=f"execute {action.id}")
+        task = asyncio.get_running_loop().create_task(runtime.execute(execution))
         self._running[action.id] = runtime
-        overrun, cancelled = "", False
+        watch = _PhaseWatch(execution, task, self._deadlines)
+        cancelled = False
         try:
-            async with asyncio.timeout(self._deadlines.prepare_s) as deadline:
-                execution.on_phase = lambda: self._rearm(execution, deadline)
-                await asyncio.wait([task])
-        except TimeoutError:
-            overrun = self._missed(execution)
+            await watch.over
         except asyncio.CancelledError:
             cancelled = True
         finally:
-            execution.on_phase = unheard
+            watch.close()
             if not task.done():
                 await _kill(task, self._deadlines.kill_s)
             del self._running[action.id]
@@ -115,22 +112,7 @@ class LocalExecutor:
                 self._left_behind.add(task)
                 task.add_done_callback(self._left_behind.discard)
         execution.end()
-        return _failure(Reason.CANCELLED, "cancelled", execution) if cancelled else _outcome(task, execution, overrun)
-
-    def _rearm(self, execution: Execution, deadline: asyncio.Timeout) -> None:
-        """Let the deadline be that of the phase that begins, unless it was missed just now."""
-        if not deadline.expired():
-            running = execution.ended_s is None
-            left_s = execution.action.timeout_s - execution.execution_s if running else self._deadlines.finish_s
-            deadline.reschedule(asyncio.get_running_loop().time() + left_s)
-
-    def _missed(self, execution: Execution) -> str:
-        """Return which deadline was missed, as its action is told."""
-        if execution.ended_s is not None:
-            return f"its runtime did not return within {self._deadlines.finish_s:g} s of its end"
-        if execution.began_s is not None:
-            return f"ran longer than timeout, {execution.action.timeout_s:g} s"
-        return f"was not ready to begin within {self._deadlines.prepare_s:g} s"
+        return _failure(Reason.CANCELLED, "cancelled", execution) if cancelled else _outcome(task, execution, watch)
 
     async def resize(self, action: Action, lease: Lease) -> None:
         """Pass the new lease on; a no-op once the action has ended."""
@@ -175,6 +157,58 @@ class LocalExecutor:
                 closers.push_async_callback(runtime.close)
 
 
+class _PhaseWatch:
+    """Waits for the end of an execution, or until one of its phases has lasted too long."""
+
+    __slots__ = ("_deadlines", "_due_s", "_execution", "_loop", "_timer", "missed", "over")
+
+    def __init__(self, execution: Execution, task: asyncio.Task[Result], deadlines: Deadlines) -> None:
+        self._execution = execution
+        self._deadlines = deadlines
+        self._loop = asyncio.get_running_loop()
+        #: Done when the wait is over.
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        #: Which deadline was missed, as its action is told; empty if none was.
+        self.missed = ""
+        self._due_s = self._loop.time() + deadlines.prepare_s
+        self._timer = self._loop.call_at(self._due_s, self._ring)
+        execution.on_phase = self._rearm
+        task.add_done_callback(self._end)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._execution.on_phase = unheard
+        self._timer.cancel()
+
+    def _end(self, task: asyncio.Task[Result]) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def _rearm(self) -> None:
+        """Let the deadline be that of the phase that begins; a timer that is too early looks again."""
+        execution = self._execution
+        running = execution.ended_s is None
+        left_s = execution.action.timeout_s - execution.execution_s if running else self._deadlines.finish_s
+        self._due_s = self._loop.time() + left_s
+        if self._due_s < self._timer.when() and not self.over.done():
+            self._timer.cancel()
+            self._timer = self._loop.call_at(self._due_s, self._ring)
+
+    def _ring(self) -> None:
+        if self._loop.time() < self._due_s:
+            self._timer = self._loop.call_at(self._due_s, self._ring)
+        elif not self.over.done():
+            self.missed = self._story()
+            self.over.set_result(None)
+
+    def _story(self) -> str:
+        if self._execution.ended_s is not None:
+            return f"its runtime did not return within {self._deadlines.finish_s:g} s of its end"
+        if self._execution.began_s is not None:
+            return f"ran longer than timeout, {self._execution.action.timeout_s:g} s"
+        return f"was not ready to begin within {self._deadlines.prepare_s:g} s"
+
+
 async def _kill(task: asyncio.Task[Result], within_s: float) -> None:
     """Cancel work and wait for its end, so long at most; a cancellation meanwhile changes nothing."""
     loop = asyncio.get_running_loop()
@@ -185,11 +219,11 @@ async def _kill(task: asyncio.Task[Result], within_s: float) -> None:
             await asyncio.wait([task], timeout=left_s)
 
 
-def _outcome(task: asyncio.Task[Result], execution: Execution, overrun: str) -> Outcome:
+def _outcome(task: asyncio.Task[Result], execution: Execution, watch: _PhaseWatch) -> Outcome:
     """How it ended, from what the runtime returned or raised; a missed deadline where it did neither."""
     if not task.done() or task.cancelled():
-        if overrun:
-            return _failure(Reason.TIMEOUT, overrun, execution)
+        if watch.missed:
+            return _failure(Reason.TIMEOUT, watch.missed, execution)
         return _failure(Reason.INTERNAL, "its runtime gave up without a reason", execution)
     error = task.exception()
     if error is None:

@@ -568,7 +568,7 @@ class _Pool:
             self._end(instance)
             self._grow(0 if self._retired else self._spec.instances_min)
         self._serve()
-        self._tidy()
+        self._tidy_within(0.0 if self._retired else min(self._settings.rest_s, self._spec.idle_s))
 
     async def warm(self, count: int) -> None:
         """Start ``count`` instances unless they are there or a newer revision serves; raises what a start raises."""
@@ -665,7 +665,18 @@ class _Pool:
                 next_s = min(next_s, limit_s - idle_s)
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if next_s == math.inf else asyncio.get_running_loop().call_later(next_s, self._tidy)
+            self._timer = None
+        if next_s < math.inf:
+            self._tidy_within(next_s)
+
+    def _tidy_within(self, seconds: float) -> None:
+        """Look again by then, unless that is to be done sooner."""
+        loop = asyncio.get_running_loop()
+        at_s = loop.time() + seconds
+        if self._timer is None or self._timer.when() > at_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(at_s, self._tidy)
 
     def _end(self, instance: Instance) -> None:
         if instance in self.instances:
