@@ -117,7 +117,7 @@ def test_nobody_can_tell_whether_the_policy_was_asked(name: str, seed: int) -> N
 
 
 def play(core: Core, seed: int) -> list[Command]:
-    """Return the commands of some hundred steps under a load that comes and goes, of lines of one kind from seed 2 on."""
+    """Return the commands of some hundred steps under a load that comes and goes; from seed 2 on of lines."""
     rng, is_mixed = random.Random(seed), seed < 2
     seconds = (1.5,) if seed < 3 else (1.5, 1.5, 1.5, 9.0)
     said: list[Command] = []
