@@ -44,7 +44,8 @@ class CallStream:
         """Return the answer to a call; None if it has to go over HTTP. Raises ConnectionFailed."""
         if not self._stream.carries():
             return None
-        answer = asyncio.run_coroutine_threadsafe(self._stream.carry(message), self._living())
+        with self._lock:  # before `close`, or not at all
+            answer = asyncio.run_coroutine_threadsafe(self._stream.carry(message), self._living())
         try:
             return answer.result()
         except BaseException:
@@ -61,17 +62,24 @@ class CallStream:
             self._thread.join()
 
     def _living(self) -> asyncio.AbstractEventLoop:
-        """Return the loop of the thread, which is begun if there is none."""
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_run, args=(self._loop,), name="tangram-stream", daemon=True)
-                self._thread.start()
-            return self._loop
+        """Return the loop of the thread, which is begun if there is none. With the lock."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="tangram-stream", daemon=True)
+            self._thread.start()
+        return self._loop
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
+        loop.run_until_complete(_ends())
     finally:
         loop.close()
+
+
+async def _ends() -> None:
+    """Let calls end, for which threads wait: the stream is closed."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+    await asyncio.sleep(0)  # who waits is told a turn later

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,8 @@ import pytest
 from tangram import AsyncClient, Client, ConnectionFailed, NotFoundError, Retries
 from tangram.client import aio_stream
 from tangram.client.aio_stream import AsyncCallStream, AsyncStreamConnection
+from tangram.client.requests import Bearer
+from tangram.client.sync_stream import CallStream
 from tangram.stream import StreamHello, StreamWait
 from tests.gateway.conftest import DEADLINE_S, GatewayBench, RunningGateway, serving, until
 from tests.listening import listening, piped
@@ -137,6 +140,27 @@ async def test_threads_share_the_stream_of_a_synchronous_client(gateway: Running
         assert not any(thread.name == "tangram-stream" and thread.is_alive() for thread in threading.enumerate())
 
     await asyncio.to_thread(run)
+
+
+async def test_who_calls_while_another_thread_closes_the_client_does_not_wait_for_ever() -> None:
+    opened = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened.set()
+        await reader.read(-1)
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    stream = CallStream(address, Bearer(None), ssl.create_default_context(), None)
+    for _ in range(2):
+        stream.enter()
+    async with asyncio.timeout(DEADLINE_S):
+        calls = [asyncio.create_task(asyncio.to_thread(stream.carry, StreamWait(0, "i"))) for _ in range(4)]
+        await opened.wait()
+        await asyncio.to_thread(stream.close)
+        assert await asyncio.gather(*calls) == [None] * 4
+    server.close()
 
 
 @pytest.mark.promise("Where a proxy forbids the stream, calls go over HTTP.")
