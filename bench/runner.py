@@ -181,6 +181,7 @@ class RunnerTrial:
         self.cut = False  # whether this round's gateway goes away before its exchanges are over
         self.files: dict[str, bytes] = {}
         self.servers: list[int] = []
+        self.beginning: list[Path] = []  # where servers say that they have begun, which a freeze may keep them from
         self.ending: list[int] = []  # exchanges that end with their gateway
         self.at_rest = 0  # the runner's descriptors while nothing is under way
         self.unclaimed: dict[str, tuple[Command, bytes]] = {}
@@ -329,8 +330,23 @@ class RunnerTrial:
             return f"{len(left)} of its processes live on"
         return ""
 
+    async def begins(self, place: Path) -> str:
+        """Wait for a server that was left behind; say if it does not begin."""
+        if not await holds(lambda: noted(place) > 0):
+            return "it was killed with another command before it began"
+        self.servers.append(noted(place))
+        return ""
+
     async def settle(self, client: StreamClient) -> None:
-        """Claim what the gateway before has left, with all that it said, and see that nothing else is there."""
+        """Claim what the gateway before has left, with all that it said, and see that nothing else is there.
+
+        What it froze, and did not let go on any more, goes on.
+        """
+        await client.rest(resting=False)
+        for place in self.beginning:
+            if told := await self.begins(place):
+                self.findings.wrong.append(f"server: {told}")
+        self.beginning.clear()
         for number in self.ending:
             if not await holds(lambda number=number: not processes_with(EXCHANGE, f"{self.name}.{number}"), 10.0):  # type: ignore[misc]
                 self.findings.wrong.append("the processes of one whose gateway was cut off live on")
@@ -367,6 +383,12 @@ class RunnerTrial:
                 self.findings.wrong.append(f"parts of files are left: {parts}")
         if complaints := (self.directory / "complaints").read_text("utf-8", "replace"):
             self.findings.wrong.append(f"the runner complained: {complaints[-2000:]}")
+
+
+def noted(place: Path) -> int:
+    """Return the process that a file names; 0 if it does not yet."""
+    text = place.read_text() if place.exists() else ""
+    return int(text) if text.endswith("\n") else 0
 
 
 def ended(
@@ -522,10 +544,10 @@ async def server(world: RunnerTrial, client: StreamClient, number: int, chance: 
         if not world.cut:
             raise
         return ""  # nobody knows whether it had ended
-    if not told and await holds(lambda: place.exists() and place.read_text().endswith("\n"), DEADLINE_S):
-        world.servers.append(int(place.read_text()))
-        return ""
-    return told or "it was killed with another command before it began"
+    if told or not world.cut:
+        return told or await world.begins(place)
+    world.beginning.append(place)
+    return ""
 
 
 async def freeze(world: RunnerTrial, client: StreamClient, number: int, chance: random.Random) -> str:

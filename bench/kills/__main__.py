@@ -1,7 +1,7 @@
-"""Random kills of a gateway under load of all kinds, and then a check for each promise that can be seen from outside.
+"""Random kills of a gateway, its nodes and a runner under load of all kinds, and then a check for each promise.
 
-``python -m bench.kills [--provider process|container] [--kills 15] [--seed 1] [--json]``: the gateway has a directory,
-ports, an upstream and (for containers) an engine of its own. It ends within ten minutes.
+``python -m bench.kills [--provider process|container] [--kills 15] [--nodes 2] [--seed 1] [--json]``: the gateway has
+a directory, ports, an upstream and (for containers) an engine of its own; daemons of nodes stand beside it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import httpx
 from bench.inputs import OWN_PATH
 from bench.kills.callers import Callers
 from bench.kills.census import Census
-from bench.kills.gateway import KilledGateway, at_rest, balanced
+from bench.kills.gateway import KilledGateway, KilledNode, at_rest, balanced
 from bench.kills.history import KillHistory
-from bench.kills.judge import CERTAIN, CHECKS, LIMIT, PERIOD_S, TRAVEL_S, Promise, spans_s
+from bench.kills.judge import CERTAIN, CHECKS, FRAIL, KINDS, LIMIT, PERIOD_S, TRAVEL_S, Promise, spans_s
 from bench.kills.outside import outside
 from bench.private_docker import private_docker
 from bench.report import BenchReport, parser, play
@@ -36,7 +36,11 @@ from bench.serving import IMAGE
 BETWEEN_S, DOWN_S = (0.3, 4.0), (0.0, 0.5)
 #: The share of the ends that come with notice.
 NOTICE = 0.3
-REST_S, TOTAL_S, QUICK_S, AUDIT_S = 60.0, 570.0, 180.0, 0.25
+REST_S, AUDIT_S = 60.0, 0.25
+#: Seconds that a run may take, and those that it may take more for each kill.
+TOTAL_S, QUICK_S, KILL_S = 420.0, 180.0, 15.0
+#: What falls, drawn for each kill; the first is that of two at once.
+VICTIMS = (("gateway", "node"), ("gateway",), ("gateway",), ("node",), ("runner",), ("gateway", "runner"))
 
 #: A template, as `bench.kills.gateway.KilledGateway` fills it in; what is in capitals is filled in here.
 CONFIG = """
@@ -48,11 +52,12 @@ server:
   drain_grace: 500ms
   callbacks: {{allow: ["127.0.0.0/8"]}}
 sandbox: {{provider: {provider}, image: "{image}", memory: 256MiSANDBOX_PATH}}
-node: {{devices: {{kind: cpu, count: 2, memory: 64Mi}}}}
+cluster: {{listen: "{listen}", beat: 300ms}}
+node: {{labels: {{pool: here}}, devices: {{kind: cpu, count: 2, memory: 64Mi}}}}
 resources: {{search: {{kind: quota, limit: LIMIT, period: PERIODs}}}}
 functions:
-  shell: {{runtime: exec, cost: {{cpu: 1}}, timeout: 20s, queue_timeout: 120s}}
-  suite: {{runtime: pytest, cost: {{cpu: 1}}, timeout: 30s, queue_timeout: 120s}}
+  shell: {{runtime: exec, cost: {{cpu: 1}}, timeout: 150s, queue_timeout: 120s, nodes: {{pool: here}}}}
+  suite: {{runtime: pytest, cost: {{cpu: 1}}, timeout: 30s, queue_timeout: 120s, nodes: {{pool: here}}}}
   echo: {{runtime: handler, handler: "handler:echo", cost: {{cpu: 1}}, scale: {{min: 1, max: 1}}}}
   once:
     runtime: api
@@ -72,6 +77,9 @@ functions:
     timeout: 20s
     queue_timeout: 120s
 """
+ON_NODE = """
+  shell_NODE: {{runtime: exec, cost: {{cpu: 1}}, timeout: 150s, queue_timeout: 120s, nodes: {{pool: NODE}}}}
+"""
 HANDLER = """
 import time
 
@@ -88,17 +96,19 @@ class KillWorld:
     """The gateway, those who call it, what they saw, and who counts what is left."""
 
     gateway: KilledGateway
+    nodes: Sequence[KilledNode]
     callers: Callers
     history: KillHistory
     census: Census
 
 
 @asynccontextmanager
-async def kill_world(provider: str, random_: random.Random) -> AsyncIterator[KillWorld]:
+async def kill_world(provider: str, nodes: Sequence[str], random_: random.Random) -> AsyncIterator[KillWorld]:
     """Everything in a directory of its own, which is removed in the end."""
     history = KillHistory()
     path = f', path: "{OWN_PATH}"' if provider == "process" else ""  # where there is a pytest
     template = CONFIG.replace("SANDBOX_PATH", path).replace("LIMIT", str(LIMIT)).replace("PERIOD", f"{PERIOD_S:g}")
+    template += "".join(ON_NODE.replace("NODE", name) for name in nodes)
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tangram-kills-")))
         docker = stack.enter_context(private_docker(IMAGE)) if provider == "container" else None
@@ -114,28 +124,46 @@ async def kill_world(provider: str, random_: random.Random) -> AsyncIterator[Kil
             handler=HANDLER,
         )
         stack.push_async_callback(gateway.close)
-        callers = Callers(gateway.url, f"http://127.0.0.1:{upstream}/told", history, random_)
+        daemons = [KilledNode(directory, gateway, name, provider=provider) for name in nodes]
+        for daemon in daemons:
+            stack.push_async_callback(daemon.close)
+        callers = Callers(gateway.url, f"http://127.0.0.1:{upstream}/told", history, random_, nodes)
         stack.push_async_callback(callers.close)
-        yield KillWorld(gateway=gateway, callers=callers, history=history, census=census)
+        yield KillWorld(gateway=gateway, nodes=daemons, callers=callers, history=history, census=census)
 
 
 async def kill(report: BenchReport, world: KillWorld, count: int, random_: random.Random) -> Counter[str]:
-    """End the gateway so often, at random, with and without notice, and start it again each time."""
+    """End what is drawn so often, with and without notice, and start it again each time."""
     done: Counter[str] = Counter()
     for number in range(count):
         await asyncio.sleep(random_.uniform(*BETWEEN_S))
-        how = signal.SIGTERM if random_.random() < NOTICE else signal.SIGKILL
         await asyncio.to_thread(world.census.look)
-        status = await world.gateway.end(how)
-        if how is signal.SIGTERM:
-            world.history.exits.append(status)
-        done[how.name] += 1
-        await asyncio.sleep(random_.uniform(*DOWN_S))
-        await world.gateway.start()
+        victims = set(VICTIMS[0] if number == 0 else random_.choice(VICTIMS))
+        if not world.nodes:
+            victims = {each if each == "runner" else "gateway" for each in victims}
+        done.update(await asyncio.gather(*[end_and_start(world, each, random_) for each in sorted(victims)]))
         report.progress(f"{number + 1} of {count}, {len(world.history.calls)} calls")
+    await asyncio.gather(*[node.ready() for node in world.nodes])
     await asyncio.sleep(BETWEEN_S[1])
     world.callers.stop()
     return done
+
+
+async def end_and_start(world: KillWorld, victim: str, random_: random.Random) -> str:
+    """End one of a kind, and start it again, unless it is a runner; return what was ended how."""
+    if victim == "runner":
+        await asyncio.to_thread(world.census.kill_sandbox, FRAIL)
+        return "runner SIGKILL"
+    server: KilledGateway | KilledNode = random_.choice(world.nodes) if victim == "node" else world.gateway
+    notice = signal.SIGTERM if server is world.gateway else signal.SIGHUP
+    how = notice if random_.random() < NOTICE else signal.SIGKILL
+    down_s = random_.uniform(*DOWN_S)
+    status = await server.end(how)
+    if how is notice:
+        world.history.exits.append(status)
+    await asyncio.sleep(down_s)
+    await server.start()
+    return f"{victim} {how.name}"
 
 
 async def rest(world: KillWorld) -> None:
@@ -159,13 +187,15 @@ async def audit(world: KillWorld) -> None:
         await asyncio.sleep(AUDIT_S)
 
 
-async def kills(report: BenchReport, *, provider: str, count: int, seed: int, within_s: float) -> None:
+async def kills(report: BenchReport, *, provider: str, nodes: int, count: int, seed: int, within_s: float) -> None:
     """Kill, let all come to rest, and judge; cut before that, judge what cannot be made good any more."""
     random_ = random.Random(seed)
-    async with asyncio.timeout(within_s), kill_world(provider, random_) as world:
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    async with asyncio.timeout(within_s), kill_world(provider, names, random_) as world:
         history = world.history
         empty = await asyncio.to_thread(world.census.take, None)
         await world.gateway.start()
+        await asyncio.gather(*[node.join() for node in world.nodes])
         auditing = asyncio.create_task(audit(world))
         try:
             async with asyncio.TaskGroup() as group:
@@ -179,6 +209,7 @@ async def kills(report: BenchReport, *, provider: str, count: int, seed: int, wi
             await asyncio.gather(auditing, return_exceptions=True)
         await world.callers.collect()
         await rest(world)
+        history.exits += [await node.end(signal.SIGINT) for node in world.nodes]
         history.exits.append(await world.gateway.end(signal.SIGINT))
         held = await world.census.ended(empty)
         history.left = {name: held[name] - empty[name] for name in held}
@@ -190,7 +221,7 @@ async def kills(report: BenchReport, *, provider: str, count: int, seed: int, wi
 def tell(report: BenchReport, world: KillWorld, ends: Counter[str], checks: Mapping[str, Promise]) -> None:
     """What was asked and how it ended, and a check for each promise."""
     history = world.history
-    report.figure("ends_of_the_gateway", dict(ends))
+    report.figure("ends", dict(ends))
     states = Counter((call.function, str(call.last["state"]) if call.last else "none") for call in history.calls)
     functions = sorted({function for function, _ in states})
     report.figure(
@@ -200,10 +231,13 @@ def tell(report: BenchReport, world: KillWorld, ends: Counter[str], checks: Mapp
     report.figure("callbacks", sum(map(len, history.callbacks.values())))
     report.figure("sent_again", world.callers.repeated)
     report.figure("quota_shortest_span_s", round(min(spans_s(history), default=0.0), 3))
-    for name, check in checks.items():
-        found = check(history)
-        report.check(name, len(found), limit=0, better="lower")
-        for line in found[:5]:
+    found = {name: check(history) for name, check in checks.items()}
+    if checks is CHECKS:
+        for kind, parts in KINDS.items():
+            report.check(kind, sum(len(found[part.__name__]) for part in parts), limit=0, better="lower")
+    for name, broken in found.items():
+        report.check(name, len(broken), limit=0, better="lower")
+        for line in broken[:5]:
             report.note(f"{name}: {line}")
     report.note(
         f"quota_exceeded_windows: {LIMIT} in {PERIOD_S:g} s as the upstream sees them; "
@@ -215,12 +249,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser("kills", parts=True)
     options.add_argument("--provider", choices=("process", "container"), default="process")
     options.add_argument("--kills", type=int, default=15)
+    options.add_argument("--nodes", type=int, default=2, help="daemons of nodes beside the gateway")
     options.add_argument("--seed", type=int, default=1)
     chosen = options.parse_args(argv)
     report = BenchReport("kills")
-    count = min(3, chosen.kills) if chosen.quick else chosen.kills
-    within_s = QUICK_S if chosen.quick else TOTAL_S
-    part = partial(kills, report, provider=chosen.provider, count=count, seed=chosen.seed, within_s=within_s)
+    count, nodes = (min(3, chosen.kills), min(1, chosen.nodes)) if chosen.quick else (chosen.kills, chosen.nodes)
+    within_s = QUICK_S if chosen.quick else TOTAL_S + KILL_S * count
+    part = partial(
+        kills, report, provider=chosen.provider, nodes=nodes, count=count, seed=chosen.seed, within_s=within_s
+    )
     return play(report, chosen, {"kills": part})
 
 

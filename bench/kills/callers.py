@@ -8,11 +8,13 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
 
 from bench.kills.history import KilledCall, KillHistory, Line, Record
+from bench.kills.judge import FRAIL, OVER
 from tangram.client.aio_stream import AsyncCallStream
 from tangram.client.requests import Bearer, trust_of
 from tangram.errors import ConnectionFailed
@@ -24,10 +26,14 @@ HUNG_S = 120.0
 RETRY_S, PAUSE_S = 0.1, 0.15
 TRAJECTORIES, METERED, BATCH, AT_ONCE = 3, 4, 5, 16
 SUITE = "def test_passes(): pass\ndef test_fails(): assert False\n"
+#: Each notes that it begins and that it ends.
 COMMAND = (
     "mkdir -p suite; printf '{suite}' > suite/test_it.py; echo {name} >> ran; "
-    "for i in 1 2 3; do echo {name} $i; sleep 0.1; done"
+    "for i in 1 2 3; do echo {name} $i; sleep 0.1; done; echo {name}" + OVER + " >> ran"
 )
+#: One that is cut before its end.
+LONG = "echo {name} >> ran; sleep 100; echo {name}" + OVER + " >> ran"
+DEADLINE, CUT, CANCELLED_AFTER_S = "1s", 0.4, 1.5
 
 
 class SometimesStreamed(httpx.AsyncHTTPTransport):
@@ -70,8 +76,11 @@ class SometimesStreamed(httpx.AsyncHTTPTransport):
 class Callers:
     """All who call a gateway while it is killed, until they are told to stop."""
 
-    def __init__(self, url: str, told: str, history: KillHistory, random_: random.Random) -> None:
-        """``told`` is where callbacks go."""
+    def __init__(
+        self, url: str, told: str, history: KillHistory, random_: random.Random, nodes: Sequence[str] = ()
+    ) -> None:
+        """``told`` is where callbacks go; on each of ``nodes`` is a trajectory."""
+        self._nodes = nodes
         self._history, self._random, self._told = history, random_, told
         transport = SometimesStreamed(url, random_)
         self._http = httpx.AsyncClient(base_url=url, auth=Bearer(None), timeout=HUNG_S, transport=transport)
@@ -94,8 +103,10 @@ class Callers:
         async with asyncio.TaskGroup() as group:
             for act in everybody:
                 group.create_task(self._again_and_again(act))
-            for number in range(TRAJECTORIES):
-                group.create_task(self._again_and_again(lambda number=number: self._trajectory(f"kills-{number}")))  # type: ignore[misc]
+            placed = {f"kills-{number}": "shell" for number in range(TRAJECTORIES)} | {FRAIL: "shell"}
+            placed |= {f"kills-{node}": f"shell_{node}" for node in self._nodes}
+            for name, function in placed.items():
+                group.create_task(self._again_and_again(partial(self._trajectory, name, function)))
 
     def stop(self) -> None:
         self._stopped.set()
@@ -112,7 +123,7 @@ class Callers:
                 for each in sorted(call.ids)[:1]:
                     answer = await self._http.get(f"/v1/invocations/{each}", params={"wait": "60s"})
                     call.last = answer.json() if answer.status_code == 200 else None
-                    if call.last is not None and call.function in ("shell", "echo", "suite"):
+                    if call.last is not None and call.function not in ("once", "again", "metered"):
                         call.logs += [await self._log(each), await self._log(each)]
 
         await asyncio.gather(*map(read, self._history.calls))
@@ -190,17 +201,40 @@ class Callers:
                 return
             await asyncio.sleep(RETRY_S)
 
-    async def _trajectory(self, name: str) -> None:
-        """Two commands in a row, the first one's log followed, and a reward now and then."""
-        first, second = (self._new("shell", trajectory=name) for _ in range(2))
-        for call in (first, second):
-            await self._submit(call, {"command": COMMAND.format(name=call.name, suite=SUITE.replace("\n", "\\n"))})
-        await self._follow(first)
-        ends = [await self._wait(call) for call in (first, second)]
-        if self._random.random() < 0.4 and all(end is not None and end["state"] == "succeeded" for end in ends):
+    async def _trajectory(self, name: str, function: str) -> None:
+        """Commands in a row, the first one's log followed; now and then one in between is cut, and then a reward."""
+        cuts = ["", self._random.choice(("cancelled", "timed_out")), ""] if self._random.random() < CUT else ["", ""]
+        row = [self._new(function, trajectory=name, cut=cut) for cut in cuts]
+        for call in row:
+            command = (LONG if call.cut else COMMAND).format(name=call.name, suite=SUITE.replace("\n", "\\n"))
+            deadline = {"X-Timeout": DEADLINE} if call.cut == "timed_out" else {}
+            await self._submit(call, {"command": command}, deadline)
+        await self._follow(row[0])
+        for call in row:
+            if call.cut == "cancelled":
+                await asyncio.sleep(self._random.uniform(0, CANCELLED_AFTER_S))
+                await self._cancel(call)
+        ends = [await self._wait(call) for call in row]
+        whole = all(
+            end is not None and end["state"] == (call.cut or "succeeded") for call, end in zip(row, ends, strict=True)
+        )
+        if function == "shell" and whole and self._random.random() < 0.4:
             suite = self._new("suite", trajectory=None, calls_back=True)
             await self._submit(suite, {"cwd": "suite"}, headers={"X-Trajectory-Id": name})
             await self._wait(suite)
+
+    async def _cancel(self, call: KilledCall) -> None:
+        """Ask for its end until it has ended: a request that was answered with 202 dies with its gateway."""
+        left = time.monotonic() + HUNG_S
+        while time.monotonic() < left:
+            for each in call.ids:
+                answer = await self._insist("POST", f"/v1/invocations/{each}/cancel")
+                if answer is None or answer.status_code in (200, 409):
+                    return
+                if answer.status_code != 202:
+                    self._history.refused.append(f"{call.name}, cancelled: {answer.status_code} {answer.text[:300]!r}")
+                    return
+            await asyncio.sleep(RETRY_S)
 
     # How they ask
 

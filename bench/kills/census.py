@@ -6,13 +6,16 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from bench.private_docker import PrivateDocker
+from runtimes.sandbox.environments import TRAJECTORY
 from runtimes.sandbox.sandbox import descendants
+from runtimes.sandbox.spec import SandboxRecord
 
 #: What tells the processes of one run from all others: the environment's variable that names its directory.
 MARKER = "TANGRAM_KILLS"
@@ -45,7 +48,7 @@ class Census:
             "cgroups": len(list(self._cgroups())),
             "sockets": sum(place.is_socket() for place in self._directory.rglob("*")) + self._bound(),
             "sandbox_directories": len(list(self._sandboxes())),
-            "temporary_files": len([*temporary.iterdir(), *self._directory.glob("state/models/groups-*")]),
+            "temporary_files": len([*temporary.iterdir(), *self._directory.glob("state*/models/groups-*")]),
         }
         if engine is not None:
             mounts = engine.mounts()
@@ -77,6 +80,22 @@ class Census:
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
                     said.append(f"{pid} of {parent}, {state}: {command[:200]}")
         return said
+
+    def kill_sandbox(self, trajectory: str) -> bool:
+        """Kill the runner of a trajectory, with all that is in its sandbox; False if it has none now."""
+        for place in self._sandboxes():
+            record = SandboxRecord.read(place)
+            if record is None or not record.ready or record.labels.get(TRAJECTORY) != trajectory:
+                continue
+            if self._docker is not None:
+                with suppress(subprocess.CalledProcessError):  # it has ended meanwhile
+                    self._docker.docker("kill", record.name)
+                return True
+            if record.runs():
+                with suppress(ProcessLookupError):
+                    os.kill(record.pid, signal.SIGKILL)
+                return True
+        return False
 
     def sweep(self) -> None:
         """End the processes that are left, so that a bench that found some leaves none itself."""
@@ -112,7 +131,7 @@ class Census:
         return sum(f"{self._directory}/" in line for line in lines)
 
     def _sandboxes(self) -> Iterator[Path]:
-        return self._directory.glob("state/sandboxes/sandboxes/*")
+        return self._directory.glob("state*/sandboxes/sandboxes/*")
 
 
 def _table() -> list[tuple[int, int, str]]:

@@ -1,17 +1,25 @@
-"""The gateway that is killed and started again on the same state and the same port, and what its metrics say."""
+"""What is killed and started again on the same state and the same port: a gateway, and daemons of nodes beside it."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
+import yaml
 
 from bench.kills.census import MARKER
-from bench.serving import GATEWAY, IMAGE, ServerProcess, free_port
+from bench.serving import GATEWAY, IMAGE, ROOT, STOP_S, ServerProcess, free_port
 from tangram.client.requests import Bearer
+
+#: Seconds within which a node joins, on however busy a machine.
+JOIN_S = 120.0
 
 
 class KilledGateway(ServerProcess):
@@ -27,12 +35,14 @@ class KilledGateway(ServerProcess):
         config: str,
         handler: str,
     ) -> None:
-        """``config`` is a template with directory, port, provider, image and upstream, ``handler`` its module."""
+        """``config`` is a template with directory, port, listen, provider, image, upstream; ``handler`` its module."""
         directory.chmod(0o755)  # the sandbox's user reads the handler in it
         (directory / "tmp").mkdir()
         (directory / "handler.py").write_text(handler)
-        port = free_port()
-        text = config.format(directory=directory, port=port, provider=provider, image=IMAGE, upstream=upstream)
+        port, self.listen = free_port(), f"127.0.0.1:{free_port()}"
+        text = config.format(
+            directory=directory, port=port, listen=self.listen, provider=provider, image=IMAGE, upstream=upstream
+        )
         (directory / "tangram.yaml").write_text(text)
         own = {"TMPDIR": str(directory / "tmp"), MARKER: directory.name}
         super().__init__(
@@ -41,6 +51,7 @@ class KilledGateway(ServerProcess):
             environment={**environment, **own},
             log=directory / "gateway.log",
         )
+        self.environment = {**environment, **own}
         self.url = f"http://127.0.0.1:{port}"
         self._http = httpx.AsyncClient(base_url=self.url, auth=Bearer(None), timeout=10.0, trust_env=False)
 
@@ -48,6 +59,19 @@ class KilledGateway(ServerProcess):
         await self._http.aclose()
         if self._process is not None and self._process.returncode is None:
             await self.end(signal.SIGKILL)
+
+    async def ticket(self, node: str) -> dict[str, str]:
+        """What lets a node join: ticket and fingerprint."""
+        answer = (await self._http.post("/v1/node-tickets", json={"name": node})).raise_for_status()
+        return dict(answer.json())
+
+    async def has_ready(self, node: str) -> bool:
+        """Whether a node has joined and can be given work."""
+        try:
+            nodes = (await self._http.get("/v1/nodes")).json()["nodes"]
+        except (httpx.TransportError, ValueError, KeyError):
+            return False
+        return any(each["node"] == node and each["state"] == "ready" for each in nodes)
 
     async def metrics(self) -> dict[str, float]:
         """Sums by name, units as ``free`` and ``total``; raises httpx.TransportError while it is down."""
@@ -60,6 +84,65 @@ class KilledGateway(ServerProcess):
             if not line.startswith("#"):
                 found[name] += float(value)
         return dict(found)
+
+
+class KilledNode:
+    """`tangram node join` with a state directory of its own, on the gateway's machine."""
+
+    def __init__(self, directory: Path, gateway: KilledGateway, name: str, *, provider: str) -> None:
+        self.name = name
+        self._gateway = gateway
+        self._log = directory / f"{name}.log"
+        config = directory / f"{name}.yaml"
+        sandbox = {"provider": provider, "image": IMAGE, "memory": "256Mi"}
+        config.write_text(yaml.safe_dump({"sandbox": sandbox, "node": {"memory": "1Gi"}}))
+        self._options = {
+            "--gateway": gateway.listen,
+            "--name": name,
+            "--state-dir": str(directory / f"state-{name}"),
+            "--config": str(config),
+            "--labels": f"pool={name}",
+            "--devices": "none",
+            "--cores": "0",
+            "--log-level": "warning",
+        }
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def join(self) -> None:
+        """Start it for the first time, and return once the gateway may give it work."""
+        told = await self._gateway.ticket(self.name)
+        self._options["--fingerprint"] = told["fingerprint"]
+        self._options["--ticket"] = told["ticket"]
+        await self.start()
+        del self._options["--ticket"]  # from now on it has a key
+        await self.ready()
+
+    async def ready(self) -> None:
+        """Return once the gateway may give it work; raises TimeoutError."""
+        deadline_s = time.monotonic() + JOIN_S
+        while not await self._gateway.has_ready(self.name):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{self.name} has not joined: {self._log.read_text()[-2000:]}")
+            await asyncio.sleep(0.1)
+
+    async def start(self) -> None:
+        words = [word for pair in self._options.items() for word in pair]
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "gateway", "node", "join", *words, stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, **self._gateway.environment, "PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
+
+    async def end(self, number: signal.Signals) -> int:
+        """Send a signal that ends it, and return the exit status; raises TimeoutError."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+        return await asyncio.wait_for(self._process.wait(), STOP_S)
+
+    async def close(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            await self.end(signal.SIGKILL)
 
 
 def balanced(metrics: Mapping[str, float]) -> bool:

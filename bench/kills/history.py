@@ -26,6 +26,8 @@ class KilledCall:
     #: It was accepted with a promise to outlive its gateway: asynchronous or keyed.
     durable: bool = False
     trajectory: str | None = None
+    #: How it is to end, though its command goes on for longer: ``cancelled`` or ``timed_out``; empty for by itself.
+    cut: str = ""
     #: A callback was asked for.
     calls_back: bool = False
     #: Every id under which it was accepted.

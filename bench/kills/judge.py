@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from itertools import pairwise
 
 from bench.kills.history import KilledCall, KillHistory, Record
 
@@ -17,11 +18,25 @@ TRAVEL_S = 0.5
 #: Times are told in milliseconds, and taken one after the other.
 SUM_MS, WALL_MS = 1.0, 100.0
 REWARD = 0.5
+#: What a command of a trajectory notes at its end, behind its name; and the trajectory whose sandbox is killed.
+OVER, FRAIL = "-over", "frail"
+
+
+LOSSES = ("environment_lost", "node_lost", "gateway_restart")
 
 
 def accepted_lost(history: KillHistory) -> list[str]:
     """What was accepted durably has a record, and comes to an end."""
     return [each.name for each in history.calls if each.durable and each.ids and not _ended(each.last)]
+
+
+def lost_for_nothing(history: KillHistory) -> list[str]:
+    """What outlives its gateway and its node's daemon in a sandbox is not lost with them."""
+    return [
+        f"{each.name}: {each.last['reason']} {each.last['message']}"
+        for each in history.calls
+        if each.trajectory not in (None, FRAIL) and each.last and _lost(each)
+    ]
 
 
 def run_twice_non_idempotent(history: KillHistory) -> list[str]:
@@ -31,7 +46,11 @@ def run_twice_non_idempotent(history: KillHistory) -> list[str]:
 
 def done_not_told(history: KillHistory) -> list[str]:
     """What is told as succeeded was done."""
-    counted = [each for each in history.calls if each.function in ("once", "again", "metered") or each.trajectory]
+    counted = [
+        each
+        for each in history.calls
+        if each.function in ("once", "again", "metered") or each.trajectory not in (None, FRAIL)
+    ]
     return [each.name for each in counted if _state(each) == "succeeded" and not history.done[each.name]]
 
 
@@ -90,10 +109,15 @@ def trajectory_out_of_order(history: KillHistory) -> list[str]:
     """A trajectory's actions run in the order in which they were accepted, and its files survive."""
     found = []
     for name, seen in history.files.items():
-        asked = [each for each in history.calls if each.trajectory == name and each.function == "shell"]
+        asked = [each for each in history.calls if each.trajectory == name]
         if seen is None:
-            found.append(f"{name}: its sandbox is gone")
+            found += [] if name == FRAIL else [f"{name}: its sandbox is gone"]
             continue
+        found += [
+            f"{name}: {line} after {before}"
+            for before, line in pairwise(["", *seen])
+            if line.endswith(OVER) and line != before + OVER
+        ]
         order = {each.name: place for place, each in enumerate(asked)}
         places = [order[line] for line in seen if line in order]
         if places != sorted(places):
@@ -136,30 +160,39 @@ def leftovers(history: KillHistory) -> list[str]:
     return [f"{name}: {count} more" for name, count in history.left.items() if count > 0]
 
 
+def ended_otherwise(history: KillHistory) -> list[str]:
+    """What is cancelled, or has no more time, ends as that, and its command does so too."""
+    cut = [each for each in history.calls if each.cut and _ended(each.last)]
+    over = {line for seen in history.files.values() for line in seen or ()}
+    wrong = [each for each in cut if _state(each) != each.cut and not (each.trajectory == FRAIL and _lost(each))]
+    return [
+        *(f"{each.name}: {_state(each)}, {each.cut} was asked for" for each in wrong),
+        *(f"{each.name}: {_state(each)}, and went on" for each in cut if each.name + OVER in over),
+    ]
+
+
 Promise = Callable[[KillHistory], list[str]]
-#: The checks by the names under which they are reported; these stay.
-CHECKS: Mapping[str, Promise] = {
-    check.__name__: check
-    for check in (
-        accepted_lost,
-        run_twice_non_idempotent,
+#: What each kind of broken promise is counted from.
+KINDS: Mapping[str, tuple[Promise, ...]] = {
+    "lost": (accepted_lost, lost_for_nothing, callback_untold),
+    "doubled": (run_twice_non_idempotent, keyed_run_twice, quota_exceeded_windows),
+    "order_broken": (trajectory_out_of_order,),
+    "told_wrong": (
         done_not_told,
         ended_twice,
-        keyed_run_twice,
+        ended_otherwise,
         callback_told_twice_differently,
-        callback_untold,
         logs_differ,
         times_do_not_sum,
-        quota_exceeded_windows,
-        trajectory_out_of_order,
         reward_wrong,
         untyped_ends,
         refused_wrongly,
         unbalanced,
-        bad_exits,
-        leftovers,
-    )
+    ),
+    "left_behind": (bad_exits, leftovers),
 }
+#: The checks by the names under which they are reported; these stay.
+CHECKS: Mapping[str, Promise] = {check.__name__: check for kind in KINDS.values() for check in kind}
 #: Those that a run can only break, and not yet keep: they are also told of one that was cut.
 CERTAIN: Mapping[str, Promise] = {
     check.__name__: check
@@ -169,6 +202,10 @@ CERTAIN: Mapping[str, Promise] = {
 
 def _ended(record: Record | None) -> bool:
     return record is not None and record["ended_at"] is not None
+
+
+def _lost(call: KilledCall) -> bool:
+    return call.last is not None and call.last["reason"] in LOSSES
 
 
 def _state(call: KilledCall) -> str:
@@ -197,7 +234,7 @@ def _log(call: KilledCall) -> str:
                 return f"at {offset} {seen[offset]} and {(stream, data)}"
     if len(call.logs) > 1 and len(call.logs[-1]) != len(call.logs[-2]) and call.logs[-1][:1] == call.logs[-2][:1]:
         return f"{len(call.logs[-2])} and {len(call.logs[-1])} records"
-    if _state(call) == "succeeded" and call.last and call.last["attempt"] == 1 and call.function == "shell":
+    if _state(call) == "succeeded" and call.last and call.last["attempt"] == 1 and call.trajectory:
         said = "".join(data for _, (stream, data) in sorted(seen.items()) if stream == "stdout")
         if said != call.last["result"]["stdout"]:
             return f"log {said!r}, result {call.last['result']['stdout']!r}"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.kills.history import KilledCall, KillHistory
-from bench.kills.judge import CHECKS, LIMIT, PERIOD_S
+from bench.kills.judge import CHECKS, FRAIL, KINDS, LIMIT, OVER, PERIOD_S
 
 
 def record(number: int = 1, **changes: Any) -> dict[str, Any]:
@@ -51,7 +51,10 @@ def history() -> KillHistory:
     made.calls[1].logs = [reading[:1], reading, reading]
     made.done.update({"c0": 1, "c1": 1, "c2": 1})
     made.callbacks["i0"] += [record(0), record(0)]
-    made.files["t"] = ["c1", "c2"]
+    made.calls.append(call(4, "shell", trajectory="t", cut="cancelled"))
+    made.calls[4].last = record(4, state="cancelled", reason="cancelled")
+    made.calls[4].told = [made.calls[4].last]
+    made.files["t"] = ["c1", "c1" + OVER, "c2", "c2" + OVER, "c4"]
     made.arrivals = [PERIOD_S * number for number in range(2 * LIMIT)]
     made.exits = [0]
     made.left = {"processes": 0}
@@ -111,7 +114,11 @@ BAD: list[tuple[str, Callable[[KillHistory], object]]] = [
     ("times_do_not_sum", last(3, queue_ms=0.0, execution_ms=500.0, act_ms=700.0)),
     ("times_do_not_sum", last(3, ended_at="2026-01-01T00:00:09.000Z")),
     ("quota_exceeded_windows", lambda made: made.arrivals.extend([0.1] * LIMIT)),
+    ("lost_for_nothing", last(2, state="lost", reason="node_lost", result=None)),
+    ("ended_otherwise", last(4, state="failed", reason="timeout")),
+    ("ended_otherwise", lambda made: made.files.update(t=["c4", "c4" + OVER])),
     ("trajectory_out_of_order", lambda made: made.files.update(t=["c2", "c1"])),
+    ("trajectory_out_of_order", lambda made: made.files.update(t=["c1", "c2", "c1" + OVER])),
     ("trajectory_out_of_order", lambda made: made.files.update(t=None)),
     ("reward_wrong", last(3, result={"reward": 0.0})),
     ("untyped_ends", last(3, state="failed", reason="internal")),
@@ -140,6 +147,16 @@ def test_a_bad_history_breaks_its_promise_and_no_other(name: str, spoil: Callabl
 
 def test_every_check_is_seen_to_fail() -> None:
     assert {name for name, _ in BAD} == set(CHECKS)
+    assert sum(map(len, KINDS.values())) == len(CHECKS)
+
+
+def test_a_trajectory_whose_runner_is_killed_may_lose_its_sandbox() -> None:
+    made = history()
+    made.calls.append(call(5, "shell", trajectory=FRAIL))
+    made.calls[5].told = []
+    made.calls[5].last = record(5, state="lost", reason="environment_lost")
+    made.files[FRAIL] = None
+    assert broken(made) == set()
 
 
 def test_what_may_be_repeated_may_be_done_twice_and_what_was_cut_off_keeps_no_promise() -> None:

@@ -51,7 +51,7 @@ RUNS: dict[tuple[str, ...], set[str]] = {
     ("sandbox", "--only", "one_command"): {"docker_exec_over_action_p50", "docker_exec_over_runner_p50"},
     ("cancels",): {"left_behind", "lost_answers"},
     ("runner",): {"wrong_answers", "runner_deaths", "descriptors_left", "processes_left"},
-    ("kills", "--kills", "1"): {"accepted_lost", "reward_wrong", "leftovers"},
+    ("kills", "--kills", "1"): {"lost", "doubled", "order_broken", "told_wrong", "left_behind"},
 }
 #: Checks that hold however busy the machine is.
 STEADY = {"figures_played", "left_behind", "lost_answers"}
