@@ -99,9 +99,7 @@ class Stage:
                     sandbox = await self.environments.ensure(action.trajectory, spec, task=action.task)
             except CodedError as error:
                 raise unmade(error) from error
-            if action.trajectory is not None:
-                stack.push_async_callback(_rest, sandbox, Background.FREEZE if spec is None else spec.background)
-            await stack.enter_async_context(self._occupied(action, sandbox, execution.lease))
+            await stack.enter_async_context(self._occupied(execution, sandbox, rests=action.trajectory is not None))
             yield sandbox
 
     @asynccontextmanager
@@ -118,45 +116,45 @@ class Stage:
                 sandbox = await stack.enter_async_context(self.environments.ephemeral(spec, claims))
             except CodedError as error:
                 raise unmade(error) from error
-            await stack.enter_async_context(self._occupied(action, sandbox, execution.lease))
+            await stack.enter_async_context(self._occupied(execution, sandbox, rests=False))
             yield sandbox
 
     @asynccontextmanager
     async def visit(self, sandbox: Sandbox, execution: Execution) -> AsyncIterator[None]:
         """Let a trajectory's sandbox run for a moment, beside the one in which its action is executed."""
-        spec = execution.call.function.sandbox
-        try:
-            if execution.lease.cores:
-                await sandbox.set_cores(execution.lease.cores)
-            await sandbox.thaw()
+        async with _occupied(execution, sandbox, rests=True):
             yield
-        finally:
-            await _rest(sandbox, Background.FREEZE if spec is None else spec.background)
 
     async def resize(self, action: Action, lease: Lease) -> None:
         """Give a running action other cores; do nothing if it has ended."""
         sandbox = self._busy.get(action.id)
         if sandbox is not None and sandbox.alive and lease.cores:
-            await sandbox.set_cores(lease.cores)
+            await sandbox.occupy(action.id, lease.cores)
 
     @asynccontextmanager
-    async def _occupied(self, action: Action, sandbox: Sandbox, lease: Lease) -> AsyncIterator[None]:
-        self._busy[action.id] = sandbox
+    async def _occupied(self, execution: Execution, sandbox: Sandbox, *, rests: bool) -> AsyncIterator[None]:
+        id = execution.action.id
+        self._busy[id] = sandbox
         try:
-            if cores := lease.cores:
-                await sandbox.set_cores(cores)
-            await sandbox.thaw()
-            yield
+            async with _occupied(execution, sandbox, rests=rests):
+                yield
         finally:
-            del self._busy[action.id]
+            del self._busy[id]
 
 
-async def _rest(sandbox: Sandbox, background: Background) -> None:
-    """Let the sandbox rest. A failure here is not the end of the action before: what it has done is done."""
+@asynccontextmanager
+async def _occupied(execution: Execution, sandbox: Sandbox, *, rests: bool) -> AsyncIterator[None]:
+    """Let an action's sandbox run. Afterwards one that ``rests`` does so, unless another action runs in it yet."""
+    spec, id = execution.call.function.sandbox, execution.action.id
+    background = None if not rests else Background.FREEZE if spec is None else spec.background
     try:
-        await sandbox.quiesce(background)
-    except CodedError as error:
-        logger.warning("a sandbox does not rest", sandbox=sandbox.id, why=error.message)
+        await sandbox.occupy(id, execution.lease.cores)
+        yield
+    finally:
+        try:
+            await sandbox.vacate(id, background)
+        except CodedError as error:  # which is not the end of the action: what it has done is done
+            logger.warning("a sandbox does not rest", sandbox=sandbox.id, why=error.message)
 
 
 class ExecRuntime(Runtime):

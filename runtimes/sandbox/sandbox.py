@@ -200,6 +200,8 @@ class Sandbox:
         self._shared_cores = tuple(shared_cores)
         #: Whether its processes are stopped, and whether by the runner.
         self._frozen = self._resting = False
+        #: The cores of each action that runs in it: one, and those beside it.
+        self._occupants: dict[str, tuple[int, ...]] = {}
         #: Whether it has cores of an action.
         self._leased = False
         #: Files on their way in or out, and whether it is frozen when the last of them is there.
@@ -344,6 +346,24 @@ class Sandbox:
         self._used |= not self._transfers
         await self._thaw()  # it may be that of a transfer, with whose end the others stand still again
         return await self._client.spawn(self._bounded(command))
+
+    async def occupy(self, action: str, cores: Sequence[int]) -> None:
+        """Let an action run in it, or run on other cores, with those that do already; it runs on the cores of all."""
+        self._occupants[action] = tuple(cores)
+        await self._share_cores()
+        await self.thaw()
+
+    async def vacate(self, action: str, background: Background | None) -> None:
+        """An action has ended. With the last one it rests, as `quiesce` says; not at all without ``background``."""
+        self._occupants.pop(action, None)
+        if self._occupants and self.alive:
+            await self._share_cores()
+        elif background is not None:
+            await self.quiesce(background)
+
+    async def _share_cores(self) -> None:
+        if cores := sorted({core for each in self._occupants.values() for core in each}):
+            await self.set_cores(cores)
 
     async def set_cores(self, cores: Sequence[int]) -> None:
         """Confine the sandbox to these cores (cpuset and quota, or affinity); callable while a command runs."""

@@ -30,10 +30,9 @@ from msgspec.structs import replace as replaced
 from gateway import serialization
 from gateway.api import Api, file_conflicts, placed_path
 from gateway.config.schema import DockerFacade
+from gateway.facades.commands import KILLED, PIDS_FROM
 from gateway.facades.docker.containers import (
-    KILLED,
     PATIENCE_S,
-    PIDS_FROM,
     Container,
     ContainerExec,
     ContainerManager,

@@ -30,6 +30,20 @@ class TestRest:
         result = await sh(sandbox, "wc -l < ticks; while [ $(wc -l < ticks) -lt 20 ]; do sleep 0.01; done; echo on")
         assert result.stdout.endswith(b"on\n")
 
+    @pytest.mark.parametrize("background", [Background.FREEZE, Background.KILL])
+    async def test_what_one_action_runs_goes_on_though_another_beside_it_ends(
+        self, sandbox: Sandbox, background: Background
+    ) -> None:
+        await sandbox.occupy("one", ())
+        script = "touch runs; until [ -e go ]; do sleep 0.01; done; echo on"
+        running = asyncio.create_task(sandbox.run(Command(argv=("sh", "-c", script))))
+        await sandbox.occupy("two", ())
+        assert (await sh(sandbox, "until [ -e runs ]; do sleep 0.01; done")).exit_code == 0
+        await sandbox.vacate("two", background)
+        await sandbox.write_file("go", b"")
+        assert (await running).stdout == b"on\n"
+        await sandbox.vacate("one", background)
+
     async def test_what_stands_still_goes_on_with_the_next_gateway(self, provider: Provider, sandbox: Sandbox) -> None:
         await sh(sandbox, "(while :; do echo >> ticks; sleep 0.01; done) >/dev/null 2>&1 &")
         await sandbox.release()
