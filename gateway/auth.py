@@ -193,6 +193,15 @@ class Guard:
             raise Unauthorized(f"the token that was sent is wrong: {REMEDY}", component="auth")
         return result[0]
 
+    def capability(self, purpose: str) -> str | None:
+        """Return what proves that the gateway lets its bearer do one thing; None where everybody may do everything.
+
+        It ends with the admin's token, and tells nothing of it.
+        """
+        if not self._roles:
+            return None
+        return hmac.new(self._roles[0][0].encode(), purpose.encode(), "sha256").hexdigest()
+
 
 class PageSessions:
     """The browsers that may come in by cookie: each has opened the page with a key that is good once."""

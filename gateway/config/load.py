@@ -447,16 +447,15 @@ class _Assembly:
             if name not in known:
                 message = f"{name!r} is no function{suggestion(name, known)}"
                 self._refuse(self.sections["server"], message, ("facades", "mcp", "functions"))
-        fusion, swerex = server.facades.sandboxfusion, server.facades.swerex
+        facades = server.facades
         commands = {name for name, function in functions.items() if function.runtime == "exec"}
         runnable = commands | {name for name in self.entries["functions"] if name not in functions}
-        languages = {} if fusion is None else fusion.languages
+        languages = {} if facades.sandboxfusion is None else facades.sandboxfusion.languages
         named: list[tuple[tuple[str, ...], str]] = [
             (("sandboxfusion", "languages", str(language)), name) for language, name in languages.items()
         ]
-        named += [] if swerex is None else [(("swerex", "function"), swerex.function)]
-        docker = server.facades.docker
-        named += [] if docker is None else [(("docker", "function"), docker.function)]
+        own = {"swerex": facades.swerex, "e2b": facades.e2b, "docker": facades.docker}
+        named += [((name, "function"), section.function) for name, section in own.items() if section is not None]
         for place, name in named:
             if name not in runnable:
                 path = ("facades", *place)

@@ -312,6 +312,20 @@ class SwerexFacade(FacadeSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class E2bFacade(FacadeSection):
+    """The E2B API, for its SDK: a sandbox is a trajectory, and its commands and files are envd's."""
+
+    function: Annotated[
+        str,
+        Setting(
+            "the exec function whose sandboxes are those of the template 'base' and of images; other exec functions "
+            "are templates by their names",
+            min_length=1,
+        ),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DockerFacade:
     """The Docker Engine API on a unix socket, for the docker CLI and docker-py: a container is a trajectory."""
 
@@ -347,6 +361,7 @@ class FacadesSection:
     models: Annotated[ModelsFacade | None, Setting("model servers of OpenAI, vLLM and SGLang")] = None
     mcp: Annotated[McpFacade | None, Setting("functions as tools of MCP")] = None
     swerex: Annotated[SwerexFacade | None, Setting("SWE-ReX's runtime server")] = None
+    e2b: Annotated[E2bFacade | None, Setting("the E2B API")] = None
     docker: Annotated[DockerFacade | None, Setting("the Docker Engine API on a unix socket")] = None
 
     def opened(self) -> Iterator[tuple[str, FacadeSection]]:

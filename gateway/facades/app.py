@@ -17,18 +17,29 @@ from gateway.config.schema import ServerConfig
 from gateway.errors import MethodNotAllowed
 from gateway.facades.docker.api import DockerEngineApi
 from gateway.facades.docker.http import DockerListener
-from gateway.facades.facade import CallFailed, Endpoint, Facade, ForeignCalls, fault_of, split_path, with_bearer
+from gateway.facades.e2b.app import E2b
+from gateway.facades.facade import (
+    CallFailed,
+    Endpoint,
+    Facade,
+    ForeignCalls,
+    ForeignRoute,
+    fault_of,
+    split_path,
+    with_bearer,
+)
 from gateway.facades.models import Models
 from gateway.facades.rewards import Rewards
 from gateway.facades.sandboxfusion import SandboxFusion
 from gateway.facades.swerex.app import Swerex
 from gateway.http.app import GuardedApp, HttpListener
+from gateway.http.endpoints import ROLE
 from gateway.http.server import listen
 from gateway.tls import Connections
 from manager.errors import CodedError, InvalidInput, NotFound
 
 #: Every facade but MCP's, whose library is in an extra, by its name in ``server.facades``.
-FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, Models, Swerex)}
+FACADES: Mapping[str, type[Facade]] = {kind.name: kind for kind in (Rewards, SandboxFusion, Models, Swerex, E2b)}
 
 #: Characters of a foreign path or method that are told back.
 SHOWN = 200
@@ -53,7 +64,7 @@ class FacadeApp(GuardedApp):
         rows = facade.routes()
         self._rows = ", ".join(f"{row.method} {row.path}" for row in rows)
         super().__init__(facade.api, facade.name, facade.media_types)
-        self.route([Route(row.path, self._checked(row.endpoint), methods=[row.method]) for row in rows])
+        self.route([Route(row.path, self._checked(row), methods=[row.method]) for row in rows])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,18 +76,19 @@ class FacadeApp(GuardedApp):
     async def serve(self, scope: Scope, receive: Receive, send: Send, segments: list[str], token: bytes | None) -> None:
         """Answer one request, whose path has these segments within the facade."""
         admitted = with_bearer(self._facade.admitted(scope, segments), token)
-        await self.answer({**admitted, "path": "/" + "/".join(segments), "root_path": ""}, receive, send)
+        inner = {**admitted, "path": "/" + "/".join(segments), "root_path": ""}
+        await self.answer(inner, receive, send, checked=ROLE not in inner)
 
-    def _checked(self, endpoint: Endpoint) -> Endpoint:
-        """Return the endpoint behind the check that nothing is asked in the query; a failed call is its answer."""
+    def _checked(self, row: ForeignRoute) -> Endpoint:
+        """Return the endpoint behind the check of what is asked in the query; a failed call is its answer."""
 
         async def checked(request: Request) -> Response:
             if request.scope["query_string"]:
-                for name in request.query_params:
-                    message = f"no such query parameter: {name[:64]!r}; there are none here"
+                for name in request.query_params.keys() - set(row.query):
+                    message = f"no such query parameter: {name[:64]!r}; there are {', '.join(row.query) or 'none'} here"
                     raise InvalidInput(message, component="facades", detail={"path": name[:64]})
             try:
-                return await endpoint(request)
+                return await row.endpoint(request)
             except CallFailed as failed:
                 return self._facade.refuse(failed.fault)
 
@@ -126,6 +138,7 @@ class FacadeListeners:
         #: What makes the facades' calls; None until `open`.
         self.calls: ForeignCalls | None = None
         self.ports: dict[str, int] = {}
+        self._facades: dict[str, Facade] = {}
         self._docker: DockerListener | None = None
         closers.push_async_callback(self.close)
         for name, port in server.facades.ports.items():
@@ -149,7 +162,7 @@ class FacadeListeners:
     def open(self, api: Api, own: ASGIApp) -> ASGIApp:
         """Open the facades, and return what answers at the gateway's own port: ``own`` behind those that are there."""
         self.calls = ForeignCalls(api)
-        facades = make_facades(api, self.calls)
+        facades = self._facades = make_facades(api, self.calls)
         for name, listener in self._listeners.items():
             listener.open(FacadeApp(facades[name]))
         if self._docker is not None and (section := api.server.facades.docker) is not None:
@@ -162,3 +175,4 @@ class FacadeListeners:
         """Let open requests end, and stop; idempotent."""
         docker = () if self._docker is None else (self._docker,)
         await asyncio.gather(*(each.close() for each in (*self._listeners.values(), *docker)))
+        await asyncio.gather(*(each.stop() for each in self._facades.values()))

@@ -85,6 +85,10 @@ class AttendedCommand:
         self.out_of_memory = False
         #: What is told beside its output: why it was ended.
         self.end_message = ""
+        #: The invocation of its trajectory beside which it runs; None if it waits its turn.
+        self.parent: str | None = None
+        #: How its action ended; None for well.
+        self.reason: Reason | None = None
         #: Why there is no exit status; None if there is one.
         self.error: CodedError | None = None
         self.invocation_id = ""
@@ -174,7 +178,7 @@ class AttendedCommand:
         place, value = self.place, self.spec.input()
         return InvocationRequest(
             function=place.function, input=value, body=serialization.dumps(value), task=place.task,
-            trajectory=place.trajectory, living=True,
+            trajectory=place.trajectory, living=True, parent=self.parent,
         )  # fmt: skip
 
     async def _followed(self, invocation: LiveInvocation) -> None:
@@ -196,7 +200,7 @@ class AttendedCommand:
         record = invocation.record
         result = {} if record.result is None else serialization.loads_object(record.result)
         code, number = result.get("exit_code"), result.get("signal")
-        self.out_of_memory = record.reason is Reason.OUT_OF_MEMORY
+        self.reason, self.out_of_memory = record.reason, record.reason is Reason.OUT_OF_MEMORY
         if record.reason in (Reason.TIMEOUT, Reason.OUT_OF_MEMORY) or self._cancelled:
             self.exit_code = KILLED
             self.end_message = "" if self._cancelled else f"tangram: {record.message}\n"

@@ -271,11 +271,12 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignRoute:
-    """One method on one path of a facade; there are no query parameters."""
+    """One method on one path of a facade, and the query parameters that it may have."""
 
     method: str
     path: str
     endpoint: Endpoint
+    query: tuple[str, ...] = ()
 
 
 class Facade(ABC):
@@ -296,6 +297,9 @@ class Facade(ABC):
         self.calls = calls
         self.section = section
 
+    async def stop(self) -> None:  # noqa: B027  # most do nothing by themselves
+        """Stop what it does by itself."""
+
     @abstractmethod
     def routes(self) -> Sequence[ForeignRoute]:
         """Return every route of the facade."""
@@ -305,7 +309,10 @@ class Facade(ABC):
         """Return a fault as the JSON body that its clients read."""
 
     def admitted(self, scope: Scope, segments: Sequence[str]) -> Scope:
-        """Return the scope with its token where every facade has it; ``segments`` are those of the path within it."""
+        """Return the scope with its token where every facade has it; ``segments`` are those of the path within it.
+
+        It has a role where something else than a token has proven that.
+        """
         return scope
 
     def refuse(self, fault: Fault) -> Response:

@@ -1,0 +1,1 @@
+"""The E2B API: sandboxes, their commands and their files."""

@@ -1,0 +1,1 @@
+"""The E2B API over process sandboxes."""
