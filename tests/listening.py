@@ -1,11 +1,14 @@
-"""A server on this machine for a test: a handler for each connection, and none of them is left open."""
+"""Servers on this machine for a test: in its loop, with no connection left open at the end, or in threads."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Self
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -66,3 +69,46 @@ async def piped(one: Streams, other: Streams) -> None:
             writer.close()
 
     await asyncio.gather(carry(one[0], other[1]), carry(other[0], one[1]))
+
+
+class ThreadedServer(ThreadingHTTPServer):
+    """An HTTP server on a free port that serves from threads while it is entered."""
+
+    daemon_threads = True
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Answers in silence what a class of it finds in `asked`."""
+
+    def asked(self) -> None:
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        self.asked()
+
+    def do_POST(self) -> None:
+        self.asked()
+
+    def answer(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} if headers is None else headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass

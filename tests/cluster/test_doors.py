@@ -22,8 +22,8 @@ import yaml
 from tangram.client.sync import SessionHandle
 from tangram.errors import TangramError
 from tests.cluster.conftest import MakeNode, StartGateway
-from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess, until
-from tests.faults.world import HTTP
+from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess
+from tests.faults.world import HTTP, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 

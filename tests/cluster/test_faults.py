@@ -12,7 +12,8 @@ import pytest
 
 from bench.private_docker import PrivateDocker, private_docker
 from tests.cluster.conftest import MakeNode, MakeRelay, StartGateway
-from tests.cluster.world import TALE, TOLD, ClusterGateway, Direction, begun, document, until
+from tests.cluster.world import TALE, TOLD, ClusterGateway, Direction, begun, document
+from tests.faults.world import until
 from tests.small_disk import fill, small_disk_at
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]

@@ -9,8 +9,8 @@ import pytest
 from tangram import Client, handler
 from tangram.types import ConfigDiff
 from tests.cluster.conftest import MakeNode, StartGateway
-from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess, begun, until
-from tests.faults.world import HTTP
+from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess, begun
+from tests.faults.world import HTTP, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.cluster.conftest import MakeNode
-from tests.cluster.world import ClusterGateway, document, until
-from tests.faults.world import HTTP
+from tests.cluster.world import ClusterGateway, document
+from tests.faults.world import HTTP, until
 from tests.runtimes.model import checkpoints  # it imports torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]

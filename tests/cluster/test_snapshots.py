@@ -15,7 +15,8 @@ from tangram.errors import CapacityExceededError, TangramError
 from tangram.types import SnapshotInfo
 from tests import warm
 from tests.cluster.conftest import MakeNode, MakeRelay, StartGateway
-from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess, until
+from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess
+from tests.faults.world import until
 from tests.gateway.http.test_snapshots import images
 
 #: A refusal is raised, not waited out.

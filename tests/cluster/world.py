@@ -9,8 +9,7 @@ import random
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,12 +20,11 @@ from tangram import Client, Retries
 from tangram.types import NodeStatus
 from tests import warm
 from tests.e2e.gateway import GatewayProcess
-from tests.faults.world import HTTP
+from tests.faults.world import HTTP, until
 from tests.runtimes.node.session import kept_in
 
 #: Nothing takes so long unless it is broken, on however busy a machine.
 DEADLINE_S = STOP_S = 180.0
-LOOK_S = 0.1
 #: Says a line every 20 ms, a hundred times: long enough to be met in the middle.
 TALE = 'i=0; while [ $i -lt 100 ]; do i=$((i+1)); echo "line $i"; sleep 0.02; done; echo run >> runs; cat runs'
 TOLD = "".join(f"line {number}\n" for number in range(1, 101)) + "run\n"
@@ -245,14 +243,6 @@ class DaemonProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Ask again and again until it holds; fails at the deadline."""
-    gate, ends_s = threading.Event(), time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < ends_s, f"not within {DEADLINE_S} s: {what}"
-        gate.wait(LOOK_S)
 
 
 def begun(gateway: ClusterGateway, invocation_id: str) -> None:

@@ -19,8 +19,8 @@ import pytest
 
 from tangram import Client, Trajectory
 from tangram.errors import TangramError
-from tests.cluster.world import until
 from tests.e2e.gateway import GatewayProcess, document
+from tests.faults.world import until
 
 pytestmark = pytest.mark.slow
 IMAGE = "tangram-base:bookworm"

@@ -15,7 +15,7 @@ from tests.faults.world import Deeds, faulty
 
 @pytest.fixture
 def deeds() -> Iterator[Deeds]:
-    with Deeds().serving() as serving:
+    with Deeds() as serving:
         yield serving
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,12 @@ from runtimes.sandbox.environments import TRAJECTORY
 from runtimes.sandbox.spec import SandboxRecord
 from tangram.client.requests import Bearer
 from tests.e2e.gateway import START_S, GatewayProcess, document
+from tests.listening import Answering, ThreadedServer
 
 #: Nothing in these tests takes so long unless it is broken.
 DEADLINE_S = 60.0
+#: The same of what is waited for with several machines.
+UNTIL_S = 180.0
 #: What the counting server takes for an answer, so that there is work to kill.
 WORK_S = 0.03
 RETRY_S = 0.05
@@ -30,54 +32,34 @@ ATTEMPTS = int(START_S / RETRY_S)
 HTTP = httpx.Client(auth=Bearer(None), trust_env=False, timeout=DEADLINE_S)
 
 
-class Deeds(ThreadingHTTPServer):
+class Deeds(ThreadedServer):
     """Counts by name what was done, and keeps those doing it waiting for a moment, or until it is let go."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Deed)
+        super().__init__(_Deed)
         self.done: Counter[str] = Counter()
         self.lock = threading.Lock()
         self.held = threading.Event()
         self.held.set()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    @contextmanager
-    def serving(self) -> Iterator[Deeds]:
-        thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.held.set()
-            self.shutdown()
-            self.server_close()
-            thread.join()
+    def __exit__(self, *exc: object) -> None:
+        self.held.set()
+        super().__exit__(*exc)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """The gateway that asked was killed: that is the test."""
 
 
-class _Deed(BaseHTTPRequestHandler):
+class _Deed(Answering):
     server: Deeds
 
-    def do_GET(self) -> None:
+    def asked(self) -> None:
         name = self.path.rpartition("=")[2]
         with self.server.lock:
             self.server.done[name] += 1
         threading.Event().wait(WORK_S)
         self.server.held.wait(DEADLINE_S)
-        self.send_response(200)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        self.answer(200, b"{}")
 
 
 def faulty(
@@ -195,14 +177,12 @@ def balanced(sample: Mapping[str, float]) -> bool:
     return accepted == living + sample.get("tangram_invocations_ended_total", 0)
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], what: str = "it came about") -> None:
     """Ask again and again until it holds; fails at the deadline."""
-    gate = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.02)):
-        if condition():
-            return
+    gate, ends_s = threading.Event(), time.monotonic() + UNTIL_S
+    while not condition():
+        assert time.monotonic() < ends_s, f"not within {UNTIL_S} s: {what}"
         gate.wait(0.02)
-    raise AssertionError(f"not within {DEADLINE_S} s: {what}")
 
 
 def prepared(gateway: GatewayProcess) -> bool:

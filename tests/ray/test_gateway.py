@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.world import ClusterGateway, document, until
+from tests.cluster.world import ClusterGateway, document
 from tests.e2e.gateway import ROOT
+from tests.faults.world import until
 from tests.ray.conftest import POOL, PYTHON, RealCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker]

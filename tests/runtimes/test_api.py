@@ -6,13 +6,11 @@ import asyncio
 import gzip
 import json
 import logging
-import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -26,7 +24,7 @@ from manager.function import FunctionSpec, RequestSpec, RetrySpec
 from runtimes.api import ApiRuntime, OriginConnections, RequestTemplate, retry_after_s
 from runtimes.secrets import Secrets, redact
 from scripts.quota_server import Quota, QuotaServer
-from tests.listening import listening
+from tests.listening import Answering, ThreadedServer, listening
 from tests.runtimes.recorder import assert_as_declared, execution_of
 
 SECRET = "open sesame"
@@ -67,36 +65,21 @@ def search_of_url(url: str) -> FunctionSpec:
     return function_of(url + "/")
 
 
-class Scripted:
-    """A server that answers every request with the same raw head and body, and keeps the requests' heads."""
+class Scripted(ThreadedServer):
+    """Answers every request with the same raw head and body, and keeps the requests' heads."""
 
     def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        heads = self.heads = []  # type: list[dict[str, str]]
+        super().__init__(ScriptedHandler)
+        self.told = status, body, headers
+        self.heads: list[dict[str, str]] = []
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                heads.append(dict(self.headers))
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
 
-            def log_message(self, format: str, *args: object) -> None:
-                pass
+class ScriptedHandler(Answering):
+    server: Scripted
 
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-
-    def __enter__(self) -> Scripted:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def asked(self) -> None:
+        self.server.heads.append(dict(self.headers))
+        self.answer(*self.server.told)
 
 
 async def test_a_call_answers_with_status_headers_and_json(server: QuotaServer, runtime: ApiRuntime) -> None:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,61 +22,46 @@ from manager.function import EngineSpec, FunctionSpec, ModelAction, ModelSpec
 from runtimes.model.engine_process import EngineProcess
 from runtimes.model.request import ModelSettings, parse_input
 from runtimes.model.runtime import ModelRuntime
+from tests.listening import Answering, ThreadedServer
 from tests.runtimes.model.conftest import execution, function
 
 
-class Server(ThreadingHTTPServer):
+class Server(ThreadedServer):
     """Answers like vLLM's server in development mode, and notes the calls; refuses to compute while it sleeps."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.calls: list[str] = []
         self.asleep = False
         #: What it does wrong: "sleep" answers 500, "wake" answers 200 and sleeps on.
         self.fault = ""
         self.lock = threading.Lock()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
+class Handler(Answering):
+    server: Server
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
+    def asked(self) -> None:
         server = self.server
-        assert isinstance(server, Server)
-        told: dict[str, object] = {"is_sleeping": server.asleep} if self.path == "/is_sleeping" else {"data": []}
-        self.answer(200, told)
-
-    def do_POST(self) -> None:
-        server = self.server
-        assert isinstance(server, Server)
+        if self.command == "GET":
+            return self.tell(200, {"is_sleeping": server.asleep} if self.path == "/is_sleeping" else {"data": []})
         raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         body: dict[str, Any] = json.loads(raw) if raw else {}
         with server.lock:
             server.calls.append(self.path)
             if self.path in ("/sleep?level=1", "/wake_up"):
                 if server.fault == "sleep" and self.path != "/wake_up":
-                    return self.answer(500, {"error": "no"})
+                    return self.tell(500, {"error": "no"})
                 server.asleep = self.path != "/wake_up" or server.fault == "wake"
-                return self.answer(200, {"status": "sleeping" if server.asleep else "awake"})
+                return self.tell(200, {"status": "sleeping" if server.asleep else "awake"})
             if server.asleep:
-                return self.answer(503, {"error": "asleep"})
+                return self.tell(503, {"error": "asleep"})
         if body["model"] != "served-name":
-            return self.answer(404, {"error": "no such model"})
-        return self.answer(*reply(self.path, body))
+            return self.tell(404, {"error": "no such model"})
+        return self.tell(*reply(self.path, body))
 
-    def answer(self, status: int, value: object) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    def tell(self, status: int, value: object) -> None:
+        self.answer(status, json.dumps(value).encode())
 
 
 #: What the last of three tokens is told to be.
@@ -110,13 +94,8 @@ def reply(path: str, body: dict[str, Any]) -> tuple[int, object]:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server()
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    with Server() as made:
+        yield made
 
 
 def served(server: Server, action: ModelAction) -> FunctionSpec:

@@ -6,27 +6,19 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from runtimes.node.ray.actor import NodeActor
+from tests.faults.world import until
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 60.0
 #: Writes its pid, and lives until it is asked to end.
 DAEMON = "import os, signal, pathlib; pathlib.Path('pid').write_text(str(os.getpid())); signal.pause()"
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Return when it holds; fails at the deadline."""
-    deadline_s, never = time.monotonic() + DEADLINE_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came about"
-        never.wait(0.02)
 
 
 def command(place: Path, program: str = DAEMON) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import textwrap
 import zipfile
 from collections.abc import AsyncIterator, Callable
@@ -64,12 +63,6 @@ def function(tmp_path: Path) -> Function:
 async def call(runtime: HandlerRuntime, function: FunctionSpec, id: str = "a1", **input: object) -> object:
     execution, _ = execution_of(function, input, id=id)
     return (await runtime.execute(execution)).value
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until it holds; the caller has the deadline."""
-    for _ in iter(condition, True):
-        await asyncio.sleep(0.002)
 
 
 def wheel(directory: Path, name: str, version: str, source: str, requires: tuple[str, ...] = ()) -> Path:

@@ -19,9 +19,10 @@ from runtimes.sandbox.handler.runtime import HandlerRuntime, HandlerSettings
 from runtimes.sandbox.handler.sources import LINES_MAX, HandlerCopies, requirement_lines
 from runtimes.sandbox.process import ProcessControl
 from runtimes.sandbox.sandbox import Provider, Sandbox
+from tests.gateway.conftest import until
 from tests.runtimes.handlers import handler_in
 from tests.runtimes.recorder import execution_of
-from tests.runtimes.sandbox.handler.conftest import DEADLINE_S, SCALE, SETTINGS, Function, call, until
+from tests.runtimes.sandbox.handler.conftest import DEADLINE_S, SCALE, SETTINGS, Function, call
 
 SOURCE = "import time, word\ndef score(event, context):\n    time.sleep(event.get('held_s', 0))\n    return word.WORD\n"
 HASH = f"--hash=sha256:{'0a' * 32}"
