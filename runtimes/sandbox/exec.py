@@ -6,8 +6,8 @@ import asyncio
 import base64
 import codecs
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Annotated, NotRequired, TypedDict, TypeVar
 
@@ -16,7 +16,7 @@ import structlog
 from msgspec import Meta
 
 from manager.action import Action, Lease
-from manager.errors import ActionFailed, CodedError, Reason
+from manager.errors import ActionFailed, CodedError, Reason, Unsupported
 from manager.executor import Call, LogSink
 from manager.function import AUTO, Background, FunctionSpec, SandboxSpec
 from runtimes.kind import Kind, schema_of
@@ -33,9 +33,10 @@ from runtimes.sandbox.command import (
     processes_refused,
 )
 from runtimes.sandbox.environments import Environments
+from runtimes.sandbox.ports.turns import PortTurns
 from runtimes.sandbox.runner.client import unmade
 from runtimes.sandbox.sandbox import Sandbox
-from runtimes.sandbox.session import TerminalSize
+from runtimes.sandbox.session import InteractiveSession, TerminalSize
 from tangram.types import explained
 
 logger = structlog.get_logger("sandbox")
@@ -59,6 +60,7 @@ class SessionInput(TypedDict, total=False):
     terminal: Annotated[bool, Meta(description="A terminal of its own; else three pipes")]
     rows: Annotated[int, Meta(ge=1, le=1000, description="Rows of the terminal; 24 by default")]
     columns: Annotated[int, Meta(ge=1, le=1000, description="Columns of the terminal; 80 by default")]
+    ports: Annotated[str, Meta(description="No command: the gateway of this name speaks to the sandbox's ports")]
 
 
 class ExecInput(TypedDict, total=False):
@@ -163,6 +165,7 @@ class ExecRuntime(Runtime):
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
         self._stage = Stage(environments)
+        self._ports = PortTurns()
 
     async def prepare(self, function: FunctionSpec) -> None:
         await self._environments.warm(function.sandbox)
@@ -170,6 +173,8 @@ class ExecRuntime(Runtime):
     async def execute(self, execution: Execution) -> Result:
         action = execution.action
         call, claim = execution.call, f"{claims_of(action.id, action.attempt)}1"
+        if (gateway := ports_of(call.input)) is not None:
+            return await self._port_turn(execution, gateway)
         command = command_of(call, timeout_s=action.timeout_s, claim=claim)
         if "session" in call.input:
             return await self._attended(execution, command)
@@ -190,17 +195,37 @@ class ExecRuntime(Runtime):
         if execution.action.attempt > 1:
             message = "the session ended with its first try; a session is not begun again"
             raise ActionFailed(Reason.ENVIRONMENT_LOST, message, component=COMPONENT)
-        id, table = execution.call.context.get("invocation_id", execution.action.id), self._environments.sessions
-        session = table.living(id, terminal_of(execution.call.input))
-        try:
+        with self._session(execution) as session:
             async with self._stage.enter(execution) as sandbox:
                 result = await carry_out(execution, sandbox, replace(command, session=session))
-        finally:
-            table.close(id)
         if session.abandoned:
             message = f"nobody was attached to the session for {session.settings.unattended_s:g} s, so it was ended"
             raise ActionFailed(Reason.CANCELLED, message, component=COMPONENT)
         return conclude(result, command)
+
+    async def _port_turn(self, execution: Execution, gateway: str) -> Result:
+        """Let the sandbox's servers run for as long as the gateway speaks to them."""
+        with self._session(execution) as session:
+            async with self._stage.enter(execution) as sandbox:
+                await begin(execution, sandbox)
+                try:
+                    await self._ports.serve(sandbox, session, gateway)
+                except Unsupported as error:
+                    raise ActionFailed(Reason.INVALID_INPUT, error.message, component=COMPONENT) from None
+                finally:
+                    execution.end()
+            # A ping that came just before it was frozen: the server's clock goes on until it has its answer.
+            unread = sandbox.has_unread() or self._ports.has_unread(sandbox)
+        return Result(value={"sent_bytes": session.input_offset, "received_bytes": session.end, "unread": unread})
+
+    @contextmanager
+    def _session(self, execution: Execution) -> Iterator[InteractiveSession]:
+        id, table = execution.call.context.get("invocation_id", execution.action.id), self._environments.sessions
+        session = table.living(id, terminal_of(execution.call.input))
+        try:
+            yield session
+        finally:
+            table.close(id)
 
     async def resize(self, action: Action, lease: Lease) -> None:
         await self._stage.resize(action, lease)
@@ -332,6 +357,11 @@ def terminal_of(value: Mapping[str, object]) -> TerminalSize | None:
     """Return the terminal that a session's input asks for; None for pipes."""
     request = checked(value, ExecInput).get("session", {})
     return TerminalSize(request.get("rows", 24), request.get("columns", 80)) if request.get("terminal") else None
+
+
+def ports_of(value: Mapping[str, object]) -> str | None:
+    """Return the name of the gateway that speaks to ports, by the input of its turn; None for a command."""
+    return checked(value, ExecInput).get("session", {}).get("ports") if "session" in value else None
 
 
 def _stdin(inputs: ExecInput) -> bytes:

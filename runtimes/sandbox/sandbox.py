@@ -158,6 +158,8 @@ class SandboxControl(ABC):
 logger = structlog.get_logger("sandbox")
 
 PATH_MAX_BYTES = 4096
+#: Of a TCP connection, as the kernel lists it, that may hold unread bytes: established, or closed by the other end.
+OPEN_STATES = ("01", "08")
 #: Names that are noted of uploads, and of which files how many bytes are kept: what a test suite reads at its start.
 UPLOADED_MAX, UPLOADED_KEPT_BYTES = 2000, 64 * 2**10
 UPLOADED_KEPT = frozenset(
@@ -496,6 +498,17 @@ class Sandbox:
                 await self._control.set_cores(self._shared_cores, CpuWeight.TRANSFER)
                 self._rest_due = Background.RUN if self.spec.background is Background.RUN else self._rest_due
             yield
+
+    def has_unread(self) -> bool:
+        """Return whether a connection in it holds what nobody has read yet, as far as that can be seen."""
+        for pid in self._control.processes()[:1]:
+            for name in ("tcp", "tcp6"):
+                with suppress(OSError):
+                    for line in Path(f"/proc/{pid}/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
+                        state, queues = line.split()[3:5]
+                        if state in OPEN_STATES and queues.rpartition(":")[2] != "00000000":
+                            return True
+        return False
 
     async def relabel(self, labels: Mapping[str, str]) -> None:
         """Record its owner from now on: `Provider.adopt` returns these labels."""

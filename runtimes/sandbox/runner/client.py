@@ -618,6 +618,11 @@ class SandboxProcess(RunningExchange):
         self._reading = False
         self._dropping = False
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether there are chunks that nobody has taken."""
+        return bool(self._unread)
+
     def data(self, stream: int, data: bytes) -> None:
         if self._dropping:
             return

@@ -1370,6 +1370,7 @@ class ProcessTree:
         self.freezer = -1  # the gateway's, of the cgroup that holds all but us: what is in it cannot even be ended
         self.rest_s: float | None = None  # when all must be stopped again, None if they may run
         self.stopped: set[int] = set()  # those that had stopped of themselves
+        self.latest: Job | None = None  # the one that was begun last
         self.markers: set[bytes] = set()  # of the commands whose processes may live
         self.markers_most = MARKERS_MAX
         try:
@@ -1423,9 +1424,11 @@ class ProcessTree:
             self.markers.update(job.marker for job in self.jobs.values())
             self.markers_most = max(MARKERS_MAX, 2 * len(self.markers))
         self.markers.add(job.marker)
+        self.latest = job
 
     def signal(self, job: Job, number: int) -> None:
-        if self.pid == 1 and len(self.jobs) == 1 and not job.bystanders:
+        # What was begun since may have left processes of its own.
+        if self.pid == 1 and len(self.jobs) == 1 and not job.bystanders and self.latest is job:
             _kill(-1, number)  # atomic: a fork bomb cannot outrun it
             return
         members = self.members(job)
