@@ -34,6 +34,7 @@ from gateway.invocations.logs import Logs
 from gateway.invocations.record import Record, cursor_of, seq_of
 from gateway.limits import MachineLimits
 from gateway.metrics import Metrics
+from gateway.ports import PortGrant, TrajectoryPorts
 from gateway.registry import Registry, function_info
 from gateway.runtime_factory import Runtimes
 from gateway.stats import Stats
@@ -88,6 +89,7 @@ SnapshotName = Annotated[
 ]
 TaskName = Annotated[types.Name, Meta(title="task", description="An RL task")]
 Step = Annotated[types.StepNumber, Meta(title="step", description="A step, as the trainer numbers it")]
+PortId = Annotated[types.Name, Meta(title="port", description="Id of an open port, given when it was opened")]
 FilePath = Annotated[types.SandboxPath, Meta(title="path", description="Path in the sandbox, from its root")]
 
 
@@ -269,6 +271,7 @@ class Api:
     runtimes: Runtimes
     machines: Cluster
     leases: Leases
+    ports: TrajectoryPorts
     answers: UnreadAnswers
     snapshots: SnapshotCatalogue
     steps: TaskSteps
@@ -803,6 +806,31 @@ class Api:
             raise Conflict("the session has ended", component="http", invocation_id=id)
         return session
 
+    # --- ports
+
+    @operation(
+        "POST /v1/trajectories/{id}/ports",
+        "ports",
+        "It can be reached",
+        status=201,
+        problems=(404, 409, 410),
+        next_ones=links("/id", "port", "withdrawPort"),
+    )
+    async def open_port(self, id: TrajectoryId, body: types.PortOpening) -> types.PortInfo:
+        """Let whoever has its URL reach a server in the sandbox."""
+        capability, grant = self.ports.open(id, body.port, body.function, body.ttl_s)
+        return replaced(_port_info(grant), url=self.ports.url(capability))
+
+    @operation("GET /v1/trajectories/{id}/ports", "ports", "All of them")
+    async def list_ports(self, id: TrajectoryId) -> types.PortList:
+        """Ports of a trajectory that can be reached; their URLs are not told again."""
+        return types.PortList(ports=tuple([_port_info(grant) for grant in self.ports.grants.of(id)]))
+
+    @operation("DELETE /v1/trajectories/{id}/ports/{port}", "ports", "It is withdrawn", problems=(404,))
+    async def withdraw_port(self, id: TrajectoryId, port: PortId) -> None:
+        """Withdraw a port: its URL leads nowhere from now on, and open connections end."""
+        self.ports.withdraw(id, port)
+
     # --- functions, images, tasks and machines
 
     @operation(
@@ -1120,6 +1148,17 @@ def _image_list(states: Sequence[ImageState], keeper: ImageKeeper) -> types.Imag
         for each in states
     )
     return types.ImageList(images=images, bound_bytes=keeper.bound_bytes)
+
+
+def _port_info(grant: PortGrant) -> types.PortInfo:
+    until_s = grant.until_s
+    return types.PortInfo(
+        id=grant.id,
+        trajectory=grant.trajectory,
+        port=grant.port,
+        function=grant.function,
+        expires_at=None if until_s is None else serialization.instant(until_s),
+    )
 
 
 def session_end(record: Record, offset: int) -> types.SessionEnd:

@@ -24,6 +24,7 @@ from gateway.dispatcher import GatewayDispatcher
 from gateway.facades.app import FacadeListeners
 from gateway.grpc.server import GrpcServer
 from gateway.http.app import HttpApp, HttpListener
+from gateway.http.ports import PortApp
 from gateway.http.server import listen
 from gateway.http.streaming import GIVE_UP_STALLS
 from gateway.invocations.callbacks import CallbackSender
@@ -39,6 +40,7 @@ from gateway.metrics import (
     replica_families,
     unit_families,
 )
+from gateway.ports import PortGrants, TrajectoryPorts
 from gateway.registry import UPLOADS, AppliedConfigs, HandlerUploads, KeptFunctions, Registry
 from gateway.runtime_factory import ModelServices, Runtimes, handler_copies, make_runtimes
 from gateway.stats import Stats
@@ -173,6 +175,11 @@ class App:
         self._listener = HttpListener(self._http_socket, self._limits.connections_max, server)
         closers.push_async_callback(self._listener.close)
         self.facades = FacadeListeners(server, self._limits.connections_max, silent_s, closers)
+        self._ports_socket = self._ports_listener = None
+        if server.ports.port is not None:
+            self._ports_socket = closers.enter_context(listen(server.host, server.ports.port, silent_s))
+            self._ports_listener = HttpListener(self._ports_socket, self._limits.connections_max, server)
+            closers.push_async_callback(self._ports_listener.close)
 
     def assemble(self) -> None:
         """Make the parts that wait for nothing, and tell them of each other."""
@@ -181,6 +188,8 @@ class App:
         #: Open connections by server.
         grpc = Connections(limit=self._limits.connections_max)
         self.connections = {"http": self._listener.connections, "grpc": grpc, **self.facades.connections}
+        if self._ports_listener is not None:
+            self.connections["ports"] = self._ports_listener.connections
         self.logs = Logs(self.store, server, wall=self.wall)
         self.metrics, self.stats = Metrics(), Stats(self._clock.now, self.wall)
         self.traces = None
@@ -222,6 +231,7 @@ class App:
         self.callbacks = CallbackSender(server.callbacks, self.store, wall=self.wall)
         self.watch = self._make_watch()
         self.leases = Leases(self._clock.now, self._idle_s, self.engine.end_trajectory, self._trajectories.keep_holds)
+        self.ports = self._make_ports()
         self.api = self._make_api()
         self.grpc = GrpcServer(self.api, self.connections["grpc"])
         self._bind(reattachment)
@@ -275,6 +285,21 @@ class App:
             wall=self.wall,
         )
 
+    def _make_ports(self) -> TrajectoryPorts:
+        settings, address = self.config.server.ports, ""
+        if self._ports_socket is not None:
+            scheme = "http" if self.config.server.tls is None else "https"
+            address = settings.advertise or f"{scheme}://{address_of(self._ports_socket)}"
+        return TrajectoryPorts(
+            settings=settings,
+            grants=PortGrants(self.store, self.wall, settings.grants_max),
+            invocations=self.invocations,
+            engine=self.engine,
+            functions=self.registry,
+            sessions=self.runtimes.environments.sessions,
+            address=address.rstrip("/"),
+        )
+
     def _make_api(self) -> Api:
         return Api(
             server=self.config.server,
@@ -295,6 +320,7 @@ class App:
             runtimes=self.runtimes,
             machines=self.machines,
             leases=self.leases,
+            ports=self.ports,
             answers=UnreadAnswers(),
             snapshots=SnapshotCatalogue(self.runtimes.environments, self.machines),
             steps=self.steps,
@@ -316,6 +342,8 @@ class App:
         closers.push_async_callback(self.engine.close)
         closers.callback(self._save_history)
         await self.steps.load()
+        await self.ports.grants.load(lambda name: self.engine.trajectory(name) is not None)
+        closers.push_async_callback(self.ports.close)
         recovered = {**await self.restart.recover(self.machines.awaits), **self._adopted}
         self.steps.take_up(self.engine)
         self.registry.start()
@@ -345,12 +373,16 @@ class App:
         gc.set_threshold(*COLLECT_EVERY)
         self._http = HttpApp(self.api)
         self._listener.open(self.facades.open(self.api, self._http))
+        if self._ports_listener is not None:
+            app = PortApp(self.ports, self.api.guard, self.config.server.stream_message_bytes)
+            self._ports_listener.open(app)
         try:
             stopping = asyncio.ensure_future(self._stopping.wait())
             await asyncio.wait({self._listener.serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
         finally:
-            await asyncio.gather(self._listener.close(), self.facades.close())
+            listeners = [self._listener] if self._ports_listener is None else [self._listener, self._ports_listener]
+            await asyncio.gather(*(listener.close() for listener in listeners), self.facades.close())
         if self.engine.fault is not None:
             raise CodedError(f"{self.engine.fault}; the log tells more", component="engine")
 
@@ -386,6 +418,7 @@ class App:
         grace_s = self.config.server.drain_grace_s if self.engine.fault is None else 0.0
         self._log.info("draining", living=len(self.invocations.living), grace_s=grace_s)
         self.api.answers.leave()
+        await self.ports.close()
         left = await self.restart.drain(grace_s)
         await self.machines.let_go()
         self.watch.close()
@@ -430,6 +463,7 @@ class App:
     def _trajectory_ended(self, trajectory: str) -> None:
         self.steps.trajectory_ended(trajectory)
         self.leases.ended(trajectory)
+        self.ports.ended(trajectory)
 
     def _idle_s(self, trajectory: str) -> float | None:
         result = self.engine.trajectory(trajectory)

@@ -63,6 +63,7 @@ ERROR_STATUSES: Mapping[str, ErrorStatus] = {
     "action_failed": ErrorStatus(500, "INTERNAL", FaultKind.FAILED, "The action failed"),
     "method_not_allowed": ErrorStatus(405, "UNIMPLEMENTED", FaultKind.METHOD, "The method is not allowed here"),
     "too_slow": ErrorStatus(408, "DEADLINE_EXCEEDED", FaultKind.BUSY, "The request came too slowly"),
+    "port_failed": ErrorStatus(502, "UNAVAILABLE", FaultKind.LOST, "The server in the sandbox does not answer"),
     "internal": ErrorStatus(500, "INTERNAL", FaultKind.INTERNAL, "A fault of the gateway"),
 }
 
@@ -96,6 +97,12 @@ class TooSlow(CodedError):
     """A request's body did not arrive in time."""
 
     code = "too_slow"
+
+
+class PortFailed(CodedError):
+    """What listens on a port of a sandbox, if anything does, gave no answer that can be passed on."""
+
+    code = "port_failed"
 
 
 def error_status(error: CodedError) -> ErrorStatus:

@@ -9,11 +9,13 @@ from importlib import import_module
 _HOMES = {
     "tangram.client": (
         "AsyncClient",
+        "AsyncPort",
         "AsyncTrajectory",
         "BatchCall",
         "Client",
         "InvocationResult",
         "MapProgress",
+        "Port",
         "Retries",
         "Trajectory",
     ),
@@ -32,6 +34,7 @@ _HOMES = {
         "MapFailed",
         "MethodNotAllowedError",
         "NotFoundError",
+        "PortFailedError",
         "QuotaExceededError",
         "SnapshotLostError",
         "StorageUnavailableError",

@@ -1,10 +1,12 @@
 from tangram.client import (
     AsyncClient as AsyncClient,
+    AsyncPort as AsyncPort,
     AsyncTrajectory as AsyncTrajectory,
     BatchCall as BatchCall,
     Client as Client,
     InvocationResult as InvocationResult,
     MapProgress as MapProgress,
+    Port as Port,
     Retries as Retries,
     Trajectory as Trajectory,
 )
@@ -23,6 +25,7 @@ from tangram.errors import (
     MapFailed as MapFailed,
     MethodNotAllowedError as MethodNotAllowedError,
     NotFoundError as NotFoundError,
+    PortFailedError as PortFailedError,
     QuotaExceededError as QuotaExceededError,
     SnapshotLostError as SnapshotLostError,
     StorageUnavailableError as StorageUnavailableError,

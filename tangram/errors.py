@@ -161,6 +161,12 @@ class MethodNotAllowedError(TangramError):
     code = "method_not_allowed"
 
 
+class PortFailedError(TangramError):
+    """The server on a port of a sandbox cannot be reached, or does not speak what it is spoken to in."""
+
+    code = "port_failed"
+
+
 class ConnectionFailed(TangramError):
     """The gateway cannot be reached, or went away in the middle of an answer.
 

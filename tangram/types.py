@@ -1222,6 +1222,38 @@ class SessionSteering(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     signal: Annotated[SignalName | None, Meta(description="What runs in its foreground gets this signal")] = None
 
 
+class PortOpening(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A port of a trajectory that is to be reached."""
+
+    port: Annotated[int, Meta(ge=1, le=65535, description="Where the server listens on the sandbox's loopback")]
+    function: Annotated[Name, Meta(description="The exec function whose cores the server has while it answers")] = (
+        "shell"
+    )
+    ttl_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Seconds after which it is withdrawn; by default with the trajectory"),
+    ] = None
+
+
+class PortInfo(Struct, frozen=True, kw_only=True):
+    """A port of a trajectory that can be reached."""
+
+    id: Annotated[str, Meta(description="Names it; it is withdrawn by it")]
+    trajectory: Name
+    port: int
+    function: Name
+    expires_at: Annotated[Instant | None, Meta(description="When it is withdrawn by itself; null with its trajectory")]
+    url: Annotated[
+        str | UnsetType, Meta(description="Whoever has it reaches the server; told once, when the port is opened")
+    ] = UNSET
+
+
+class PortList(Struct, frozen=True, kw_only=True):
+    """The ports of a trajectory that can be reached, without their URLs."""
+
+    ports: tuple[PortInfo, ...]
+
+
 class SessionFed(Struct, frozen=True, kw_only=True):
     """How much input a session has been passed."""
 

@@ -346,6 +346,8 @@ class _Assembly:
     def _port_problems(self, server: ServerConfig) -> None:
         """Two servers cannot listen at one port; 0 is another each time."""
         ports = {f"facades.{name}.port": port for name, port in server.facades.ports.items()}
+        if server.ports.port is not None:
+            ports["ports.port"] = server.ports.port
         taken: dict[int, str] = {0: ""}
         for name, port in {"port": server.port, "grpc_port": server.grpc_port, **ports}.items():
             if taken.setdefault(port, name) not in ("", name) and "server" in self.sections:

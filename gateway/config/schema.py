@@ -378,6 +378,28 @@ class FacadesSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PortsSection:
+    """Servers in sandboxes, reached through a listener of its own (docs/SANDBOXES.md, Ports)."""
+
+    port: Annotated[
+        int | None, Setting("their listener on server.host; 0 takes a free port; none by default", ge=0, le=65535)
+    ] = None
+    advertise: Annotated[str, Setting("the same as callers reach it, as http://HOST:PORT")] = ""
+    body_limit_bytes: Annotated[int, Setting("largest body of a request or an answer")] = 2**30
+    connections_max: Annotated[
+        int, Setting("most connections to the servers of one trajectory; beyond it 503", ge=1, le=1024)
+    ] = 256
+    grants_max: Annotated[int, Setting("most ports that are open at once; beyond it 503", ge=1)] = 4096
+    answer_s: Annotated[float, Setting("a server that has said nothing for so long owes no answer", gt=0)] = 300.0
+    linger_s: Annotated[
+        float, Setting("servers keep their cores for so long after what they said last, for what may follow", gt=0)
+    ] = 0.05
+    turn_s: Annotated[
+        float, Setting("after so long a server that goes on makes place for the trajectory's other actions", gt=0)
+    ] = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionSection:
     """How long ended invocations are kept, with their logs."""
 
@@ -493,6 +515,9 @@ class ServerConfig:
     stall_s: float = 30.0
     facades: Annotated[FacadesSection, Setting("servers of other protocols, none by default")] = field(
         default_factory=FacadesSection
+    )
+    ports: Annotated[PortsSection, Setting("servers in sandboxes that callers reach")] = field(
+        default_factory=PortsSection
     )
 
 

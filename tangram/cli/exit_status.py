@@ -27,6 +27,7 @@ BY_CODE: Mapping[str, int] = {
     "draining": 75,
     "storage_unavailable": 74,
     "unsupported": 69,
+    "port_failed": 69,
     "action_failed": 70,
     "method_not_allowed": 64,
     "trajectory_ended": 66,

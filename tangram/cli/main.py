@@ -38,6 +38,9 @@ VERBS: Mapping[str, Verb] = {
     "exec": Verb("tangram.cli.sessions:exec_", "Run a command in a trajectory's sandbox, as if it ran here.", "use"),
     "cp": Verb("tangram.cli.cp:cp", "Copy files into a trajectory's sandbox, or out of it.", "use"),
     "trajectories": Verb("tangram.cli.state:trajectories", "Living trajectories, their snapshots and forks.", "use"),
+    "port-forward": Verb(
+        "tangram.cli.ports:port_forward", "Reach a server in a sandbox at a port of this machine.", "use"
+    ),
     "functions": Verb("tangram.cli.state:functions", "The registered functions.", "use"),
     "token": Verb("tangram.cli.state:token", "Print the token of your gateway on this machine, for curl.", "use"),
     "ps": Verb("tangram.cli.invocations:ps", "List invocations, newest first.", "watch"),

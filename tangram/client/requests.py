@@ -948,6 +948,16 @@ def open_session(
     )
 
 
+def open_port(trajectory: str, function: str, port: int, ttl_s: float | None) -> ApiRequest[types.PortInfo]:
+    """Return the request that lets a port be reached; sent twice it would be open twice."""
+    body = {"port": port, "function": function, "ttl_s": ttl_s}
+    return sent("POST", f"{trajectory_path(trajectory)}/ports", reader(types.PortInfo), body=body, repeatable=False)
+
+
+def withdraw_port(trajectory: str, id: str) -> ApiRequest[None]:
+    return sent("DELETE", f"{trajectory_path(trajectory)}/ports/{quote(id, safe='')}", nothing)
+
+
 def session_path(id: str) -> str:
     return f"{invocation_path(id)}/session"
 

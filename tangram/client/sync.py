@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import posixpath
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ from tangram.client.requests import (
 from tangram.client.sync_primitives import CallSlots, Opened, aside, for_each, pause
 from tangram.client.sync_stream import CallStream
 from tangram.errors import (
+    CapacityExceededError,
     ConnectionFailed,
     InvalidInputError,
     MapFailed,
@@ -65,6 +67,7 @@ from tangram.types import (
     NodeStatusList,
     NodeTicket,
     PageKey,
+    PortInfo,
     QueueEntry,
     QueuePage,
     RayMachineStatus,
@@ -333,6 +336,83 @@ class SessionHandle:
         self._client._send(requests.cancel_invocation(self.id))
 
 
+#: Seconds between two looks whether a server is ready.
+READY_STEP_S = 0.1
+
+
+class Port:
+    """A server in a trajectory's sandbox, for whoever has its ``url``. It has cores only while it answers.
+
+    It ends with its trajectory, after its ``ttl_s``, or by `close`; it may be used as a context manager.
+    """
+
+    def __init__(self, client: Client, info: PortInfo) -> None:
+        self.id = info.id
+        self.trajectory = info.trajectory
+        self.port = info.port
+        #: Where the server's ``/`` is: it holds the right to come in, so it is to be kept like a password.
+        self.url = str(info.url)
+        self._client = client
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.trajectory!r}, {self.port})"
+
+    def __enter__(self) -> Port:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def ws_url(self) -> str:
+        """The same for WebSockets."""
+        return f"ws{self.url.removeprefix('http')}"
+
+    @property
+    def tcp_url(self) -> str:
+        """A WebSocket whose binary messages are the bytes of a TCP connection; an empty one ends a direction."""
+        base, _, capability = self.ws_url.rpartition("/p/")
+        return f"{base}/t/{capability}"
+
+    @property
+    def trust(self) -> ssl.SSLContext:
+        """What the listener's certificate is checked by; of no use where the URL is http."""
+        return trust_of(self.url.startswith("https:"), self._client._ca, self._client._cert)
+
+    def wait_ready(self, path: str = "/", timeout_s: float = 60.0) -> None:
+        """Return once the server answers a GET of this path with success; raises CapacityExceededError after a while.
+
+        Raises what ends the port: TrajectoryEndedError, NotFoundError.
+        """
+        until_s = time.monotonic() + timeout_s
+        with httpx.Client(verify=self.trust, timeout=timeout_s, trust_env=False) as http:
+            while True:
+                response, why = None, ""
+                try:
+                    response = http.get(f"{self.url}/{path.removeprefix('/')}")
+                    why = f"status {response.status_code}"
+                except httpx.TransportError as error:
+                    why = str(error) or type(error).__name__
+                if response is not None and (response.is_success or response.is_redirect):
+                    return
+                if response is not None and response.headers.get("content-type") == "application/problem+json":
+                    problem = error_of(response)
+                    if isinstance(problem, TrajectoryEndedError | NotFoundError):
+                        raise problem
+                    why = problem.message
+                if time.monotonic() + READY_STEP_S > until_s:
+                    message = f"the server on port {self.port} is not ready after {timeout_s:g} s: {why}"
+                    raise CapacityExceededError(message, component="ports")
+                pause(READY_STEP_S)
+
+    def close(self) -> None:
+        """Withdraw it: its URL leads nowhere from now on, and open connections end; idempotent."""
+        with suppress(NotFoundError):
+            self._client._send(requests.withdraw_port(self.trajectory, self.id))
+
+
 class Trajectory:
     """One rollout: its actions run in order in one sandbox, which is removed on leaving.
 
@@ -516,6 +596,15 @@ class Trajectory:
         begun = self._client._send(request)
         self._client.heartbeats.know(begun.id)
         return SessionHandle(self._client, begun.id, begun=True)
+
+    def port(self, port: int, *, ttl_s: float | None = None) -> Port:
+        """Let a server be reached that listens on this port of the sandbox's loopback, for ``ttl_s`` at most.
+
+        Raises ConflictError where the gateway has no listener for ports, TrajectoryEndedError.
+        """
+        self._living()
+        opened = self._client._send(requests.open_port(self.id, self._function, port, ttl_s))
+        return Port(self._client, opened)
 
     def _directory(self, cwd: str | None) -> str | None:
         """Return where a command runs; None for the sandbox's own working directory."""

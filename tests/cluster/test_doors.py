@@ -197,6 +197,33 @@ def test_a_session_goes_on_over_the_death_of_daemon_and_gateway_without_a_byte_l
         assert (record["node"], record["attempt"]) == ("n1", 1)
 
 
+def test_a_server_on_a_node_is_reached_also_after_the_death_of_gateway_and_daemon(
+    start_gateway: StartGateway, make_node: MakeNode
+) -> None:
+    gateway = start_gateway()
+    node = joined(gateway, make_node)
+    with gateway.client() as client:
+        trajectory = client.trajectory("t", function="there")
+        served = "setsid python3 -m http.server 8000 --bind 127.0.0.1 >log 2>&1 </dev/null & echo served > note.txt"
+        assert trajectory.exec(served).result["exit_code"] == 0
+        port = trajectory.port(8000)
+        port.wait_ready()
+        assert [HTTP.get(port.url + "/note.txt").text for _ in range(3)] == ["served\n"] * 3
+        large = "x" * 2**22
+        trajectory.upload("large.txt", large)
+        assert HTTP.get(port.url + "/large.txt").text == large
+        node.kill()
+        node.start()
+        port.wait_ready()
+        assert HTTP.get(port.url + "/note.txt").text == "served\n"
+    gateway.kill_and_start()
+    gateway.until_state("n1", "ready")
+    with gateway.client() as client:
+        again = client.trajectory("t", function="there").port(8000)
+        again.wait_ready()
+        assert HTTP.get(again.url + "/large.txt").text == large
+
+
 def test_a_session_of_a_node_that_is_lost_ends_and_the_next_one_begins_elsewhere(
     start_gateway: StartGateway, make_node: MakeNode
 ) -> None:

@@ -36,7 +36,7 @@ def document(state: Path, provider: str, **cluster: object) -> dict[str, Any]:
     shell["input"] = {"type": "object", "anyOf": [{"required": ["command"]}, {"required": ["argv"]}]}
     return {
         "version": 1,
-        "server": {"port": 0, "grpc_port": 0, "state_dir": str(state), "drain_grace": "200ms"},
+        "server": {"port": 0, "grpc_port": 0, "ports": {"port": 0}, "state_dir": str(state), "drain_grace": "200ms"},
         "node": {"cpu": {"cores": "0"}, "memory": "1Gi"},
         "cluster": {"listen": "127.0.0.1:0", "beat": "300ms", "silent": "3s", "lost_after": "5m", **cluster},
         "sandbox": {"provider": provider, "image": "tangram-base:bookworm", "memory": "128Mi"},

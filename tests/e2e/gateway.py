@@ -151,7 +151,14 @@ def document(provider: str, state: Path, **functions: dict[str, Any]) -> dict[st
     """A configuration with a shell, tests and handlers, and what is given besides."""
     return {
         "version": 1,
-        "server": {"port": 0, "grpc_port": 0, "state_dir": str(state), "body_limit": "64Ki", "drain_grace": "5s"},
+        "server": {
+            "port": 0,
+            "grpc_port": 0,
+            "ports": {"port": 0},
+            "state_dir": str(state),
+            "body_limit": "64Ki",
+            "drain_grace": "5s",
+        },
         "sandbox": {
             "provider": provider,
             "image": "tangram-base:bookworm",

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tangram import Client, InvalidInputError, NotFoundError, Trajectory, UnsupportedError
+from tangram import CapacityExceededError, Client, InvalidInputError, NotFoundError, Trajectory, UnsupportedError
 from tangram.adapters import CommandTimedOut, InfrastructureFailed, SandboxProvider
 from tangram.client.requests import Bearer
 from tests.e2e.gateway import GatewayProcess
@@ -43,6 +43,28 @@ def test_files_survive_from_action_to_action(trajectory: Trajectory) -> None:
     assert trajectory.exec("echo kept > note.txt").result["exit_code"] == 0
     assert trajectory.exec("cat note.txt").result["stdout"] == "kept\n"
     assert trajectory.download("note.txt") == b"kept\n"
+
+
+#: Serves the files of its directory.
+SERVER = "setsid python3 -m http.server 8000 --bind 127.0.0.1 >log 2>&1 </dev/null &"
+
+
+@pytest.mark.promise(
+    "A server in a sandbox of any kind is reached by its URL, and lives on after a command was killed."
+)
+def test_a_server_is_reached(trajectory: Trajectory) -> None:
+    with trajectory.port(8000) as early, pytest.raises(CapacityExceededError, match="connection refused"):
+        early.wait_ready(timeout_s=0.5)
+    trajectory.upload("note.txt", "served")
+    assert trajectory.exec(SERVER).result["exit_code"] == 0
+    with trajectory.port(8000) as port:
+        port.wait_ready("/note.txt")
+        assert httpx.get(port.url + "/note.txt").text == "served"
+        assert trajectory.exec("sleep 60", timeout_s=1).state == "timed_out"
+        assert httpx.get(port.url + "/note.txt").text == "served"
+    assert httpx.get(port.url + "/note.txt").status_code == 404
+    with pytest.raises(NotFoundError):
+        port.wait_ready()
 
 
 @pytest.mark.slow

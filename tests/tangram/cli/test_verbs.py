@@ -348,8 +348,8 @@ def commands_of(command: click.Command) -> list[click.Command]:
 
 @pytest.mark.parametrize("verb", ALL)
 def test_every_verb_speaks_json(verb: str) -> None:
-    # Of `shell` and `exec`, standard output is what the command says; `join` serves, as `serve` does.
-    silent = {"serve", "config-schema", "end", "export", "completion", "shell", "exec", "join", "help"}
+    # Of `shell` and `exec`, standard output is what the command says; `join` and `port-forward` serve, as `serve` does.
+    silent = {"serve", "config-schema", "end", "export", "completion", "shell", "exec", "join", "port-forward", "help"}
     command = LINE.get_command(click.Context(LINE), verb)
     assert command is not None
     assert not [
