@@ -191,12 +191,6 @@ class UnitSet:
             return UnitSet.span(self.minimum, largest)
         return UnitSet.of(tuple(count for count in self.choices if count <= largest))
 
-    def smallest(self, d: int) -> int:
-        """Return the d-th smallest admissible count, d from 1, or else the largest (docs/SCHEDULING.md R5)."""
-        if self.choices is None:
-            return min(self.minimum + d - 1, self.maximum)
-        return self.choices[min(d, len(self.choices)) - 1]
-
 
 def capped(cost: Mapping[str, UnitSet], key: str | None, most: int | None) -> Mapping[str, UnitSet]:
     """Return a cost with at most ``most`` units of its key, or its minimum if that is more; None caps nothing."""
