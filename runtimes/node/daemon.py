@@ -1092,6 +1092,7 @@ class NodeDaemon:
         self._forget(*self._attempts.values())
         for facts in self._trajectories():
             await self._runtimes.executor.end_trajectory(facts.trajectory)
+        self._reported.clear()
 
     async def close(self) -> None:
         """Stop. What runs in a sandbox is left as it is, for the next daemon of this directory; idempotent."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from bench.runner import KNOWN_FAULTS, known_fault
-from tests.sim.whole.history import Plan, SimHistory
+from tests.sim.whole.history import Plan, SimHistory, at_rest, plan_of
 from tests.sim.whole.judge import verdict
 from tests.sim.whole.known_faults import FAULTS, put_back
 from tests.sim.whole.loop import SimLoop
@@ -64,6 +64,8 @@ def judged(seed: int, plan: Plan | None = None) -> str:
 
 def judged_all(seeds: Sequence[int]) -> Iterator[tuple[int, str]]:
     """Yield each seed and what its history breaks, in order; processes of their own follow them."""
+    for setting in {plan_of(seed).setting for seed in seeds[: 2 * PIECE]}:
+        at_rest(setting.nodes, setting.local)  # once for all processes
     for first in range(0, len(seeds), PIECE):
         reading, writing = os.pipe()
         child = os.fork()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, field, replace
-from functools import partial
+from enum import Enum
+from functools import cache, partial, reduce
+from operator import or_
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from gateway.invocations.invocations import InvocationRequest, LiveInvocation
@@ -20,6 +26,12 @@ from tests.sim.whole.system import HERE, PLACE, SimSetting, SimWorld, WorldApp, 
 #: Seconds in which operations fall, and after which every accepted call must have ended and all be at rest.
 SPAN_S, REST_S = 12.0, 240.0
 ENDED = frozenset({"succeeded", "failed", "timed_out", "cancelled", "lost"})
+#: What may stay in memory, within bounds: what is learned and shown of functions and pools, and what goes in bulk.
+MAY_STAY = frozenset((
+    "Account", "BatchFit", "Estimate", "Fit", "FunctionCounters", "NodeChoice", "Profile", "Rate", "RunningSet",
+    "SizeLine", "Spread", "Bar", "PoolLoad", "_Clock", "_End", "_Flow", "_Second", "TrajectoryState", "Action",
+    "InOrder", "QueueGroup", "Signature", "Waiting", "AttemptEnd", "ExecuteAttempt", "JournalEntry",
+))  # fmt: skip
 #: What a caller tries again: it may be accepted later.
 LATER = (ConnectionError, Draining, StorageUnavailable, CapacityExceeded, QuotaExceeded)
 DATABASE, JOURNAL = PLACE / HERE / "tangram.sqlite", "journal"
@@ -219,11 +231,17 @@ class SimHistory:
         self.lines: list[str] = []
         #: Which machines have lost sandboxes, or were out of reach for so long that they count as lost.
         self.losses: set[str] = set()
+        #: What the gateway, and a node, hold at rest; unknown for the history that shows it.
+        self._at_rest: dict[str, Counter[str]] = {}
         #: Trajectories whose end was asked for, and may have happened in part.
         self._ended_in_part: set[str] = set()
+        #: What is held at the end.
+        self.remains: list[str] = []
 
     def run(self) -> SimHistory:
         """Follow it; raises AssertionError where the world does not come to its end."""
+        if self.plan.operations != AT_REST:
+            self._at_rest = at_rest(self.plan.setting.nodes, self.plan.setting.local)
         with in_place(self.world):
             try:
                 self.world.loop.run(self._live(), self.world.loop.now_s + SPAN_S + 2 * REST_S)
@@ -520,7 +538,8 @@ class SimHistory:
         await self._insist(end_all)
         for _ in range(40):
             await asyncio.sleep(0.5)
-            if not self.left():
+            self.remains = self.left()
+            if not self.remains:
                 break
         await self._insist(partial(self._read, places))
 
@@ -548,7 +567,76 @@ class SimHistory:
         for name, daemon in world.daemons.items():
             if world.nodes[name].alive and daemon.busy:
                 found.append(f"{name} keeps {list(daemon._attempts)}")
+        if self._at_rest:
+            for name, held in self.held().items():
+                more = held - self._at_rest[HERE if name == HERE else "node"]
+                found += [f"{name} keeps {count} {kind}" for kind, count in more.items()]
         return found
+
+    def held(self) -> dict[str, Counter[str]]:
+        """Count what each process has in memory, under way and open."""
+        world, found = self.world, {}
+        if world.app is not None and world.gateway is not None:
+            found[HERE] = world.gateway.holds() + _objects(world.app)
+        for name, daemon in world.daemons.items():
+            if world.nodes[name].alive:
+                found[name] = world.nodes[name].holds() + _objects(daemon)
+        return found
+
+
+AT_REST = tuple(
+    SimOperation(
+        1.0,
+        "call",
+        {
+            "number": number,
+            "function": function,
+            "trajectory": trajectory,
+            "key": f"k{number}",
+            "mode": "async",
+            "script": {"s": 0.2, "say": 1},
+        },
+    )
+    for number, (function, trajectory) in enumerate((("shell", "t0"), ("again", None)))
+)
+
+
+@cache
+def at_rest(nodes: tuple[str, ...], local: str) -> dict[str, Counter[str]]:
+    """Return what a gateway and a node hold once a call or two have ended."""
+    history = SimHistory(0, Plan(SimSetting(nodes=nodes, local=local), AT_REST))
+    found: dict[str, Counter[str]] = {}
+    read = history._read
+
+    async def look(*given: Any) -> None:
+        found.update(history.held())
+        await read(*given)
+
+    history._read = look  # type: ignore[method-assign, assignment]
+    history.run()
+    of_nodes = [held for name, held in found.items() if name != HERE]
+    return {HERE: found[HERE], "node": reduce(or_, of_nodes, Counter())}
+
+
+def _objects(root: object) -> Counter[str]:
+    """Count the product's objects that one of them leads to, but for what may stay."""
+    found: Counter[str] = Counter()
+    seen, todo = {id(root)}, [root]
+    while todo:
+        for each in gc.get_referents(todo.pop()):
+            kind = type(each)
+            house = kind.__module__.partition(".")[0]
+            if id(each) in seen or issubclass(kind, ELSEWHERE) or house in ("tests", "structlog", "logging"):
+                continue
+            seen.add(id(each))
+            todo.append(each)
+            if house in ("gateway", "manager", "runtimes") and kind.__name__ not in MAY_STAY:
+                found[kind.__name__] += 1
+    return found
+
+
+#: What leads out of a process.
+ELSEWHERE = (type, ModuleType, FunctionType, BuiltinFunctionType, FrameType, CodeType, Context, Enum)
 
 
 def _held(app: WorldApp) -> list[tuple[str, str]]:

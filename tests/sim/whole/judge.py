@@ -33,7 +33,7 @@ def judge(history: SimHistory) -> Iterator[str]:
     yield from history.world.ledger.wrong
     yield from history.world.complaints
     yield from history.world.loop.errors
-    yield from history.left()
+    yield from history.remains
     for call in history.calls.values():
         yield from _of_call(history, call, runs)
     yield from _order(history, runs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
@@ -48,6 +48,12 @@ class SimProcess:
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Begin a task of it."""
         return self.context.copy().run(self.loop.create_task, work)
+
+    def holds(self) -> Counter[str]:
+        """Count what goes on in it and what it has open, by kind."""
+        living = [task.get_coro().__qualname__ for task in self.tasks.values() if not task.done()]  # type: ignore[union-attr]
+        opened = [type(each).__name__ for each in self.held if not isinstance(each, tuple)]  # those are notes of ours
+        return Counter([f"task {name}" for name in living] + opened)
 
     def burn(self, steps: int, then: Callable[[], object]) -> None:
         """Have something happen to it at the callback or write that comes after so many others."""

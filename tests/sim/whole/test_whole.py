@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
+from gateway.invocations.logs import Logs
+from gateway.invocations.restart import Reattachment
 from tests.sim.whole.__main__ import WITHIN, first_found, judged, quietly, story
-from tests.sim.whole.history import Plan, SimHistory, SimOperation
+from tests.sim.whole.history import DATABASE, Plan, SimHistory, SimOperation
 from tests.sim.whole.judge import verdict
 from tests.sim.whole.known_faults import FAULTS, put_back
 from tests.sim.whole.system import SimSetting
@@ -35,6 +39,23 @@ def test_every_promise_holds_in_every_history(slice_: int) -> None:
 def test_the_same_seed_gives_the_same_history() -> None:
     for seed in range(5):
         assert SimHistory(seed).run().digest() == SimHistory(seed).run().digest()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "leaks"),
+    [
+        (Logs, "close", lambda *_: None),
+        (Reattachment, "settled", lambda *_: asyncio.ensure_future(asyncio.Event().wait())),
+        (Reattachment, "settled", lambda *_: sqlite3.connect(DATABASE)),
+    ],
+)
+def test_what_is_kept_after_its_end_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, leaks: Callable[..., object]
+) -> None:
+    plan = Plan(SimSetting(nodes=()), (call(0, 0.5, 0.2, "t0", "shell"), call(1, 3.0, 0.2, None, "again")))
+    assert not judged(0, plan)
+    monkeypatch.setattr(owner, name, leaks)
+    assert " keeps " in judged(0, plan)
 
 
 @pytest.mark.slow
@@ -136,6 +157,10 @@ FOUND = {
         call(1, 0.6, 1.0, "t0", "shell"),
         SimOperation(2.4, "disk", {"where": "gw", "for_s": 0.5}),
         SimOperation(3.2, "stop", {"node": "n1", "down_s": 2.0}),
+    ),
+    "a node that counted as lost keeps in mind what it had": (
+        call(0, 0.5, 6.0, "n0"),
+        SimOperation(2.0, "cut", {"node": "n1", "for_s": 8.0, "silent": False}),
     ),
     "the sandbox of a command whose end the next daemon knows is left behind": (
         call(0, 0.5, 1.0),
