@@ -25,7 +25,20 @@ from grpclib.health.v1.health_pb2 import HealthCheckRequest
 
 from bench.docker_exec import DockerExec
 from bench.report import BenchReport, median, parser, percentile, play
-from bench.serving import ECHO, GATEWAY, IMAGE, START_S, TOKEN, BenchConnection, ServerProcess, process, process_cpu_s
+from bench.serving import (
+    ECHO,
+    GATEWAY,
+    IMAGE,
+    LITSERVE,
+    START_S,
+    TOKEN,
+    BenchConnection,
+    ServerProcess,
+    free_port,
+    peer_python,
+    process,
+    process_cpu_s,
+)
 from gateway.app import gateway as opened_gateway
 from gateway.config.load import load
 from gateway.grpc.generated import tangram_pb2 as pb
@@ -53,6 +66,8 @@ def sleep(event, context):
 """
 #: Calls of one client that are in flight at once; those that wait while memory is looked at.
 IN_FLIGHT, WAITING = 64, 4000
+#: What the gateway is compared with, and calls in flight at once then.
+PEER, IN_FLIGHT_MANY = "litserve==0.2.19", (32, 256)
 Call = Callable[[], Awaitable[object]]
 #: Clients that are processes of their own: a fork would have this one's loop.
 CHILDREN = multiprocessing.get_context("spawn")
@@ -68,9 +83,11 @@ async def timed(call: Call, count: int) -> list[float]:
     return found
 
 
-async def per_second(port: int, each: int, call: Callable[[BenchConnection], Awaitable[object]]) -> float:
-    """Calls a second over `CONNECTIONS` connections."""
-    connections = [BenchConnection(port) for _ in range(CONNECTIONS)]
+async def per_second(
+    port: int, each: int, call: Callable[[BenchConnection], Awaitable[object]], many: int = CONNECTIONS
+) -> float:
+    """Calls a second over ``many`` connections."""
+    connections = [BenchConnection(port) for _ in range(many)]
 
     async def run(connection: BenchConnection) -> None:
         for _ in range(each):
@@ -81,7 +98,7 @@ async def per_second(port: int, each: int, call: Callable[[BenchConnection], Awa
     took_s = time.perf_counter() - began_s
     for connection in connections:
         connection.close()
-    return CONNECTIONS * each / took_s
+    return many * each / took_s
 
 
 @contextlib.contextmanager
@@ -313,6 +330,38 @@ async def stream(report: BenchReport, rounds: int, each: int) -> None:
     report.check("waiting_call_kib", held_kib / WAITING, limit=2.0, better="lower")
 
 
+async def peer(report: BenchReport, rounds: int, each: int) -> None:
+    """Calls a second beside LitServe's on the same cores: ours through `AsyncClient`, its through bare connections."""
+    try:
+        python = await asyncio.to_thread(peer_python, PEER)
+    except subprocess.CalledProcessError:
+        report.note(f"{PEER} could not be installed: there is nothing to compare with")
+        return
+    found: dict[str, list[float]] = {f"{name}, {many}": [] for many in IN_FLIGHT_MANY for name in ("ours", "litserve")}
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "litserve_noop.py").write_text(LITSERVE)
+        code = f"import litserve_noop; litserve_noop.main({free_port()})"
+        async with (
+            servers() as (_, gateway),
+            process(code, python=python, ending=signal.SIGINT, PYTHONPATH=directory) as litserve,
+            AsyncClient(f"http://127.0.0.1:{gateway.port}", token=TOKEN) as client,
+        ):
+            for round_ in range(rounds + 1):
+                for many in IN_FLIGHT_MANY:
+                    theirs = await per_second(
+                        litserve.port, each, lambda connection: connection.post("/predict", b'{"a":1}'), many
+                    )
+                    began_s, count = time.perf_counter(), each * many
+                    await client.map("noop", [{"a": 1}] * count, concurrency=many)
+                    ours = count / (time.perf_counter() - began_s)
+                    if round_:  # the first warms up
+                        found[f"ours, {many}"].append(ours)
+                        found[f"litserve, {many}"].append(theirs)
+    report.figure("calls_per_s", {name: median(rates) for name, rates in found.items()})
+    ratios = [median(found[f"ours, {many}"]) / median(found[f"litserve, {many}"]) for many in IN_FLIGHT_MANY]
+    report.check("calls_per_s_over_litserve", min(ratios), limit=2.0, better="higher")
+
+
 async def queued(gateway: ServerProcess) -> int:
     connection = BenchConnection(gateway.port)
     _, body = await connection.send("GET", "/v1/queue?limit=1")
@@ -338,6 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "processor": lambda: processor(report, rounds, count // 4),
             "held": lambda: held(report),
             "stream": lambda: stream(report, rounds, count // 4),
+            "peer": lambda: peer(report, rounds, count // 20),
         },
     )
 

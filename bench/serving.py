@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import venv
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -53,6 +54,44 @@ uvloop.run(main())
 """
 
 
+#: A module that serves the same handler by LitServe, whose workers import it: as many as the gateway's function keeps,
+#: and its own defaults.
+LITSERVE = """
+import json, threading, time, urllib.request
+import litserve
+class Noop(litserve.LitAPI):
+    def setup(self, device): pass
+    def decode_request(self, request): return request
+    def predict(self, value): return value
+    def encode_response(self, output): return output
+def announce(port):
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health").read()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            break
+    print(json.dumps({"http": port}), flush=True)
+def main(port):
+    threading.Thread(target=announce, args=(port,), daemon=True).start()
+    server = litserve.LitServer(Noop(), accelerator="cpu", workers_per_device=2)
+    server.run(host="127.0.0.1", port=port, generate_client_file=False, log_level="warning")
+"""
+
+
+def peer_python(package: str) -> Path:
+    """Return the interpreter of an environment that has a peer, made at its first use; CalledProcessError if not."""
+    place = ROOT / ".cache" / "peers" / package
+    python = place / "bin" / "python"
+    if not (place / "done").exists():
+        venv.create(place, with_pip=True, clear=True)
+        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", package]
+        subprocess.run(install, check=True, capture_output=True)
+        (place / "done").touch()
+    return python
+
+
 class ServerProcess:
     """A server that is started, killed and started again by the same words.
 
@@ -60,10 +99,15 @@ class ServerProcess:
     """
 
     def __init__(
-        self, code: str, *arguments: str, environment: Mapping[str, str] | None = None, log: Path | None = None
+        self,
+        code: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        python: Path | str = sys.executable,
     ) -> None:
         """``environment`` is added to this process's; ``log`` takes standard error, which is else this process's."""
-        self._words = ["-c", code, *arguments]
+        self._words = [str(python), "-c", code, *arguments]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._environment = {**os.environ, "PYTHONPATH": path, **(environment or {})}
         self._log = log
@@ -89,7 +133,7 @@ class ServerProcess:
         with contextlib.ExitStack() as stack:
             errors = None if self._log is None else stack.enter_context(self._log.open("ab"))
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *self._words, stdout=asyncio.subprocess.PIPE, stderr=errors, env=self._environment
+                *self._words, stdout=asyncio.subprocess.PIPE, stderr=errors, env=self._environment
             )
         assert self._process.stdout is not None
         line = b""
@@ -118,10 +162,14 @@ class ServerProcess:
 
 @contextlib.asynccontextmanager
 async def process(
-    code: str, *arguments: str, ending: signal.Signals = signal.SIGTERM, **environment: str
+    code: str,
+    *arguments: str,
+    ending: signal.Signals = signal.SIGTERM,
+    python: Path | str = sys.executable,
+    **environment: str,
 ) -> AsyncIterator[ServerProcess]:
     """A server in a process of its own, for as long as the block."""
-    server = ServerProcess(code, *arguments, environment=environment)
+    server = ServerProcess(code, *arguments, environment=environment, python=python)
     try:
         await server.start()
         yield server
