@@ -58,7 +58,7 @@ class GatewayDispatcher:
         """Run the action to its end where its lease says."""
         function = call.function
         if self._pass_trace is not None:
-            call.traceparent = self._pass_trace(call.context["invocation_id"], action.id, call.traceparent)
+            call.traceparent = self._pass_trace(call.invocation_id, action.id, call.traceparent)
         inside = kind_of(function).works_in_sandbox
         if inside and not call.resumed and (loss := self._trajectories.take_loss(action.trajectory)) is not None:
             return failed(loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from manager.action import Action, Chunk, Lease, Outcome
@@ -55,7 +55,8 @@ class Call:
     #: W3C trace context of the caller, passed on.
     traceparent: str | None = None
     tracestate: str | None = None
-    context: Mapping[str, str] = field(default_factory=dict)
+    #: The invocation of which it is a try; empty where there is none but the action.
+    invocation_id: str = ""
     #: Whether an earlier process may have begun it already: it is joined, and begun only where it never was.
     resumed: bool = False
     hooks: CallHooks = CallHooks()  # noqa: RUF009 (it has no state)

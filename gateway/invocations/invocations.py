@@ -23,7 +23,7 @@ from jsonschema.validators import extend
 from gateway import serialization
 from gateway.config.schema import ServerConfig
 from gateway.invocations.logs import InvocationLog, Logs
-from gateway.invocations.record import Mode, Record, action_id_of, new_id, seq_of
+from gateway.invocations.record import NOTHING, Mode, Record, action_id_of, new_id, nothing, seq_of
 from gateway.registry import Registry
 from gateway.store.store import Filter, Store, require
 from manager.action import Action, Lease, Outcome, Settlement, State, noun
@@ -106,7 +106,7 @@ class InvocationRequest:
         """The key as the store knows it: each function has its own."""
         return f"{self.function}\n{self.key}"
 
-    def options(self, function: FunctionSpec) -> dict[str, object]:
+    def options(self, function: FunctionSpec) -> Mapping[str, object]:
         """What a restart must know of it, and the function's bound where a longer one was asked for."""
         names = ("step", "timeout_s", "max_age_s", "callback_url", "traceparent", "tracestate", "redrive_of")
         options: dict[str, object] = {}
@@ -116,7 +116,7 @@ class InvocationRequest:
                 options[name] = value
         if self.timeout_s is not None and self.timeout_s > function.timeout_s:
             options["timeout_capped_s"] = function.timeout_s
-        return options
+        return options or NOTHING
 
 
 class EndSignal:
@@ -126,7 +126,8 @@ class EndSignal:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._told: list[Callable[[], object]] = []
+        #: Most often one asks, so a tuple takes less than a list.
+        self._told: tuple[Callable[[], object], ...] = ()
 
     def is_set(self) -> bool:
         return self._is_set
@@ -134,7 +135,7 @@ class EndSignal:
     def set(self) -> None:
         """It has ended; idempotent."""
         self._is_set = True
-        told, self._told = self._told, []
+        told, self._told = self._told, ()
         for tell in told:
             tell()
 
@@ -143,18 +144,18 @@ class EndSignal:
         if self._is_set:
             tell()
         else:
-            self._told.append(tell)
+            self._told += (tell,)
 
     def forget(self, tell: Callable[[], object]) -> None:
         """Do not call it any more; idempotent."""
-        if tell in self._told:
-            self._told.remove(tell)
+        if self._told:
+            self._told = tuple([one for one in self._told if one != tell])
 
     async def wait(self) -> None:
         """Return when it has ended."""
         if not self._is_set:
             woken = asyncio.Event()
-            self._told.append(woken.set)
+            self._told += (woken.set,)
             try:
                 await woken.wait()
             finally:
@@ -167,7 +168,7 @@ class LiveInvocation:
 
     record: Record
     function: FunctionSpec | None = None
-    input: Mapping[str, object] = field(default_factory=dict)
+    input: Mapping[str, object] = field(default_factory=nothing)
     log: InvocationLog | None = None
     #: The first try's action, from acceptance until it is submitted.
     action: Action | None = None
@@ -990,7 +991,7 @@ class Invocations:
             input=invocation.input,
             log=invocation.log,
             **record.trace,
-            context={"invocation_id": record.id},
+            invocation_id=record.id,
             resumed=invocation.resumed,
         )
         return Submission(action=action, call=call)

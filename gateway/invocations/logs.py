@@ -52,28 +52,24 @@ class InvocationLog:
     """
 
     __slots__ = (
-        *("_heartbeat_s", "_known_bytes", "_limit_bytes", "_loop", "_missing", "_omitted_bytes", "_room_bytes", "_seq"),
-        *("_followers", "_store", "_tail", "_tail_chars", "_thread", "_wall"),
+        *("_followers", "_known_bytes", "_limit_bytes", "_logs", "_missing", "_omitted_bytes", "_room_bytes", "_seq"),
+        *("_tail", "_tail_chars"),
         *("closed", "end", "finished", "truncated", "written"),
     )
 
-    def __init__(self, seq: int, store: Store, limit_bytes: int, heartbeat_s: float, wall: Callable[[], float]) -> None:
+    def __init__(self, logs: Logs, seq: int, limit_bytes: int) -> None:
+        self._logs = logs
         self._seq = seq
-        self._store = store
         self._room_bytes = limit_bytes
         self._limit_bytes = limit_bytes
-        self._heartbeat_s = heartbeat_s
-        self._wall = wall
         self._tail: deque[LogRow] | None = None
         self._tail_chars = 0
-        self._followers: list[asyncio.Event] = []
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+        self._followers: tuple[asyncio.Event, ...] = ()
         self._missing = 0
         #: Bytes that found no room.
         self._omitted_bytes = 0
         #: Bytes of each stream that will be written once more and are on record already.
-        self._known_bytes: dict[str, int] = {}
+        self._known_bytes: dict[str, int] | None = None
         self.end = 0
         #: How many of the records stand on disk.
         self.written = 0
@@ -84,10 +80,10 @@ class InvocationLog:
 
     def write(self, stream: str, data: str) -> None:
         """Append text; what is beyond the bound is dropped, and the log's last record says how much."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._logs.thread:
             self._write(stream, data)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._write, stream, data)
+        elif not self._logs.loop.is_closed():
+            self._logs.loop.call_soon_threadsafe(self._write, stream, data)
 
     def omit(self, size_bytes: int) -> None:
         """Count bytes that were said and do not come, as their sandbox kept within the bound itself."""
@@ -104,7 +100,7 @@ class InvocationLog:
 
     def pass_over_nothing(self) -> None:
         """What comes is new: another try begins."""
-        self._known_bytes.clear()
+        self._known_bytes = None
 
     def finish(self) -> None:
         """Nothing more will come: followers read to the end and stop."""
@@ -121,8 +117,8 @@ class InvocationLog:
 
     def _write(self, stream: str, data: str) -> None:
         stream = stream if stream in STREAMS else "log"
-        if self._known_bytes.get(stream):
-            data = self._new(stream, data)
+        if self._known_bytes and self._known_bytes.get(stream):
+            data = self._new(stream, data, self._known_bytes)
         for start in range(0, len(data), RECORD_CHARS):
             if self.finished:
                 return
@@ -136,11 +132,11 @@ class InvocationLog:
             if piece:
                 self._append(stream, piece)
 
-    def _new(self, stream: str, data: str) -> str:
+    def _new(self, stream: str, data: str, known: dict[str, int]) -> str:
         """The part that is not on record."""
         text = data.encode("utf-8", "replace")
-        known_bytes = min(len(text), self._known_bytes[stream])
-        self._known_bytes[stream] -= known_bytes
+        known_bytes = min(len(text), known[stream])
+        known[stream] -= known_bytes
         return text[known_bytes:].decode("utf-8", "replace")
 
     def _append(self, stream: str, data: str) -> None:
@@ -151,8 +147,8 @@ class InvocationLog:
 
     def _keep(self, stream: str, data: str) -> bool:
         text = serialization.unicode(data)
-        row = LogRow(seq=self._seq, position=self.end, time_s=self._wall(), stream=stream, data=text)
-        if not self._store.save_log(row, soon=bool(self._followers)):
+        row = LogRow(seq=self._seq, position=self.end, time_s=self._logs.wall(), stream=stream, data=text)
+        if not self._logs.store.save_log(row, soon=bool(self._followers)):
             return False
         self.end += 1
         if self._tail is None:
@@ -184,26 +180,29 @@ class InvocationLog:
     async def beyond(self, position: int) -> bool:
         """Wait until something is new of what follows ``position``; False after ``heartbeat_s`` of silence."""
         event = asyncio.Event()
-        self._followers.append(event)
+        self._followers += (event,)
         try:
             if self.written > position or self.closed or (self.finished and self.end <= position):
                 return True
-            async with asyncio.timeout(self._heartbeat_s):
+            async with asyncio.timeout(self._logs.settings.heartbeat_s):
                 await event.wait()
             return True
         except TimeoutError:
             return False
         finally:
-            self._followers.remove(event)
+            self._followers = tuple([one for one in self._followers if one is not event])
 
 
 class Logs:
     """The logs of all invocations, living or ended."""
 
     def __init__(self, store: Store, settings: ServerConfig, *, wall: Callable[[], float] = time.time) -> None:
-        self._store = store
+        self.store = store
         self.settings = settings
-        self._wall = wall
+        self.wall = wall
+        #: Those that its logs belong to; whoever writes from elsewhere hands over.
+        self.loop = asyncio.get_running_loop()
+        self.thread = threading.get_ident()
         self._living: dict[int, InvocationLog] = {}
         store.on_logs = self._reached_disk
         self._following: Counter[str] = Counter()
@@ -217,8 +216,7 @@ class Logs:
 
     def open(self, seq: int, limit_bytes: int) -> InvocationLog:
         """The sink of a new invocation."""
-        log = InvocationLog(seq, self._store, limit_bytes, self.settings.heartbeat_s, self._wall)
-        self._living[seq] = log
+        log = self._living[seq] = InvocationLog(self, seq, limit_bytes)
         return log
 
     async def resume(self, seq: int, limit_bytes: int, since_s: float) -> InvocationLog:
@@ -227,7 +225,7 @@ class Logs:
         What was said since ``since_s`` is taken to be said once more, by a command that is taken over.
         """
         log = self.open(seq, limit_bytes)
-        log.restore(await self._store.logs_written(seq, since_s))
+        log.restore(await self.store.logs_written(seq, since_s))
         return log
 
     def leave(self, seq: int) -> None:
@@ -247,7 +245,7 @@ class Logs:
         log = self._living.get(seq)
         page = None if log is None else log.recent(position)
         if page is None or (log is not None and log.written < log.end and len(page) < limit):
-            page = await self._store.logs(seq, position, min(limit, PAGE_RECORDS))
+            page = await self.store.logs(seq, position, min(limit, PAGE_RECORDS))
         return page[:limit]
 
     def _reached_disk(self, rows: Sequence[LogRow]) -> None:
@@ -290,7 +288,7 @@ class Logs:
                     yield []
                 log = self._living.get(seq)
                 result = None if log is None else log.recent(position)
-                page = await self._store.logs(seq, position, PAGE_RECORDS) if result is None else result
+                page = await self.store.logs(seq, position, PAGE_RECORDS) if result is None else result
         finally:
             self._following[task] -= 1
             if not self._following[task]:

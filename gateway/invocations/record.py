@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from msgspec import UNSET, Raw, UnsetType
 
@@ -35,6 +35,14 @@ class ActTimes(NamedTuple):
     execution_s: float
 
 
+#: What a record holds of nothing: never changed, only replaced.
+NOTHING: Mapping[str, Any] = {}
+
+
+def nothing() -> Mapping[str, Any]:
+    return NOTHING
+
+
 NO_TIME = ActTimes(0.0, 0.0, 0.0)
 
 
@@ -57,12 +65,12 @@ class Record:
     #: Whether it goes on without its caller (asynchronous, keyed, or asked for).
     detached: bool = False
     #: The caller's choices that a restart must know: timeout_s, callback_url, traceparent, max_age_s ...
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=nothing)
     state: State = State.QUEUED
     reason: Reason | None = None
     message: str = ""
     component: str = ""
-    detail: Mapping[str, object] = field(default_factory=dict)
+    detail: Mapping[str, object] = field(default_factory=nothing)
     retry_after_s: float | None = None
     #: The result as JSON; None until there is one.
     result: bytes | None = None
@@ -76,8 +84,8 @@ class Record:
     execution_s: float | None = None
     node: str | None = None
     #: Granted units by resource kind.
-    units: Mapping[str, int] = field(default_factory=dict)
-    usage: Mapping[str, float] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=nothing)
+    usage: Mapping[str, float] = field(default_factory=nothing)
     #: Whether it is in the dead-letter list.
     dead: bool = False
     #: None if no callback was asked for.

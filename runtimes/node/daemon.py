@@ -511,11 +511,11 @@ class SessionServer:
 
     # --- attempts
 
-    def begin(self, claim: str, action: Action, context: Mapping[str, str], value: Mapping[str, object]) -> None:
+    def begin(self, claim: str, action: Action, invocation_id: str, value: Mapping[str, object]) -> None:
         """An attempt is about to run; its output is kept until `forget` if it is a session's first try."""
         if "session" not in value or action.attempt > 1 or claim in self._sessions:
             return
-        id = context.get("invocation_id", action.id)
+        id = invocation_id or action.id
         try:
             session = self._table.living(id, terminal_of(value))
         except CodedError:
@@ -1413,7 +1413,7 @@ class NodeDaemon:
 
     def _run(self, attempt: NodeAttempt) -> None:
         input = wire.unpack_object(attempt.execute.input)
-        self._sessions.begin(attempt.claim, attempt.execute.action, attempt.execute.context, input)
+        self._sessions.begin(attempt.claim, attempt.execute.action, attempt.execute.invocation_id, input)
         attempt.task = self._loop.create_task(self._work_on(attempt, input))
         self._tasks.add(attempt.task)
         attempt.task.add_done_callback(partial(self._worked, attempt))
@@ -1426,7 +1426,7 @@ class NodeDaemon:
             log=attempt.log,
             traceparent=execute.traceparent,
             tracestate=execute.tracestate,
-            context=execute.context,
+            invocation_id=execute.invocation_id,
             hooks=_AttemptHooks(self, attempt),
         )
         try:

@@ -368,7 +368,7 @@ class ExecuteAttempt(Message):
     input: bytes
     traceparent: str | None
     tracestate: str | None
-    context: dict[str, str]
+    invocation_id: str
 
 
 class AttachAttempt(Message):

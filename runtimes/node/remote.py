@@ -821,7 +821,7 @@ class RemoteNode:
         """
         if "session" not in call.input or action.attempt > 1:
             return False
-        id = call.context.get("invocation_id", action.id)
+        id = call.invocation_id or action.id
         session = self._table.living(id, terminal_of(call.input))
         self._sessions[claim] = SessionClient(self, claim, id, session)
         self._sessions[claim].attach()
@@ -878,7 +878,7 @@ class RemoteNode:
                 wire.pack(call.input),
                 call.traceparent,
                 call.tracestate,
-                dict(call.context),
+                call.invocation_id,
             ),
             call.function,
             call,

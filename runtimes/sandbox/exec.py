@@ -220,7 +220,7 @@ class ExecRuntime(Runtime):
 
     @contextmanager
     def _session(self, execution: Execution) -> Iterator[InteractiveSession]:
-        id, table = execution.call.context.get("invocation_id", execution.action.id), self._environments.sessions
+        id, table = execution.call.invocation_id or execution.action.id, self._environments.sessions
         session = table.living(id, terminal_of(execution.call.input))
         try:
             yield session

@@ -431,7 +431,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 
 @pytest.fixture
-def logs(store: Store, monkeypatch: pytest.MonkeyPatch) -> Logs:
+async def logs(store: Store, monkeypatch: pytest.MonkeyPatch) -> Logs:
     monkeypatch.setattr("gateway.invocations.logs.TAIL_BYTES", 20)
     return Logs(store, ServerConfig(heartbeat_s=0.01, followers_max=2))
 

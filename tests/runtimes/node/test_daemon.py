@@ -265,7 +265,7 @@ async def test_a_daemon_without_a_gateway_ends_all_when_its_time_is_over(door: S
 
 HANDLER = protocol.function_bytes(function("0" * 64))
 COMMAND = protocol.function_bytes(FunctionSpec(name="f", runtime="exec"))
-EXECUTE = protocol.ExecuteAttempt("a.1/", ACTION, LEASE, HANDLER, protocol.pack({}), None, None, {})
+EXECUTE = protocol.ExecuteAttempt("a.1/", ACTION, LEASE, HANDLER, protocol.pack({}), None, None, "")
 
 
 @pytest.fixture

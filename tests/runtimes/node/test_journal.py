@@ -21,7 +21,7 @@ LIMIT_BYTES = 4 * 2**20
 
 
 def execute(claim: str) -> protocol.ExecuteAttempt:
-    return protocol.ExecuteAttempt(claim, ACTION, LEASE, b"{}", b"m\x80", None, None, {})
+    return protocol.ExecuteAttempt(claim, ACTION, LEASE, b"{}", b"m\x80", None, None, "")
 
 
 def end(claim: str) -> protocol.AttemptEnd:

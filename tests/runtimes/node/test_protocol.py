@@ -50,9 +50,7 @@ LEASE = Lease(
     },
 )
 
-EXECUTE = protocol.ExecuteAttempt(
-    "a.1/", ACTION, LEASE, b"{}", protocol.pack({"command": "true"}), None, None, {"k": "v"}
-)
+EXECUTE = protocol.ExecuteAttempt("a.1/", ACTION, LEASE, b"{}", protocol.pack({"command": "true"}), None, None, "i")
 
 OUTCOME = Outcome(
     state=State.FAILED,

@@ -90,7 +90,7 @@ class RelayedWorld:
         self.cut_at: Callable[[int], bool] = lambda frames: False
         self.links: list[NodeLink] = []
         self._running: set[asyncio.Task[str]] = set()
-        self.served.begin("a.1/", ACTION, {}, GIVEN)
+        self.served.begin("a.1/", ACTION, "", GIVEN)
         self.far = there.living("a", None)
         self.command = TypedCommand(self.far)
         self.begin_gateway()
