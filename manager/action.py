@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeVar, dataclass_transform
 
 from manager.errors import Reason
@@ -246,8 +247,13 @@ Demand = tuple[tuple[str, int], ...]
 
 
 def demand_of(cost: Mapping[str, UnitSet]) -> Demand:
-    """Return the minimum of each kind of a cost."""
-    return tuple([(kind, units.minimum) for kind, units in cost.items()])
+    """Return the minimum of each kind of a cost; thousands that wait have the same one."""
+    return _known(tuple([(kind, units.minimum) for kind, units in cost.items()]))
+
+
+@lru_cache(maxsize=1024)
+def _known(demand: Demand) -> Demand:
+    return demand
 
 
 class NodeChoice(NamedTuple):

@@ -76,8 +76,11 @@ class Account:
     overhead_s: float = 0.0
     execution_s: float = 0.0
 
-    def add(self, settlement: Settlement) -> None:
+    def add(self, settlement: Settlement, used: Mapping[str, float]) -> None:
+        """Add an end, and the unit-seconds by kind (units of quotas) that the action has used."""
         self.settled[settlement.outcome.state.value] += 1
+        for kind, amount in used.items():
+            self.used[kind] = self.used.get(kind, 0.0) + amount
         if not settlement.completed:
             return
         self.completed += 1
@@ -85,11 +88,6 @@ class Account:
         self.queue_s += settlement.queue_s
         self.overhead_s += settlement.overhead_s
         self.execution_s += settlement.execution_s
-
-    def use(self, used: Mapping[str, float]) -> None:
-        """Add the unit-seconds by kind (units of quotas) that one action has used."""
-        for kind, amount in used.items():
-            self.used[kind] = self.used.get(kind, 0.0) + amount
 
     def describe(self) -> dict[str, object]:
         """Return how it fared; the view of a task says what it used, in the units of the resources."""

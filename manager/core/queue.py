@@ -359,6 +359,7 @@ class Expiries(Generic[Item]):
 
 
 Place = TypeVar("Place")
+Counted = TypeVar("Counted")
 
 #: Order of service: the fair-share stamp, the submission, and the child's own submission (0 at the top).
 Key = tuple[float, int, int]
@@ -717,7 +718,7 @@ class Queue:
 
     def least(self, kind: str) -> int:
         """Return the fewest units of ``kind`` with which something that waits could start; more than any if nothing."""
-        return min((units for units, groups in self._minima[kind].items() if groups), default=sys.maxsize)
+        return min(self._minima[kind], default=sys.maxsize)
 
     def by_task(self, task: str) -> int:
         return self._by_task.get(task, 0)
@@ -768,7 +769,7 @@ class Queue:
             _discard(self._by_kind, kind, group)
             _discard(self._by_place, (kind, group.signature.node), group)
         for kind, units in group.signature.demand:
-            self._minima[kind][units] -= 1
+            _decrement(self._minima[kind], units)
 
     def _batch_service(self, action: Action) -> str:
         """Return the service whose batch an action with tokens may join; empty if the service makes none."""
@@ -788,7 +789,7 @@ def _discard(index: dict[Place, dict[QueueGroup, None]], place: Place, group: Qu
         del index[place]
 
 
-def _decrement(counter: dict[str, int], name: str, by: int = 1) -> None:
+def _decrement(counter: dict[Counted, int], name: Counted, by: int = 1) -> None:
     """Count down, and forget a name at nought: callers invent names, which must not pile up."""
     left = counter[name] - by
     if left > 0:

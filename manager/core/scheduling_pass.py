@@ -105,8 +105,8 @@ class Changes:
         everywhere = before not in (None, state.memory_waits_from)
         if everywhere:
             self._look_everywhere(pools)
-        if nodes or everywhere:
-            self.look_again(group for group in state.queue.groups_of("") if group.signature.memory_bytes)
+        if (nodes or everywhere) and (groups := state.queue.groups_of("")):
+            self.look_again(group for group in groups if group.signature.memory_bytes)
 
 
 # Actions that wait for one pool alone, and have no choice of units: there is nothing to decide about them.
@@ -948,9 +948,11 @@ class SchedulingPass:
             pools, groups = self._changes.take()
             if not (pools or groups) or not (state.queue or any(map(state.executing.can_resize, pools))):
                 break
-            self._round(pools, groups)
+            if not self._round(pools, groups):
+                break
 
-    def _round(self, changed: set[str], changed_groups: set[QueueGroup]) -> None:
+    def _round(self, changed: set[str], changed_groups: set[QueueGroup]) -> bool:
+        """Start and resize once; return whether anybody decided, so that others may start now."""
         state = self._state
         can_resize = state.executing.can_resize
         groups_of, groups = self._closure(changed, changed_groups)
@@ -976,6 +978,7 @@ class SchedulingPass:
                 continue
             candidates, here = by_pool.get(pool.name, []), groups_of[pool.name]
             PoolDispatch(state, self.dispatcher, pool, here, candidates, selection, self._changes.look_again).take()
+        return len(lines) < len(pools) or bool(selection.candidates)
 
     def select(self, groups: Sequence[QueueGroup]) -> CandidateSelection:
         """Return what could start now of these groups, by reservation."""

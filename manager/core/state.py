@@ -25,6 +25,8 @@ from manager.scheduler.policy import Hold, Policy
 _STAND_IN = FixedPolicy()
 #: What holds for a task that the configuration does not name.
 _UNKNOWN_TASK = TaskSpec()
+#: What an action has used that never started.
+_NOTHING_USED: Mapping[str, float] = {}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -709,7 +711,6 @@ class Settling:
         state, action, now_s = self._state, running.action, self._state.now_s
         state.executing.end(running, now_s)
         state.fair.correct(action, state.weight(action.task), running.used)
-        self.accounts.of(action.task).use(running.used)
         ran_s = max(0.0, now_s - running.started_s)
         execution_s = min(outcome.execution_s, ran_s)
         self.finishes.add(now_s)
@@ -722,7 +723,8 @@ class Settling:
                 overhead_s=ran_s - execution_s,
                 execution_s=execution_s,
                 batch={} if running.batch is None else running.batch.members,
-            )
+            ),
+            running.used,
         )
         self._order.leave(running.waited)
 
@@ -772,11 +774,11 @@ class Settling:
             running.aborting = message or "cancelled"
             self._state.commands.append(Abort(action_id=running.id, message=message))
 
-    def _settle(self, settlement: Settlement) -> None:
+    def _settle(self, settlement: Settlement, used: Mapping[str, float] = _NOTHING_USED) -> None:
         """Tell the end of an action that has left the queue or the executing set, which each leaves once."""
         action = settlement.action
         self.count += 1
-        self.accounts.of(action.task).add(settlement)
+        self.accounts.of(action.task).add(settlement, used)
         self._state.commands.append(Settle(settlement=settlement))
         self._state.children.pop(action.id, None)  # they go on as ordinary actions
 

@@ -196,7 +196,7 @@ class Resources:
     def in_order(self, names: Iterable[str]) -> list[Pool]:
         """Return those of these pools that are there, in the order in which they came."""
         known = [self._pools[name] for name in names if name in self._pools]
-        return sorted(known, key=lambda pool: self._numbers[pool.name])
+        return known if len(known) < 2 else sorted(known, key=lambda pool: self._numbers[pool.name])
 
     def check(self) -> None:
         for pool in self:
