@@ -160,7 +160,7 @@ class LocalExecutor:
 class _PhaseWatch:
     """Waits for the end of an execution, or until one of its phases has lasted too long."""
 
-    __slots__ = ("_deadlines", "_due_s", "_execution", "_loop", "_timer", "missed", "over")
+    __slots__ = ("_deadlines", "_due_s", "_execution", "_loop", "_rings_s", "_timer", "missed", "over")
 
     def __init__(self, execution: Execution, task: asyncio.Task[Result], deadlines: Deadlines) -> None:
         self._execution = execution
@@ -170,8 +170,7 @@ class _PhaseWatch:
         self.over: asyncio.Future[None] = self._loop.create_future()
         #: Which deadline was missed, as its action is told; empty if none was.
         self.missed = ""
-        self._due_s = self._loop.time() + deadlines.prepare_s
-        self._timer = self._loop.call_at(self._due_s, self._ring)
+        self._set(self._loop.time() + deadlines.prepare_s)
         execution.on_phase = self._rearm
         task.add_done_callback(self._end)
 
@@ -190,13 +189,17 @@ class _PhaseWatch:
         running = execution.ended_s is None
         left_s = execution.action.timeout_s - execution.execution_s if running else self._deadlines.finish_s
         self._due_s = self._loop.time() + left_s
-        if self._due_s < self._timer.when() and not self.over.done():
+        if self._due_s < self._rings_s and not self.over.done():
             self._timer.cancel()
-            self._timer = self._loop.call_at(self._due_s, self._ring)
+            self._set(self._due_s)
+
+    def _set(self, due_s: float) -> None:
+        self._due_s = self._rings_s = due_s  # a timer of uvloop's does not tell when it rings
+        self._timer = self._loop.call_at(due_s, self._ring)
 
     def _ring(self) -> None:
         if self._loop.time() < self._due_s:
-            self._timer = self._loop.call_at(self._due_s, self._ring)
+            self._set(self._due_s)
         elif not self.over.done():
             self.missed = self._story()
             self.over.set_result(None)

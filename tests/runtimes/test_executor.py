@@ -9,6 +9,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -87,6 +88,11 @@ async def test_work_that_never_gets_ready_has_a_deadline_of_its_own() -> None:
     outcome = await outcome_of(ScriptStep(overhead_s=60), deadlines=Deadlines(prepare_s=0.02))
     assert "not ready" in outcome.message
     assert outcome.execution_s == 0.0
+
+
+def test_deadlines_that_have_come_at_once_are_told_on_a_gateways_loop() -> None:
+    step, deadlines = ScriptStep(hangs=True), Deadlines(prepare_s=0.0001)
+    assert uvloop.run(outcome_of(step, timeout_s=0.0001, deadlines=deadlines)).reason is Reason.TIMEOUT
 
 
 async def test_work_that_outlives_its_kill_is_left_behind() -> None:

@@ -537,6 +537,7 @@ class _Pool:
         self._retired = False
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
+        self._rings_s = 0.0
 
     @property
     def over(self) -> bool:
@@ -673,10 +674,10 @@ class _Pool:
         """Look again by then, unless that is to be done sooner."""
         loop = asyncio.get_running_loop()
         at_s = loop.time() + seconds
-        if self._timer is None or self._timer.when() > at_s:
+        if self._timer is None or self._rings_s > at_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = loop.call_at(at_s, self._tidy)
+            self._timer, self._rings_s = loop.call_at(at_s, self._tidy), at_s
 
     def _end(self, instance: Instance) -> None:
         if instance in self.instances:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+import uvloop
 from structlog.testing import capture_logs
 
 from manager.errors import ActionFailed, CapacityExceeded, InvalidConfig, Reason
@@ -15,7 +16,7 @@ from manager.function import FunctionSpec, HandlerSpec, SandboxSpec
 from runtimes.node.protocol import HandlerArchives
 from runtimes.sandbox.environments import Environments
 from runtimes.sandbox.handler import sources
-from runtimes.sandbox.handler.runtime import HandlerRuntime, HandlerSettings
+from runtimes.sandbox.handler.runtime import HandlerRuntime, HandlerSettings, Instance, _Pool
 from runtimes.sandbox.handler.sources import LINES_MAX, HandlerCopies, requirement_lines
 from runtimes.sandbox.process import ProcessControl
 from runtimes.sandbox.sandbox import Provider, Sandbox
@@ -398,6 +399,23 @@ async def test_a_missing_directory_is_refused_at_registration_and_no_instance_is
     with pytest.raises(ActionFailed, match="does not exist") as gone:
         await call(runtime, spec)
     assert gone.value.reason is Reason.ENVIRONMENT_LOST
+
+
+def test_idle_instances_are_looked_after_on_a_gateways_loop(tmp_path: Path) -> None:
+    handler = HandlerSpec(module="m", callable="f", directory=tmp_path, **SCALE | {"idle_s": 0.0})  # type: ignore[arg-type]
+
+    async def start(function: FunctionSpec) -> Instance:
+        raise AssertionError(f"nobody asked for {function.name}")
+
+    async def look_twice() -> None:
+        pool = _Pool(
+            FunctionSpec(name="reward", runtime="handler", handler=handler), start, SETTINGS, asyncio.create_task
+        )
+        pool._tidy_within(0.0001)
+        pool._tidy_within(0.0)
+        await pool.close()
+
+    uvloop.run(look_twice())
 
 
 async def test_a_directory_that_the_sandbox_cannot_read_is_named_with_the_remedy(
