@@ -408,9 +408,8 @@ def test_idle_instances_are_looked_after_on_a_gateways_loop(tmp_path: Path) -> N
         raise AssertionError(f"nobody asked for {function.name}")
 
     async def look_twice() -> None:
-        pool = _Pool(
-            FunctionSpec(name="reward", runtime="handler", handler=handler), start, SETTINGS, asyncio.create_task
-        )
+        function = FunctionSpec(name="reward", runtime="handler", handler=handler)
+        pool = _Pool(function, start, SETTINGS, lambda work: work.close())
         pool._tidy_within(0.0001)
         pool._tidy_within(0.0)
         await pool.close()
