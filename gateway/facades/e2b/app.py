@@ -644,7 +644,7 @@ class E2b(Facade):
         if not id:
             raise Forbidden("a request to a sandbox must name it, by the header E2b-Sandbox-Id", component=COMPONENT)
         if port != ENVD_PORT:
-            raise Unsupported(f"port {port[:16]}: ports of sandboxes are not served here", component=COMPONENT)
+            raise Unsupported(f"port {port[:16]}: open it by POST /v1/trajectories/{{id}}/ports", component=COMPONENT)
         gone = RpcFailed("unavailable", f"The sandbox {id[:64]} was not found", 502)
         try:
             sandbox = await self._sandboxes.find(id)

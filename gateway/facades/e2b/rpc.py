@@ -12,11 +12,11 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import serialization
 from gateway.api import JSON
-from gateway.errors import FaultKind
+from gateway.errors import REASON_STATUSES, FaultKind
 from gateway.facades.facade import CallFailed, Fault, fault_of
 from gateway.http.messages import disconnected, while_connected
 from gateway.http.streaming import GIVE_UP_STALLS
-from manager.errors import CodedError, InvalidInput, TooLarge
+from manager.errors import ActionFailed, CodedError, InvalidInput, TooLarge
 
 COMPONENT = "e2b"
 STREAM = "application/connect+json"
@@ -59,9 +59,13 @@ def as_failed(error: Exception) -> RpcFailed:
     """Return one of `FAILURES` with its code."""
     if isinstance(error, RpcFailed):
         return error
-    fault: Fault = error.fault if isinstance(error, CallFailed) else fault_of(error)  # type: ignore[arg-type]  # FAILURES
-    code, status = CODES[fault.kind]
-    return RpcFailed(code, fault.message, status)
+    if isinstance(error, ActionFailed):
+        kind, message = REASON_STATUSES[error.reason].fault, error.message
+    else:
+        fault: Fault = error.fault if isinstance(error, CallFailed) else fault_of(error)  # type: ignore[arg-type]  # FAILURES
+        kind, message = fault.kind, fault.message
+    code, status = CODES[kind]
+    return RpcFailed(code, message, status)
 
 
 def error_response(error: RpcFailed) -> Response:

@@ -29,6 +29,9 @@ SANDBOXES_MAX = 4096
 #: Seconds that a command may wait in line for a place in the queue: as long as the SDK waits for any answer.
 PATIENCE_S = 60.0
 
+#: Seconds between two tries of a snapshot while files are on their way.
+AGAIN_S = 0.05
+
 logger = structlog.get_logger("gateway.facades")
 
 
@@ -178,8 +181,8 @@ class SandboxManager:
                 raise Conflict(f"sandbox {record.id} is paused already", component=COMPONENT)
             ends = (each.cancel("the sandbox is paused") for each in list(sandbox.commands.values()))
             await asyncio.gather(*ends)
-            earlier, taken = record.snapshot, await self._api.take_snapshot(record.id)
-            record.paused, record.snapshot = True, taken.snapshot
+            earlier, taken = record.snapshot, await self._take(record.id)
+            record.paused, record.snapshot = True, taken
             self._keep(sandbox)
             await self._api.store.commit()
             await self._end(record.id)
@@ -207,8 +210,8 @@ class SandboxManager:
     async def snapshot(self, sandbox: E2bSandbox) -> str:
         """Keep its files as they are; return the template that begins with them."""
         async with sandbox.lock:
-            taken = await self._api.take_snapshot(sandbox.record.id)
-        return f"{sandbox.record.function}:{taken.snapshot}"
+            taken = await self._take(sandbox.record.id)
+        return f"{sandbox.record.function}:{taken}"
 
     # --- commands
 
@@ -297,6 +300,18 @@ class SandboxManager:
             await self.pause(sandbox)
         else:
             await self.kill(sandbox)
+
+    async def _take(self, id: str) -> str:
+        """Return a snapshot of its files, once none is on its way; raises CapacityExceeded if some are for too long."""
+        now = asyncio.get_running_loop().time
+        until_s = now() + PATIENCE_S / 2
+        while True:
+            try:
+                return (await self._api.take_snapshot(id)).snapshot
+            except Conflict as error:  # its client has read a file a moment ago, and knows of no transfer
+                if now() >= until_s:
+                    raise CapacityExceeded(error.message, component=COMPONENT, retry_after_s=1.0) from None
+            await asyncio.sleep(AGAIN_S)
 
     async def _drop(self, snapshot: str) -> None:
         if snapshot:

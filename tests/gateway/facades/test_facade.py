@@ -53,6 +53,7 @@ SINGLE = {"mcp-protocol-version": "2026-07-28", "mcp-method": "tools/call", "mcp
 MESSAGE = {"jsonrpc": "2.0", "id": 1, "method": "tools/call"}
 TOOLS = {"functions": ["reward"]}
 SWEREX = {"function": "shell"}
+E2B = {"function": "shell"}
 
 HELD = ScriptStep(result=1.0, held=True)
 
@@ -225,6 +226,8 @@ ROUTES = [
     FuzzedRoute("sandboxfusion", "/sandboxfusion/run_code", {"code": "", "language": "python"}, PYTHON),
     FuzzedRoute("swerex", "/swerex/shell/t/run_in_session", {"command": "true", "check": "silent"}, SWEREX),
     FuzzedRoute("swerex", "/swerex/shell/t/write_file", {"path": "p", "content": "c"}, SWEREX),
+    FuzzedRoute("e2b", "/e2b/v2/sandboxes", {"templateID": "none", "timeout": 0, "metadata": {"a": "b"}}, E2B),
+    FuzzedRoute("e2b", "/e2b/process.Process/SendInput", {"process": {"pid": 1}, "input": {"stdin": "YQ=="}}, E2B),
     FuzzedRoute("mcp", "/mcp", MESSAGE | {"params": TOOL}, TOOLS, {"x-trajectory-id": "mine"}),
     FuzzedRoute("mcp", "/mcp", MESSAGE | {"params": TOOL | {"_meta": META}, "more": 1}, TOOLS, SINGLE),
 ]
