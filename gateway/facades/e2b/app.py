@@ -355,7 +355,7 @@ class E2b(Facade):
     async def set_timeout(self, request: Request) -> Response:
         """Let a sandbox live for so long from now on."""
         body = await self._shape(request, SandboxLife)
-        self._sandboxes.set_timeout(await self._named(request), body.timeout)
+        await self._sandboxes.set_timeout(await self._named(request), body.timeout)
         return Response(status_code=204)
 
     async def pause(self, request: Request) -> Response:
@@ -650,8 +650,12 @@ class E2b(Facade):
             sandbox = await self._sandboxes.find(id)
         except NotFound:
             raise gone from None
-        files = None if sandbox.record.paused else self.api.files(id)
-        if files is None:
+        if sandbox.record.paused:
+            raise gone
+        files, here = self.api.files(id), self.api.environments.get(id)
+        if files is None or (here is not None and not here.alive):
+            if not sandbox.lock.locked():  # it was lost, and what comes next would be empty
+                await self._sandboxes.kill(sandbox)
             raise gone
         user = request.query_params.get("username") or str(request.scope.get(USER, ""))
         return EnvdCall(request, sandbox, files, user)

@@ -159,8 +159,7 @@ class SandboxManager:
         try:
             async with sandbox.lock:
                 await self._open(record, source, within_s)
-                self._keep(sandbox)
-                await self._api.store.commit()
+                await self._keep(sandbox)
                 return sandbox
         except BaseException:  # its client knows of none
             self._forget(sandbox)
@@ -183,8 +182,7 @@ class SandboxManager:
             await asyncio.gather(*ends)
             earlier, taken = record.snapshot, await self._take(record.id)
             record.paused, record.snapshot = True, taken
-            self._keep(sandbox)
-            await self._api.store.commit()
+            await self._keep(sandbox)
             await self._end(record.id)
             await self._drop(earlier)
 
@@ -200,12 +198,12 @@ class SandboxManager:
                     self._chore(self._end(record.id))
                     raise
                 record.paused = False
-            self.set_timeout(sandbox, max(timeout_s, record.end_s - self._api.wall()))
+            await self.set_timeout(sandbox, max(timeout_s, record.end_s - self._api.wall()))
 
-    def set_timeout(self, sandbox: E2bSandbox, timeout_s: float) -> None:
+    async def set_timeout(self, sandbox: E2bSandbox, timeout_s: float) -> None:
         """Let it live for so long from now on."""
         sandbox.record.end_s = self._api.wall() + timeout_s
-        self._keep(sandbox)
+        await self._keep(sandbox)
 
     async def snapshot(self, sandbox: E2bSandbox) -> str:
         """Keep its files as they are; return the template that begins with them."""
@@ -259,6 +257,8 @@ class SandboxManager:
                 continue
             self._by_id[sandbox.record.id] = sandbox
             self._arm(sandbox, sandbox.record.end_s)
+            if sandbox.record.paused:  # which its trajectory may not have been told
+                self._chore(self._end(sandbox.record.id))
 
     async def _open(self, record: E2bRecord, source: SandboxSource, within_s: float) -> None:
         opening = TrajectoryOpening(
@@ -271,10 +271,12 @@ class SandboxManager:
             message = "the sandbox was not made in the time that its client waits; ask again"
             raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0) from None
 
-    def _keep(self, sandbox: E2bSandbox) -> None:
+    async def _keep(self, sandbox: E2bSandbox) -> None:
+        """Have it on disk, before its client is told."""
         record = sandbox.record
         self._api.store.save_document(DOCUMENT + record.id, msgspec.json.encode(record).decode())
         self._arm(sandbox, record.end_s)
+        await self._api.store.commit()
 
     def _forget(self, sandbox: E2bSandbox) -> None:
         self._arm(sandbox, None)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import struct
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from manager.action import UnitSet
 from manager.function import Background, FunctionSpec, SandboxSpec
 from runtimes.testing import ScriptStep
+from tests.e2e.gateway import GatewayProcess, document
 from tests.gateway.conftest import RunningGateway, until
 from tests.gateway.facades.world import doors
 
@@ -326,3 +328,40 @@ async def test_a_reader_that_reads_nothing_holds_no_more_than_is_kept_and_ends_w
         assert (await envd.run("echo beside"))[-2][1]["event"]["end"]["exitCode"] == 0
         assert (await world.http.delete(f"/e2b/sandboxes/{envd.id}")).status_code == 204
     await until(lambda: not world.running.app.invocations.living)
+
+
+async def test_a_lost_sandbox_is_gone_and_none_takes_its_place(world: E2bWorld) -> None:
+    envd = await world.create()
+    sandbox = world.running.app.api.environments.get(envd.id)
+    assert sandbox is not None
+    await sandbox.kill_for("a test")
+    told = (await envd.call("process.Process/List", {})).json()
+    assert ("was not found" in told["message"], told["code"]) == (True, "unavailable")
+    assert (await world.http.get("/e2b/v2/sandboxes")).json() == []
+
+
+def test_sandboxes_and_their_ends_outlast_a_killed_gateway(tmp_path: Path) -> None:
+    described = document("process", tmp_path / "state", box={"runtime": "exec", "cost": {"cpu": 1}})
+    described["server"] |= {"auth": "none", "facades": {"e2b": {"function": "box"}}}
+    process = GatewayProcess(tmp_path, described)
+    process.start()
+    with httpx.Client(base_url=f"{process.url}/e2b", timeout=60) as http:
+        make = [{"templateID": "base", "metadata": {"n": str(number)}, "timeout": 300} for number in range(3)]
+        made = [http.post("/v2/sandboxes", json=body).json()["sandboxID"] for body in make]
+        own = {"E2b-Sandbox-Id": made[0], "Content-Type": "application/octet-stream"}
+        assert http.post("/files", params={"path": "file"}, content=b"kept", headers=own).status_code == 200
+        assert http.post(f"/sandboxes/{made[1]}/pause", json={}).status_code == 204
+        assert http.post(f"/sandboxes/{made[2]}/timeout", json={"timeout": 2}).status_code == 204
+    process.kill()
+    process.start()
+    with httpx.Client(base_url=f"{process.url}/e2b", timeout=60) as http:
+        assert http.get("/files", params={"path": "file"}, headers=own).content == b"kept"
+        deadline_s = time.monotonic() + 60
+        while http.get(f"/sandboxes/{made[2]}").status_code == 200 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        listed = http.get("/v2/sandboxes", params={"order": "asc"}).json()
+        assert [(each["metadata"]["n"], each["state"]) for each in listed] == [("0", "running"), ("1", "paused")]
+        assert http.post(f"/sandboxes/{made[1]}/connect", json={}).status_code == 201
+        for id in made[:2]:
+            assert http.delete(f"/sandboxes/{id}").status_code == 204
+    assert process.stop() == 0, "\n".join(process.log[-30:])
