@@ -957,6 +957,8 @@ class SchedulingPass:
         can_resize = state.executing.can_resize
         groups_of, groups = self._closure(changed, changed_groups)
         pools = state.resources.in_order([name for name, here in groups_of.items() if here or can_resize(name)])
+        if not pools and not groups:
+            return False
         lines: dict[str, list[Waiting]] = {}
         for pool in pools:
             line = first_in_line(state, pool, groups_of[pool.name], only=len(pools) == len(groups) == 1)

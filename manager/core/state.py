@@ -150,7 +150,10 @@ class SchedulerState:
         if node:
             pools = resources.serving(kind, node)
             return [pool for pool in pools if pool.free >= least or pool.name in resizable]
-        return resources.in_order({pool.name: pool for pool in resources.with_free(kind, least)} | resizable)
+        free = resources.with_free(kind, least)
+        if not resizable and len(free) < 2:
+            return free
+        return resources.in_order({pool.name: pool for pool in free} | resizable)
 
     def opens(self, group: QueueGroup) -> list[Pool]:
         """Return those of these pools that could serve a group's actions."""
