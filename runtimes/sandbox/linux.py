@@ -115,6 +115,8 @@ class Cgroup:
         self._weight = CpuWeight.ACTION
         #: As last written; None before.
         self._cores: tuple[int, ...] | None = None
+        #: Whether `freeze` has led the runner aside, and nothing took it back.
+        self._has_led_aside = False
 
     @property
     def writable(self) -> bool:
@@ -160,9 +162,10 @@ class Cgroup:
         Under v1 it steps aside, into a group of its own, so that the engine finds what is frozen where it looks for
         it. Under v2 that would take it out of its bounds: there all others go into a group below.
         """
-        if self.version == 1 and runner:
+        if self.version == 1 and runner and not self._has_led_aside:
             self._aside.mkdir(exist_ok=True)
             _write(self._aside / "cgroup.procs", str(runner))
+            self._has_led_aside = True
         _write(self.freezer, "FROZEN" if self.version == 1 else "1")
         if self.version == 1 or not runner:
             return
@@ -179,12 +182,17 @@ class Cgroup:
         _write(self.freezer, "0")
 
     def thaw(self, runner: int = 0) -> None:
-        """Let every process run, and take the ``runner`` back."""
+        """Let every process run, and `gather` the ``runner``."""
         _write(self.freezer, "0" if self.version == 2 else "THAWED")
         if self.version == 2 and self._below.is_dir():
             _write(self._below / "cgroup.freeze", "0")
+        self.gather(runner)
+
+    def gather(self, runner: int) -> None:
+        """Take the ``runner`` back, so that what it starts is frozen with the others. Takes the kernel milliseconds."""
         if self.version == 1 and runner and self._aside.is_dir():
             _write(self.places["freezer"] / "cgroup.procs", str(runner))
+            self._has_led_aside = False
 
     @property
     def _aside(self) -> Path:
@@ -315,8 +323,8 @@ class Freezer:
         self._group = group if group is not None and runner and group.freezable else None
         self._runner = runner
         self._lent = False
-        #: Whether there is something to be thawed; at first that is unknown.
-        self._stopped = True
+        #: Whether there is something to be thawed, and a runner to be taken back; at first that is unknown.
+        self._stopped = self._apart = True
 
     def freeze(self, lend: Callable[[int], bool]) -> bool:
         """Return False if that is not for us, or if the runner could not end itself (and them) any more."""
@@ -326,7 +334,7 @@ class Freezer:
         if set(group.processes()) - {self._runner}:
             if not (self._lent or self._lend(group, lend)):
                 return False
-            self._stopped = True
+            self._stopped = self._apart = True
             group.freeze(self._runner)
         return True
 
@@ -343,8 +351,14 @@ class Freezer:
 
     def thaw(self) -> None:
         if self._group is not None and self._stopped:
-            self._group.thaw(self._runner)
+            self._group.thaw()
             self._stopped = False
+
+    def gather(self) -> None:
+        """Let what the runner starts from now on be stopped with the others."""
+        if self._group is not None and self._apart:
+            self._group.gather(self._runner)
+            self._apart = False
 
 
 MNT_DETACH = 2

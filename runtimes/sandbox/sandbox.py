@@ -128,6 +128,11 @@ class SandboxControl(ABC):
         with suppress(FileNotFoundError):
             self._freezer.thaw()
 
+    async def gather(self) -> None:
+        """Let what the runner starts from now on be frozen with the others."""
+        with suppress(FileNotFoundError):
+            self._freezer.gather()
+
     def oom_kills(self) -> int:
         """Return how many processes were ended for want of memory so far, as far as can be seen."""
         return 0 if self.group is None else self.group.oom_kills()
@@ -277,6 +282,7 @@ class Sandbox:
                 await self.thaw()
             else:
                 self._require()
+            await self._control.gather()
             result = await self._client.run(fitting(self._bounded(command)), on_output)
             if self._under_way.get(command.claim):
                 self._unacknowledged.append(command.claim)
@@ -347,6 +353,7 @@ class Sandbox:
             self._require_allowed(command.user)
         self._used |= not self._transfers
         await self._thaw()  # it may be that of a transfer, with whose end the others stand still again
+        await self._control.gather()
         return await self._client.spawn(self._bounded(command))
 
     async def occupy(self, action: str, cores: Sequence[int]) -> None:

@@ -334,8 +334,11 @@ def test_a_real_group_of_version_1_is_left_by_its_runner_to_be_frozen() -> None:
         begin(runner)
         assert runner.stdout.readline() == b"x\n"
         assert select.select([user.stdout], [], [], 0.05)[0] == []
-        group.thaw(runner.pid)
+        group.thaw()
         assert user.stdout.readline() == b"y\n"
+        assert group.processes() == [user.pid], "the runner starts nothing: it need not come back"
+        group.freeze(runner.pid)
+        group.thaw(runner.pid)
         assert sorted(group.processes()) == sorted([runner.pid, user.pid])
     group.remove()
     assert not list(place.parent.glob(f"{place.name}*"))
