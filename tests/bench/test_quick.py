@@ -50,11 +50,20 @@ RUNS: dict[tuple[str, ...], set[str]] = {
     },
     ("sandbox", "--only", "one_command"): {"docker_exec_over_action_p50", "docker_exec_over_runner_p50"},
     ("cancels",): {"left_behind", "lost_answers"},
+    ("services",): {
+        "http_added_p50_ms",
+        "thaw_added_p50_ms",
+        "idle_cores",
+        "idle_cpu_share",
+        "broken_sockets",
+        "cores_saved",
+        "step_added_p50_ms",
+    },
     ("runner",): {"wrong_answers", "runner_deaths", "descriptors_left", "processes_left"},
     ("kills", "--kills", "1"): {"lost", "doubled", "order_broken", "told_wrong", "left_behind"},
 }
 #: Checks that hold however busy the machine is.
-STEADY = {"figures_played", "left_behind", "lost_answers"}
+STEADY = {"figures_played", "left_behind", "lost_answers", "idle_cores", "broken_sockets"}
 WITH_ENGINE = {"cluster", "sandbox"}
 
 
