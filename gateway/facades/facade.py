@@ -315,9 +315,13 @@ class Facade(ABC):
         """
         return scope
 
+    def status(self, fault: Fault) -> int:
+        """Return the status of a fault."""
+        return self.statuses[fault.kind]
+
     def refuse(self, fault: Fault) -> Response:
         """Return the answer of a fault."""
-        status = self.statuses[fault.kind]
+        status = self.status(fault)
         shown: dict[str, str] = {}
         if fault.invocation_id is not None:
             shown["X-Invocation-Id"] = fault.invocation_id

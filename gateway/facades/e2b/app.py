@@ -275,12 +275,8 @@ class E2b(Facade):
     def body(self, fault: Fault, status: int) -> object:
         return {"code": status, "message": fault.message}
 
-    def refuse(self, fault: Fault) -> Response:
-        response = super().refuse(fault)
-        if fault.code == "quota_exceeded":
-            response.status_code = 429
-            response.body = serialization.dumps(self.body(fault, 429))
-        return response
+    def status(self, fault: Fault) -> int:
+        return 429 if fault.code == "quota_exceeded" else super().status(fault)
 
     def admitted(self, scope: Scope, segments: Sequence[str]) -> Scope:
         """Let in who has the access token of the sandbox that is asked, and take its user out of the way."""
@@ -582,7 +578,7 @@ class E2b(Facade):
             made = await self._sandboxes.create(record, source, self._within_s)
         except CodedError as error:
             fault = fault_of(error)
-            return {"error": self.body(fault, self.statuses[fault.kind])}
+            return {"error": self.body(fault, self.status(fault))}
         return {"sandbox": self._shown(made)}
 
     def _shown(self, sandbox: E2bSandbox) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -19,7 +20,7 @@ from manager.action import UnitSet
 from manager.function import Background, FunctionSpec, SandboxSpec
 from runtimes.testing import ScriptStep
 from tests.e2e.gateway import GatewayProcess, document
-from tests.gateway.conftest import RunningGateway, until
+from tests.gateway.conftest import GatewayBench, RunningGateway, serving, until
 from tests.gateway.facades.world import doors
 
 BOX = FunctionSpec(
@@ -328,6 +329,34 @@ async def test_a_reader_that_reads_nothing_holds_no_more_than_is_kept_and_ends_w
         assert (await envd.run("echo beside"))[-2][1]["event"]["end"]["exitCode"] == 0
         assert (await world.http.delete(f"/e2b/sandboxes/{envd.id}")).status_code == 204
     await until(lambda: not world.running.app.invocations.living)
+
+
+async def test_a_reader_that_reads_nothing_is_dropped_and_others_go_on(tmp_path: Path) -> None:
+    bench = GatewayBench(
+        tmp_path, functions={"box": BOX}, server={"facades": {"e2b": {"function": "box"}}}, bounds={"stall_s": 0.1}
+    )
+    async with serving(bench) as running:
+        made = (await running.http.post("/e2b/v2/sandboxes", json={"templateID": "base"})).json()
+        envd = Envd(running.http, made["sandboxID"], "")
+        content, headers = envd.starting("yes")
+        lines = [f"{name}: {value}" for name, value in {**headers, "Content-Length": str(len(content))}.items()]
+        head = "\r\n".join(["POST /e2b/process.Process/Start HTTP/1.1", "Host: 127.0.0.1", *lines, "", ""])
+        stuck = socket.create_connection(("127.0.0.1", running.app.http_port))
+        stuck.sendall(head.encode() + content)
+        listed: list[Any] = []
+        while not listed:
+            listed = (await envd.call("process.Process/List", {})).json()["processes"]
+        attach, size_bytes = enveloped({"process": {"pid": listed[0]["pid"]}}), 0
+        headers = {**envd.own, "Content-Type": STREAM}
+        async with running.http.stream("POST", "/e2b/process.Process/Connect", content=attach, headers=headers) as told:
+            async for chunk in told.aiter_bytes():
+                size_bytes += len(chunk)
+                if size_bytes > 8 * 2**20:
+                    break
+        assert size_bytes > 8 * 2**20
+        stuck.close()
+        assert (await running.http.delete(f"/e2b/sandboxes/{envd.id}")).status_code == 204
+        await until(lambda: not running.app.invocations.living)
 
 
 async def test_a_lost_sandbox_is_gone_and_none_takes_its_place(world: E2bWorld) -> None:
