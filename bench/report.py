@@ -98,6 +98,8 @@ class BenchReport:
         try:
             yield
         except Exception as error:  # noqa: BLE001  # half of the figures are better than none
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
             self.missing(name, f"{type(error).__name__}: {error}")
         gc.collect()
         self.progress(f"{name}: {time.monotonic() - began_s:.1f} s")
