@@ -613,7 +613,10 @@ def at_rest(nodes: tuple[str, ...], local: str) -> dict[str, Counter[str]]:
         await read(*given)
 
     history._read = look  # type: ignore[method-assign, assignment]
-    history.run()
+    try:
+        history.run()
+    except TimeoutError:
+        raise AssertionError(f"the world does not come to rest: {history.world.complaints[:1]}") from None
     of_nodes = [held for name, held in found.items() if name != HERE]
     return {HERE: found[HERE], "node": reduce(or_, of_nodes, Counter())}
 

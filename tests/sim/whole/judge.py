@@ -20,7 +20,9 @@ def verdict(seed: int, history: SimHistory) -> str:
     try:
         history.run()
     except (AssertionError, TimeoutError) as error:
-        left = "; ".join(history.left()[:4]) if history.world.app is not None else "no gateway serves"
+        left = "; ".join([*history.world.complaints[:1], *history.left()[:4]])
+        if history.world.app is None:
+            left = f"no gateway serves; {left}"
         return f"it does not come to rest: {str(error) or type(error).__name__} ({left})"
     return next(judge(history), "")
 

@@ -226,6 +226,9 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def add_signal_handler(self, *args: Any) -> None: ...  # type: ignore[override]
 
+    def remove_signal_handler(self, sig: int) -> bool:
+        return True
+
     async def shutdown_asyncgens(self) -> None: ...
 
     # --- running

@@ -137,8 +137,9 @@ class WorldApp(App):
         self._limits: Any = SimpleNamespace(connections_max=16, shortage=lambda: None)
         self.tokens = None
         self._listener: Any = SimpleNamespace(connections=Connections(limit=16))
+        self._http: Any = SimpleNamespace(close_streams=lambda: None)
         self.facades: Any = SimpleNamespace(connections={})
-        self._grpc_socket: Any = None
+        self._grpc_socket = self._ports_socket = self._ports_listener = None  # type: ignore[assignment]
 
     def _announce(self, recovered: Mapping[str, int]) -> None: ...
 
@@ -272,6 +273,9 @@ class SimWorld:
                 await app._drain()
         except CodedError as error:
             self.deaths.append(f"{self.loop.now_s:.3f}: {error.message}")
+        except Exception as error:
+            self.complaints.append(f"{self.loop.now_s - 1000.0:.3f} the gateway failed: {error!r}")
+            raise
         finally:
             if process.alive:
                 self.app = None
