@@ -7,7 +7,7 @@ import binascii
 import hmac
 import re
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -431,7 +431,8 @@ class E2b(Facade):
     async def send_input(self, call: EnvdCall) -> object:
         """Type to a program."""
         body = read_shape(await self.read_object(call.request), ProcessRequest)
-        await _type(_selected(call.sandbox, body.process), body.input)
+        typing = _type(_selected(call.sandbox, body.process), body.input)
+        await while_connected(typing, disconnected(call.request.receive))
         return {}
 
     async def stream_input(self, call: EnvdCall) -> Response:
@@ -459,8 +460,10 @@ class E2b(Facade):
         command = _selected(call.sandbox, body.process)
         if body.signal == "SIGNAL_SIGTERM":
             await command.signal("TERM")
-        else:
+        elif body.signal == "SIGNAL_SIGKILL":
             await command.cancel("it was killed")
+        else:
+            raise InvalidInput("signal: SIGNAL_SIGTERM or SIGNAL_SIGKILL", component=COMPONENT)
         return {}
 
     async def update(self, call: EnvdCall) -> object:
@@ -511,15 +514,16 @@ class E2b(Facade):
         kind, _, _ = headers.get("content-type", "").partition(";")
         if kind == BYTES:
             path = placed_path(_required(request, "path"), workdir)
-            await self._written(call, path, body_chunks(request, self.api, self.api.server.file_limit_bytes))
+            data = body_chunks(request, self.api, self.api.server.file_limit_bytes)
+            await call.files.write(path, data, user=call.user)
             return answer([_written_shape(path)])
         parts = _parts(headers.get("content-type", ""), await read_body(request, self.api))
         named = request.query_params.get("path")
         if named is not None and len(parts) != 1:
             raise InvalidInput("path: names one file, and the form has not one", component=COMPONENT)
         paths = [placed_path(named or name, workdir) for name, _ in parts]
-        for path, (_, data) in zip(paths, parts, strict=True):
-            await self._written(call, path, data)
+        for path, (_, part) in zip(paths, parts, strict=True):
+            await call.files.write(path, part, user=call.user)
         return answer([_written_shape(path) for path in paths])
 
     async def health(self, call: EnvdCall) -> Response:
@@ -589,8 +593,9 @@ class E2b(Facade):
     def _detail(self, sandbox: E2bSandbox) -> dict[str, object]:
         record = sandbox.record
         living = self.api.engine.trajectory(record.id) or {}
-        function = self.api.functions.get(record.function)
-        cores = function.cost.get("cpu")
+        function = next((each for each in self.api.functions.all() if each.name == record.function), None)
+        cores = None if function is None else function.cost.get("cpu")
+        disk_bytes = 0 if function is None or function.sandbox is None else function.sandbox.disk_bytes
         return {
             **self._shown(sandbox),
             "alias": record.function,
@@ -599,7 +604,7 @@ class E2b(Facade):
             "state": _state(sandbox),
             "cpuCount": 0 if cores is None else cores.minimum,
             "memoryMB": int(str(living.get("memory_bytes", 0))) // 2**20,
-            "diskSizeMB": 0 if function.sandbox is None else function.sandbox.disk_bytes // 2**20,
+            "diskSizeMB": disk_bytes // 2**20,
             "metadata": record.metadata,
         }
 
@@ -672,9 +677,6 @@ class E2b(Facade):
         produce = partial(_watched, begun, late=late)
         return EventStream(produce, self.api.server.stall_s, keepalive_s, {"event": {"keepalive": {}}})
 
-    async def _written(self, call: EnvdCall, path: str, data: bytes | AsyncIterator[bytes]) -> None:
-        await call.files.write(path, data, user=call.user)
-
 
 async def _watched(begun: Awaitable[SandboxCommand], emit: Emit, *, late: bool) -> None:
     """Tell what a command says, and how it ends; raises what it is to its client if it does not end by itself."""
@@ -715,11 +717,7 @@ async def _type(command: SandboxCommand, data: ProcessData) -> None:
     typed = data.pty if data.pty is not None else data.stdin or b""
     if not command.spec.stdin:
         raise InvalidInput("the command has no standard input: start it with stdin", component=COMPONENT)
-    await command.opened.wait()
-    place = 0
-    while command.session is not None and command.session.reads and place < len(typed):
-        before = command.session.input_offset
-        place += await command.session.write(typed[place:]) - before
+    await command.type(typed)
 
 
 def _number(request: Request, header: str, otherwise: int) -> int:

@@ -62,10 +62,21 @@ class E2bRecord(Struct, kw_only=True):
 class SandboxCommand(KeptCommand):
     """A command, as the E2B API knows it."""
 
-    pid = 0
-    tag: str | None = None
-    #: Seconds after which it was ended, if it was for that.
-    expired_s: float | None = None
+    def __init__(self, api: Api, calls: ForeignCalls, record: E2bRecord, spec: CommandSpec, tag: str | None) -> None:
+        super().__init__(api, calls, record, spec, api.sessions.settings.output_bytes)
+        self.pid, self.tag = 0, tag
+        #: Seconds after which it was ended, if it was for that.
+        self.expired_s: float | None = None
+        self._typing = asyncio.Lock()
+
+    async def type(self, data: bytes) -> None:
+        """Pass on input, behind what was typed before; return when the command was sent all, or takes no more."""
+        await self.opened.wait()
+        async with self._typing:
+            place = 0
+            while self.session is not None and self.session.reads and place < len(data):
+                before = self.session.input_offset
+                place += await self.session.write(data[place:]) - before
 
 
 class E2bSandbox:
@@ -221,10 +232,8 @@ class SandboxManager:
         if sum(len(each.commands) for each in self._by_id.values()) >= bound:
             message = f"{bound} commands run or wait, as many as may (server.sessions.living_max)"
             raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0)
-        keep_bytes = self._api.sessions.settings.output_bytes
-        command = SandboxCommand(self._api, self._calls, sandbox.record, spec, keep_bytes)
-        command.parent = await sandbox.neighbour()
-        command.pid, command.tag = next(self._pids), tag
+        command = SandboxCommand(self._api, self._calls, sandbox.record, spec, tag)
+        command.parent, command.pid = await sandbox.neighbour(), next(self._pids)
         sandbox.commands[command.pid] = command
         command.start(self._slots, asyncio.get_running_loop().time() + PATIENCE_S)
         self._chore(self._attend(sandbox, command, timeout_s))

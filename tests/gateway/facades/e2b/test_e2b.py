@@ -359,6 +359,30 @@ async def test_a_reader_that_reads_nothing_is_dropped_and_others_go_on(tmp_path:
         await until(lambda: not running.app.invocations.living)
 
 
+async def test_input_of_many_comes_whole_to_a_command_that_reads_slowly(world: E2bWorld) -> None:
+    envd = await world.create()
+    size_bytes, typed = 200_000, "abcd"
+    content, headers = envd.starting("sleep 0.3; sort | tr -d '\\n' | fold -w 200000 | cut -c1-3", stdin=True)
+    async with world.http.stream("POST", "/e2b/process.Process/Start", content=content, headers=headers) as told:
+        pieces = told.aiter_bytes()
+        [(_, first)] = messages(await anext(pieces))
+        process = {"pid": first["event"]["start"]["pid"]}
+
+        async def send(letter: str) -> httpx.Response:
+            line = base64.b64encode((letter * (size_bytes - 1) + letter + "\n").encode()).decode()
+            return await envd.call("process.Process/SendInput", {"process": process, "input": {"stdin": line}})
+
+        assert [each.status_code for each in await asyncio.gather(*map(send, typed))] == [200] * 4
+        unspecified = await envd.call("process.Process/SendSignal", {"process": process})
+        assert unspecified.json()["code"] == "invalid_argument"
+        assert (await envd.call("process.Process/CloseStdin", {"process": process})).status_code == 200
+        said = messages(b"".join([each async for each in pieces]))
+    lines = b"".join(
+        base64.b64decode(each["event"]["data"]["stdout"]) for _, each in said if "data" in each.get("event", {})
+    )
+    assert lines.split() == [letter.encode() * 3 for letter in typed]
+
+
 async def test_a_lost_sandbox_is_gone_and_none_takes_its_place(world: E2bWorld) -> None:
     envd = await world.create()
     sandbox = world.running.app.api.environments.get(envd.id)
