@@ -17,11 +17,19 @@ from gateway import serialization
 from gateway.config.schema import PortsSection
 from gateway.errors import PortFailed
 from gateway.invocations.invocations import InvocationRequest, Invocations
-from gateway.invocations.record import Record
 from gateway.registry import Registry
 from gateway.store.store import Store
 from manager.engine import Engine
-from manager.errors import CapacityExceeded, CodedError, Conflict, InvalidInput, NotFound, Reason, TrajectoryHasEnded
+from manager.errors import (
+    CapacityExceeded,
+    CodedError,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    QuotaExceeded,
+    Reason,
+    TrajectoryHasEnded,
+)
 from runtimes.sandbox.ports import relay as wire
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError
 from runtimes.sandbox.session import InteractiveSession, SessionTable
@@ -314,12 +322,12 @@ class PortLink:
             await asyncio.gather(self._turning, return_exceptions=True)
 
     def _is_wanted(self) -> bool:
-        return self._urgent or any(connection.is_owed for connection in self.connections.values())
+        return any(self._urgent or connection.is_owed for connection in self.connections.values())
 
     async def _take_turns(self) -> None:
         looked = False
         try:
-            while self._is_wanted() or (self._unread and not looked):
+            while self._is_wanted() or (self._unread and self.connections and not looked):
                 looked = not self._is_wanted()  # once: a server may leave unread what it likes
                 await self._turn()
         except CodedError as error:
@@ -337,7 +345,12 @@ class PortLink:
             function=self._function, input=value, body=serialization.dumps(value), task=self._task,
             trajectory=self._trajectory, living=True,
         )  # fmt: skip
-        invocation = await self._ports.invocations.invoke(call)
+        try:
+            self._ports.sessions.check()
+            invocation = await self._ports.invocations.invoke(call)
+        except (CapacityExceeded, QuotaExceeded) as error:  # nothing was sent: to wait is no failure
+            await asyncio.sleep(error.retry_after_s or AGAIN_S)
+            return
         reading: asyncio.Task[None] | None = None
         try:
             session = self._ports.sessions.living(invocation.record.id, None)
@@ -357,8 +370,9 @@ class PortLink:
         if invocation.refusal is not None:
             raise invocation.refusal
         record = invocation.record
-        if record.reason is not None:
-            raise _failure(record)
+        if record.reason is not None and record.reason is not Reason.QUEUE_TIMEOUT:
+            message = f"{record.reason}: {record.message}"
+            raise PortFailed(message, component=COMPONENT, invocation_id=record.id)
         self._unread = bool(serialization.loads_object(record.result or b"{}").get("unread"))
 
     async def _talk(self, session: InteractiveSession, reading: asyncio.Task[None], known: asyncio.Event) -> None:
@@ -375,21 +389,22 @@ class PortLink:
             if self._outgoing:
                 await self._flush(session)
                 heard_s = self._quiet_since_s = now()
-            elif now() >= began_s + bound_s:
+            if now() >= began_s + bound_s:
                 return
-            else:
-                owed = max((each.owed_until_s for each in self.connections.values() if each.is_owed), default=0.0)
-                until_s = max(owed, self._quiet_since_s + settings.linger_s)
-                if now() >= until_s:
-                    if now() >= heard_s + settings.answer_s or not await self._is_at_work(session, reading):
-                        return
-                    self._quiet_since_s = max(self._quiet_since_s, now() - settings.linger_s + WORK_STEP_S)
-                    continue
-                try:
-                    async with asyncio.timeout(min(until_s, began_s + bound_s) - now()):
-                        await self._changed.wait()
-                except TimeoutError:
-                    pass
+            if self._outgoing:
+                continue
+            owed = max((each.owed_until_s for each in self.connections.values() if each.is_owed), default=0.0)
+            until_s = max(owed, self._quiet_since_s + settings.linger_s)
+            if now() >= until_s:
+                if now() >= heard_s + settings.answer_s or not await self._is_at_work(session, reading):
+                    return
+                self._quiet_since_s = max(self._quiet_since_s, now() - settings.linger_s + WORK_STEP_S)
+                continue
+            try:
+                async with asyncio.timeout(min(until_s, began_s + bound_s) - now()):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
 
     async def _is_at_work(self, session: InteractiveSession, reading: asyncio.Task[None]) -> bool:
         """Return whether a process of the sandbox has used a core since this was asked before."""
@@ -414,7 +429,7 @@ class PortLink:
         data, offset = b"".join(frames), session.input_offset
         while session.reads and session.input_offset < offset + size_bytes:
             await session.write(data[session.input_offset - offset :])
-        if session.input_offset < offset + size_bytes and not session.ended:
+        if session.input_offset < offset + size_bytes:
             raise PortFailed("the sandbox's relay reads no more", component=COMPONENT)
 
     async def _read(self, session: InteractiveSession, known: asyncio.Event) -> None:
@@ -462,13 +477,8 @@ class PortLink:
 UNATTENDED_S, HEARTBEAT_S = 10.0, 30.0
 #: Seconds between two looks whether servers that say nothing work.
 WORK_STEP_S = 0.02
-
-
-def _failure(record: Record) -> CodedError:
-    """Return why a turn that ended badly broke the connections."""
-    if record.reason is Reason.QUEUE_TIMEOUT:
-        return CapacityExceeded(record.message, component=COMPONENT, retry_after_s=1.0)
-    return PortFailed(f"{record.reason}: {record.message}", component=COMPONENT, invocation_id=record.id)
+#: Seconds after which a turn that was refused for want of room is asked for again.
+AGAIN_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)

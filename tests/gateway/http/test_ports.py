@@ -7,7 +7,7 @@ import io
 import tarfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -489,6 +489,26 @@ async def test_a_slow_reader_holds_no_core(tmp_path: Path) -> None:
                     break
                 got += piece
         assert got == data
+
+
+@pytest.mark.promise("A request to a server waits where there is no room for a turn, and breaks no other connection.")
+async def test_a_turn_waits_for_room(tmp_path: Path) -> None:
+    async with with_servers(tmp_path) as there:
+        app = there.running.app
+        async with socket_to(there, 8001) as socket:
+            await there.asleep()
+            app.runtimes.environments.sessions.settings = replace(
+                app.runtimes.environments.sessions.settings, living_max=0
+            )
+            await socket.send("waits")
+            waiting = asyncio.create_task(there.http.get(await there.url(8000) + "/"))
+            await until(lambda: any(len(link.connections) == 2 for link in app.ports._links.values()))
+            assert not waiting.done()
+            app.runtimes.environments.sessions.settings = replace(
+                app.runtimes.environments.sessions.settings, living_max=256
+            )
+            assert await socket.recv() == "waits"
+            assert (await waiting).status_code == 200
 
 
 async def test_connections_end_with_their_trajectory_and_their_grant(tmp_path: Path) -> None:
