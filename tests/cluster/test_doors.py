@@ -24,6 +24,7 @@ from tangram.errors import TangramError
 from tests.cluster.conftest import MakeNode, StartGateway
 from tests.cluster.world import DEADLINE_S, ClusterGateway, DaemonProcess
 from tests.faults.world import HTTP, until
+from tests.gateway.facades.e2b.test_e2b import enveloped, messages
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]
 
@@ -34,7 +35,7 @@ def with_doors(gateway: ClusterGateway) -> Path:
     gateway.stop()
     written = yaml.safe_load((gateway.directory / "tangram.yaml").read_text())
     written["functions"]["there"]["sandbox"] = {"background": "run"}
-    written["server"] |= {"auth": "none", "facades": {"swerex": {"function": "there"}}}
+    written["server"] |= {"auth": "none", "facades": {name: {"function": "there"} for name in ("swerex", "e2b")}}
     written["server"]["facades"]["docker"] = {"socket": str(path), "function": "there"}
     gateway.write(written)
     gateway.start()
@@ -57,6 +58,40 @@ def asked(gateway: ClusterGateway, verb: str, **body: object) -> Any:
 
 def typed(gateway: ClusterGateway, command: str) -> Any:
     return asked(gateway, "run_in_session", command=command, timeout=60)["output"]
+
+
+def test_an_e2b_sandbox_on_a_node_runs_commands_beside_each_other_and_keeps_its_files(
+    start_gateway: StartGateway, make_node: MakeNode
+) -> None:
+    gateway = start_gateway()
+    with_doors(gateway)
+    node = joined(gateway, make_node)
+    with httpx.Client(base_url=f"{gateway.url}/e2b", timeout=DEADLINE_S) as http:
+        id = http.post("/v2/sandboxes", json={"templateID": "base"}).json()["sandboxID"]
+        own, octets = {"E2b-Sandbox-Id": id}, {"E2b-Sandbox-Id": id, "Content-Type": "application/octet-stream"}
+        streamed = {**own, "Content-Type": "application/connect+json"}
+
+        def starting(script: str) -> bytes:
+            return enveloped({"process": {"cmd": "/bin/bash", "args": ["-c", script]}})
+
+        waiting = starting("until [ -e go ]; do sleep 0.05; done; cat go")
+        with http.stream("POST", "/process.Process/Start", content=waiting, headers=streamed) as server:
+            pieces = server.iter_bytes()
+            assert "start" in next(pieces).decode()
+            beside = http.post("/process.Process/Start", content=starting("echo beside"), headers=streamed)
+            assert [flags for flags, _ in messages(beside.content)] == [0, 0, 0, 2]
+            assert http.post("/files", params={"path": "go"}, content=b"gone", headers=octets).status_code == 200
+            said = messages(b"".join(pieces))
+        assert [each["event"]["data"] for _, each in said if "data" in each.get("event", {})] == [
+            {"stdout": "Z29uZQ=="}
+        ]
+        assert http.get("/files", params={"path": "go"}, headers=own).content == b"gone"
+        assert http.post("/filesystem.Filesystem/Stat", json={"path": "go"}, headers=own).json()["entry"]["size"] == "4"
+        assert http.post(f"/sandboxes/{id}/pause", json={}).status_code == 204
+        assert http.post(f"/sandboxes/{id}/connect", json={}).status_code == 201
+        assert http.get("/files", params={"path": "go"}, headers=own).content == b"gone"
+        assert http.delete(f"/sandboxes/{id}").status_code == 204
+    node.stop()
 
 
 @pytest.mark.promise(
