@@ -485,6 +485,8 @@ class BoxControl:
 
     async def thaw(self) -> None: ...
 
+    async def gather(self) -> None: ...
+
     def oom_kills(self) -> int:
         return 0
 
