@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import takewhile
 from typing import Annotated
 
 import numpy as np
@@ -25,7 +25,17 @@ from manager.scheduler.policy import (
     Start,
 )
 from manager.scheduler.price import BACKFILL_TRIES, Backfill, PricePolicy, cheapest, expected_s, release_s
-from manager.scheduler.rank import Floats, Ranked, head_room, is_malleable, is_short, kind_of, leader, ranked, shape_of
+from manager.scheduler.rank import (
+    UNKNOWN_S,
+    Floats,
+    Ranked,
+    head_room,
+    is_malleable,
+    kind_of,
+    leader,
+    ranked,
+    shape_of,
+)
 
 Counts = NDArray[np.int64]
 
@@ -90,138 +100,71 @@ def _remainder(ties: Counts, left: int) -> Counts:
     return share
 
 
-# Turns in a crowd: who starts, and how wide, while more waits than can run (docs/DECISIONS.md).
+# Turns: who starts now, where one task waits whose work is known (docs/DECISIONS.md).
 #
-# Where one task waits, the shortest goes first, by its expected work. It starts at a width that pays for the many
-# behind it, on free units. What has waited as long as the pool takes to work off all that waits goes before everything
-# else, at its minimum: first come first served would not have started it sooner.
+# To start everybody at one core slows those that are nearly done. So an action starts once its useful width fits beside
+# those that run with less work left, at theirs, and the others at their minimum. What has waited for most of the time
+# in which the pool works off all that is there starts first.
+
+#: Steps of the price, by powers of two, for which the useful width is kept: a part of the decisions is found there.
+PRICE_STEPS = 4
 
 
-class CrowdPass:
-    """One decision in a crowd. Units come from the free ones, and for some from those above running ones' minima."""
+@lru_cache(maxsize=8192)
+def useful_width(unit_set: UnitSet, elasticity: Elasticity | None, most: int, step: int) -> int:
+    """The count of at most ``most`` units that is cheapest at the price of a step."""
+    return cheapest(shape_of(unit_set, elasticity or ASSUMED), 1.0, 2.0 ** (step / PRICE_STEPS), most)[0]
 
-    def __init__(
-        self,
-        view: PoolView,
-        crowd: CrowdView,
-        kind: str,
-        running: RunningSet,
-        *,
-        short_s: float,
-        workers: Callable[[Action, int], int],
-    ) -> None:
-        """``workers`` says how many to start for an action that begins with so many units and may grow later."""
-        self._view = view
-        self._crowd = crowd
+
+class SuiteTurns:
+    """The room for one more, in a pool where some run."""
+
+    def __init__(self, kind: str, running: Iterable[RunningView], units: int, price: float) -> None:
+        """``units`` are what they and those that start have together; ``price``: of a unit, as in ``cheapest``."""
         self._kind = kind
-        self._short_s = short_s
-        self._workers = workers
-        self._running = running
-        self._free = view.free + view.reserved
-        #: Units that shrinking can still give, and what it was decided to leave each that is shrunk.
-        self._slack = running.slack
-        self._shrunk: dict[str, int] = {}
-        self._starts: dict[str, Start] = {}
-        self._limits: dict[str, int] | None = None
+        self._step = round(PRICE_STEPS * math.log2(price))
+        #: Work left, and the units that are useful above the minimum.
+        self._members: list[tuple[float, int]] = []
+        self._free = units
+        for one in running:
+            self._put(
+                left_s(one.action, one.remaining), one.action.cost[kind].minimum, self._width(one.action, one.workers)
+            )
 
-    def lead(self, head: Action) -> bool:
-        """Start an action before all others; return whether there was room."""
-        return self._start_least(head)
+    @property
+    def work_s(self) -> float:
+        """Return the work that is left of all that are counted."""
+        return sum(seconds for seconds, _ in self._members)
 
-    def run(self, *, age: float, price: float) -> Decision:
-        """Start the aged ones, then the others in turn.
-
-        ``age``: times the seconds in which the pool works off all that waits. ``price``: of a unit, as in
-        ``price.cheapest``, times the elastic actions that wait for each unit of the pool.
-        """
-        if self._free + self._slack > 0:
-            self._start_aged(age * self._crowd.work_s() / self._view.total)
-            self._take_turns(price * self._crowd.elastic / self._view.total)
-        shrinks = [ResizeChoice(action_id=holder, units=units) for holder, units in self._shrunk.items()]
-        return Decision(starts=list(self._starts.values()), resizes=shrinks)
-
-    def _start_aged(self, aged_s: float) -> None:
-        """Start those that have waited for so long, in order of service."""
-        for action in self._view.eligible:
-            if self._view.now_s - action.submitted_s < aged_s:
-                return
-            if not self._started(action) and not self._start_least(action):
-                return
-
-    def _take_turns(self, unit_price: float) -> None:
-        """Start the shortest while there is room; nothing overtakes the first that has to wait."""
-        promised = (candidate.action for candidate in self._view.candidates)  # some may wait for other things as well
-        for action in chain(self._crowd.shortest(), promised):
-            if self._started(action):
-                continue
-            if is_short(action, self._kind, self._short_s):
-                done = self._start_least(action)
-            else:
-                done = self._start_wide(action, unit_price)
-            if not done or self._free + self._slack == 0:
-                return
-
-    def _started(self, action: Action) -> bool:
-        return action.id in self._starts
-
-    def _start_least(self, action: Action) -> bool:
-        """Start at the minimum, shrinking running ones if need be; return whether there was room."""
-        least = action.cost[self._kind].minimum
-        if least > self._free + self._slack:
-            return False
-        self._shrink(least - self._free)
-        grows = is_malleable(action, self._kind)
-        self._add(action, least, self._workers(action, least) if grows else 0)
-        return True
-
-    def _start_wide(self, action: Action, unit_price: float) -> bool:
-        """Start on free units alone, as wide as pays; return whether there was room."""
+    def add(self, action: Action) -> None:
+        """Count one that starts whatever room there is."""
         units = action.cost[self._kind]
-        if units.minimum > self._free:
+        self._put(left_s(action, 1.0), units.minimum, self._width(action, units.maximum))
+
+    def take(self, action: Action) -> bool:
+        """Count one if it fits; return whether it does. They are asked about in ascending order of their work."""
+        units, work_s = action.cost[self._kind], left_s(action, 1.0)
+        wide = self._width(action, units.maximum)
+        if self._members and wide > self._free - sum(more for seconds, more in self._members if seconds <= work_s):
             return False
-        wide = units.minimum
-        if action.key == self._kind and action.elasticity is not None:
-            wide, _ = cheapest(shape_of(units, action.elasticity), 1.0, unit_price, self._most(action))
-        self._add(action, wide, wide if is_malleable(action, self._kind) else 0)
+        self._put(work_s, units.minimum, wide)
         return True
 
-    def _most(self, action: Action) -> int:
-        """Return the most units it may take now: a candidate may be kept to less by its task's cap."""
-        if self._limits is None:
-            self._limits = {candidate.action.id: candidate.limit for candidate in self._view.candidates}
-        return min(self._free, self._limits.get(action.id, self._free))
+    def _put(self, work_s: float, least: int, wide: int) -> None:
+        self._members.append((work_s, wide - least))
+        self._free -= least
 
-    def _add(self, action: Action, units: int, workers: int) -> None:
-        self._free -= units
-        self._starts[action.id] = Start(action_id=action.id, units=units, workers=workers)
-
-    def _shrink(self, missing: int) -> None:
-        """Free ``missing`` units or more, from those that hold most above their minimum."""
-        if missing <= 0:
-            return
-        for holder, units, unit_set in self._widest():
-            # Where not every count is admissible, the minimum is.
-            taken = units - unit_set.minimum if unit_set.choices else min(missing, units - unit_set.minimum)
-            self._shrunk[holder] = units - taken
-            self._free += taken
-            self._slack -= taken
-            missing -= taken
-            if missing <= 0:
-                return
-        raise AssertionError(f"{missing} units were counted as slack that nobody holds")
-
-    def _widest(self) -> list[tuple[str, int, UnitSet]]:
-        """Return the running ones that can be shrunk with their units, those with most above the minimum first."""
-        widest = []
-        for one in self._running.malleable.values():
-            units, unit_set = self._shrunk.get(one.action.id, one.units), one.action.cost[self._kind]
-            if units > unit_set.minimum:
-                widest.append((one.action.id, units, unit_set))
-        widest.sort(key=lambda each: each[2].minimum - each[1])
-        return widest
+    def _width(self, action: Action, most: int) -> int:
+        units = action.cost[self._kind]
+        return useful_width(units, action.elasticity, most, self._step) if action.key == self._kind else units.minimum
 
 
-# The policy ``adaptive``: every elastic action runs, and cores move between running ones (docs/SCHEDULING.md 1.4).
+def left_s(action: Action, remaining: float | None) -> float:
+    """The work that is left of an action on one unit, by estimate."""
+    return (action.t_ori_s or UNKNOWN_S) * (1.0 if remaining is None else remaining)
+
+
+# The policy ``adaptive``: cores move between running elastic actions (docs/SCHEDULING.md 1.4).
 #
 # Malleable actions share what the others leave, by water-filling on marginal speed; each holds at least its minimum, is
 # started with as many workers as it may usefully grow to, and is resized only where it pays. Pools whose units are not
@@ -230,7 +173,7 @@ class CrowdPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptivePolicy(PromptPolicy):
-    """Shares cores among running malleable actions; everything else by price."""
+    """Starts malleable actions in turn, and shares cores among those that run; everything else by price."""
 
     name: str = "adaptive"
     #: More workers than its share are started for a long action, as long as they cost at most this part of its work.
@@ -251,10 +194,11 @@ class AdaptivePolicy(PromptPolicy):
     short_s: Annotated[float, Setting("a rigid action at most this long goes before the others", ge=0)] = 5.0
     age_max_s: Annotated[float, Setting("an action that has waited this long is overtaken no more", ge=0)] = 120.0
     head_room: Annotated[float, Setting("free units kept from elastic actions for short ones", ge=0, le=1e3)] = 0.5
-    crowd: Annotated[int, Setting("elastic actions that wait from which on the shortest go first", ge=1, le=10**9)] = 14
-    #: Of the time in which the pool works off all that waits.
-    crowd_age: Annotated[float, Setting("in a crowd, who has waited so many times that long goes first", ge=0)] = 1.5
-    crowd_price: Annotated[float, Setting("price of a unit in a crowd, for each that waits a unit", ge=0)] = 1.5
+    #: Of the time in which the pool works off all that waits and runs.
+    crowd_age: Annotated[float, Setting("who has waited so many times that long goes before the shortest", ge=0)] = 0.7
+    crowd_price: Annotated[float, Setting("price of a unit for the turns, by elastic actions a unit", gt=0, le=1e6)] = (
+        2.0
+    )
     #: For devices and for pools without malleable actions.
     price: PricePolicy = field(default_factory=PricePolicy)
 
@@ -277,12 +221,7 @@ class AdaptivePolicy(PromptPolicy):
             return Decision()
         order = ranked(view, waiting, kind, self.short_s, self.age_max_s)
         kept_back = head_room(running, kind, self.head_room)
-        pass_ = _Pass(self, view, kind, malleable, kept_back)
-        if view.crowd is not None and view.crowd.elastic >= self.crowd:
-            decision = pass_.run_crowd(order, running, view.crowd)
-            if decision is not None:
-                return decision
-        return pass_.run(order)
+        return _Pass(self, view, kind, malleable, kept_back).run(order)
 
 
 class _Pass:
@@ -312,25 +251,17 @@ class _Pass:
         growths, wake_s = self._grow(shares, spare - self._kept_back)
         return Decision(starts=starts + joined, resizes=shrinks + growths, wake_s=wake_s)
 
-    def run_crowd(self, order: Ranked, running: RunningSet, crowd: CrowdView) -> Decision | None:
-        """The decision in a crowd; None while the oldest is wide and waits for its room."""
-        turns = CrowdPass(self._view, crowd, self._kind, running, short_s=self._policy.short_s, workers=self._workers)
-        head = leader(order.first, next(iter(order.rest), None), self._kind)
-        if head is not None and not turns.lead(head):
-            return None
-        return turns.run(age=self._policy.crowd_age, price=self._policy.crowd_price)
-
     def _least(self, action: Action) -> int:
         return action.cost[self._kind].minimum
 
     def _joining(self, order: Ranked, reach: int) -> tuple[list[Action], list[Action], int]:
         """The short ones and the others that start now at their minimum, and what can be had beside them.
 
-        The oldest goes before everything else if it is wide; while it has to wait, what starts makes it wait no longer.
+        The first wide one goes before everything else; while it has to wait, what starts makes it wait no longer.
         """
-        others = iter(order.rest)
-        next_ = next(others, None)
-        head = leader(order.first, next_, self._kind)
+        if reach == 0:
+            return [], [], 0
+        head = self._lead(order)
         heads: list[Action] = []
         backfill = None
         if head is not None and self._least(head) <= reach:
@@ -339,9 +270,41 @@ class _Pass:
             backfill = Backfill.behind(self._least(head), reach, [self._release(one) for one in self._view.running])
             reach = self._free  # to shrink others would make them end later than expected
         first, reach = self._fitting(order.first, reach, head, backfill)
-        in_order = others if next_ is None else chain((next_,), others)
+        in_order: Iterable[Action] = order.rest
+        if reach and self._view.crowd is not None and self._policy.bias >= 0.0:
+            in_order = self._in_turn(in_order, self._view.crowd, [*heads, *first])
         rest, reach = self._fitting(in_order, reach, head, backfill)
         return first, heads + rest, reach
+
+    def _lead(self, order: Ranked) -> Action | None:
+        """Return the first wide one of the others, until the oldest of them has waited too long: then it, if wide."""
+        ahead = order.rest[:BACKFILL_TRIES]
+        if ahead and self._view.now_s - ahead[0].submitted_s < self._policy.age_max_s:
+            wide = next((action for action in ahead if self._least(action) > 1), None)
+            return wide or leader(order.first, None, self._kind)
+        return leader(order.first, next(iter(ahead), None), self._kind)
+
+    def _in_turn(self, in_order: Iterable[Action], crowd: CrowdView, starting: Sequence[Action]) -> Iterator[Action]:
+        """Yield those that have their turn now, beside what is ``starting``: the aged in order, then the shortest."""
+        policy, view, running = self._policy, self._view, self._malleable
+        price = policy.crowd_price * max(1, len(running) + crowd.elastic) / view.total
+        units = self._free + sum(one.units for one in running) - self._kept_back
+        turns = SuiteTurns(self._kind, running, units, price)
+        work_s = crowd.work_s() + turns.work_s
+        for action in starting:
+            turns.add(action)
+        told = {action.id for action in starting}
+        aged_s = view.now_s - policy.crowd_age * work_s / view.total
+        for action in takewhile(lambda action: action.submitted_s <= aged_s, in_order):
+            if action.id not in told:
+                told.add(action.id)
+                turns.add(action)
+                yield action
+        for action in crowd.shortest():
+            if action.id not in told:
+                if not turns.take(action):
+                    return
+                yield action
 
     def _release(self, running: RunningView) -> tuple[float, int]:
         """Seconds until an action ends, and what it gives back then: at any time it can be shrunk to its minimum."""

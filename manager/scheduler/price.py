@@ -377,6 +377,8 @@ class PricePolicy(PromptPolicy):
     device_factor: Annotated[float, Setting("how many times dearer a unit-second is on devices", gt=0, le=1e6)] = 4.0
     short_s: Annotated[float, Setting("a rigid action at most this long goes before the others", ge=0)] = 5.0
     age_max_s: Annotated[float, Setting("an action that has waited this long is overtaken no more", ge=0)] = 120.0
+    #: Where nothing is elastic: so the tail stays that of first come first served.
+    overtaken: Annotated[float, Setting("part of its own time for which a rigid action is overtaken", ge=0)] = 0.1
     #: Times the square root of those running.
     head_room: Annotated[float, Setting("free units kept from elastic actions for short ones", ge=0, le=1e3)] = 1.0
 
@@ -395,7 +397,8 @@ class PricePolicy(PromptPolicy):
         if view.free + view.reserved == 0:
             return Decision()
         kind = kind_of(view.name)
-        order = ranked(view, waiting, kind, self.short_s, self.age_max_s)
+        overtaken = math.inf if view.has_elastic else self.overtaken
+        order = ranked(view, waiting, kind, self.short_s, self.age_max_s, overtaken)
         pass_ = _PricePass(view, view.running, kind, self, order.first)
         kept_back = head_room(view.running, kind, self.head_room)
         return pass_.run(order.first, order.rest, kept_back)

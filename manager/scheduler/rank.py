@@ -187,8 +187,12 @@ class _Parted:
                 return
 
 
-def ranked(view: PoolView, waiting: Sequence[Action], kind: str, short_s: float, age_max_s: float) -> Ranked:
+def ranked(
+    view: PoolView, waiting: Sequence[Action], kind: str, short_s: float, age_max_s: float, overtaken: float = math.inf
+) -> Ranked:
     """Split what waits; nothing overtakes once the oldest that could be overtaken has waited ``age_max_s``.
+
+    Nor once it has waited ``overtaken`` times what it is expected to take.
 
     If several tasks wait, short ones of a task that has none of the next `TURNS_AHEAD` turns pass nobody.
     """
@@ -198,11 +202,11 @@ def ranked(view: PoolView, waiting: Sequence[Action], kind: str, short_s: float,
     if rigid is None and turns is None:  # nothing but their length tells them apart
         parted = _Parted(waiting, partial(is_short, kind=kind, short_s=short_s))
         oldest = next(parted.others(), None)
-        if oldest is not None and now_s - oldest.submitted_s >= age_max_s:
+        if oldest is not None and now_s - oldest.submitted_s >= min(age_max_s, overtaken * _expected_s(oldest)):
             return Ranked((), waiting)
         return Ranked(Drawn(parted.short), Drawn(parted.others))
     oldest = next((action for action in waiting if not is_short(action, kind, short_s)), None)
-    if oldest is not None and now_s - oldest.submitted_s >= age_max_s:
+    if oldest is not None and now_s - oldest.submitted_s >= min(age_max_s, overtaken * _expected_s(oldest)):
         return Ranked((), waiting)
     soon = None if turns is None else frozenset(islice(turns(), TURNS_AHEAD))
 

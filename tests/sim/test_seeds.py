@@ -24,11 +24,11 @@ def test_every_promise_holds_in_every_world(slice_: int) -> None:
             raise AssertionError(f"{error}\nreplay with: python -m tests.sim.replay {seed}") from error
 
 
-#: Whoever decides on cores by default and in its place; a crowd of two is had in small worlds too.
+#: Whoever decides on cores by default and in its place; in small worlds hardly anything grows old.
 POLICIES = {
     "adaptive": PolicySpec(name="adaptive"),
-    "adaptive in a crowd": PolicySpec(name="adaptive", options={"crowd": 2, "crowd_age": 0.3}),
-    "adaptive, always crowded": PolicySpec(name="adaptive", options={"crowd": 1, "crowd_age": 1e6, "short_s": 0}),
+    "adaptive, soon aged": PolicySpec(name="adaptive", options={"crowd_age": 0.3}),
+    "adaptive, never aged": PolicySpec(name="adaptive", options={"crowd_age": 1e6, "short_s": 0}),
     "price": PolicySpec(name="price"),
     "paper": PolicySpec(name="paper"),
 }

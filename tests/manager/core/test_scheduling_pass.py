@@ -257,8 +257,7 @@ def test_a_cap_that_is_raised_or_lifted_starts_what_it_held_back(drive: Drive) -
 
 
 def crowded(*, cores: int = 4, tasks: dict[str, TaskSpec] | None = None, window: int = 2048) -> ManagerSpec:
-    policies = {"default": PolicySpec(name="adaptive", options={"crowd": 2})}
-    scheduler = SchedulerSpec(policies=policies, queue_window=window)
+    scheduler = SchedulerSpec(policies={"default": PolicySpec(name="adaptive")}, queue_window=window)
     return replace(spec(node(cores=cores)), scheduler=scheduler, tasks=tasks or {})
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from manager.action import Action, SizeLine, UnitSet
 from manager.scheduler.adaptive import AdaptivePolicy
-from manager.scheduler.policy import CrowdView, Decision, WaitingView
+from manager.scheduler.policy import CrowdView, Decision
 from manager.scheduler.rank import TURNS_AHEAD, age_bound_s, ranked, shortest_first
 from tests.manager.conftest import action
 from tests.manager.scheduler.test_policies import actions
@@ -161,10 +161,6 @@ def test_short_ones_and_the_others_are_read_in_any_order_and_none_is_lost(
     assert [one.id for one in [*early, *rest]] == [one.id for one in waiting if (one.t_ori_s or 0.0) > 5.0]
 
 
-#: Everything waits in a crowd; what waits for an age goes first.
-CROWDED = AdaptivePolicy(crowd=1)
-
-
 def started(decision: Decision) -> list[str]:
     return [start.action_id for start in decision.starts]
 
@@ -199,9 +195,9 @@ def test_starts_use_no_unit_that_is_not_free_or_taken_back(
         for action, least in zip(waiting, wide, strict=False)
     ]
     view = pool(sum(one.units for one in busy) + spare + 1, crowd, busy, now_s=now_s, crowd=True)
-    decision = CROWDED.decide(view)
+    decision = AdaptivePolicy().decide(view)
     check_sums(view, decision)
-    assert decision == CROWDED.decide(view), "the same view gives the same decision"
+    assert decision == AdaptivePolicy().decide(view), "the same view gives the same decision"
 
 
 def test_the_shortest_start_first_and_narrower_the_more_wait() -> None:
@@ -209,30 +205,23 @@ def test_the_shortest_start_first_and_narrower_the_more_wait() -> None:
     decision = AdaptivePolicy().decide(pool(16, waiting, crowd=True))
     shortest = [f"a{index}" for index in reversed(range(40))]
     assert started(decision) == shortest[: len(decision.starts)] and decision.starts
-    few = AdaptivePolicy().decide(pool(16, waiting[:14], crowd=True))
+    few = AdaptivePolicy().decide(pool(16, waiting[:4], crowd=True))
     assert few.starts[0].units > decision.starts[0].units
 
 
-def test_below_a_crowd_nothing_changes() -> None:
-    waiting = [suite(f"a{index}", 100.0 - index) for index in range(13)]
-    assert AdaptivePolicy().decide(pool(16, waiting, crowd=True)) == AdaptivePolicy().decide(pool(16, waiting))
-
-
-def test_who_has_waited_as_long_as_all_of_it_takes_goes_first_at_its_minimum() -> None:
-    waiting = [suite("long", 500.0), *(suite(f"a{index}", 10.0, submitted_s=99.0) for index in range(20))]
-    view = pool(10, waiting, crowd=True)  # 700 core-seconds on 10 cores: 70 s, half as much again
-    assert "long" not in started(AdaptivePolicy().decide(replace(view, now_s=100.0)))
-    aged = AdaptivePolicy().decide(replace(view, now_s=106.0)).starts[0]
+def test_who_has_waited_for_most_of_the_time_that_all_of_it_takes_goes_first_at_its_minimum() -> None:
+    waiting = [suite("long", 500.0), *(suite(f"a{index}", 10.0, submitted_s=48.0) for index in range(20))]
+    view = pool(10, waiting, crowd=True)  # 700 core-seconds on 10 cores: seven tenths of 70 s
+    assert "long" not in started(AdaptivePolicy().decide(replace(view, now_s=48.5)))
+    aged = AdaptivePolicy().decide(replace(view, now_s=49.5)).starts[0]
     assert (aged.action_id, aged.units) == ("long", 1) and aged.workers > 1, "it may grow when the crowd has gone"
 
 
-def test_short_commands_and_the_aged_take_units_back_and_suites_do_not() -> None:
-    busy = [running(suite("r0"), 8), running(suite("r1"), 8)]
-    suites = [suite(f"a{index}") for index in range(20)]
-    nothing = CROWDED.decide(pool(16, suites, busy, crowd=True))
-    assert not nothing.starts and not nothing.resizes
-    decision = CROWDED.decide(pool(16, [*suites, shell("s")], busy, crowd=True))
-    assert started(decision) == ["s"] and [resize.units for resize in decision.resizes] == [7]
+def test_a_suite_starts_once_its_useful_width_fits_beside_those_with_less_work_left() -> None:
+    busy = [running(suite(f"r{index}", 10.0), 4) for index in range(4)]
+    assert not AdaptivePolicy().decide(pool(16, [suite("longer", 20.0)], busy, crowd=True)).starts
+    assert started(AdaptivePolicy().decide(pool(16, [suite("shorter", 5.0)], busy, crowd=True))) == ["shorter"]
+    assert started(AdaptivePolicy().decide(pool(16, [suite("longer", 20.0)], busy[:2], crowd=True))) == ["longer"]
 
 
 def test_nothing_starts_that_the_view_did_not_show() -> None:
@@ -254,8 +243,16 @@ def test_nothing_starts_that_the_view_did_not_show() -> None:
     assert set(started(AdaptivePolicy().decide(view))) <= shown
 
 
-def test_a_candidate_that_a_cap_keeps_narrow_starts_narrow() -> None:
-    waiting = [suite(f"a{index}") for index in range(14)]
-    view = pool(64, waiting, crowd=True)
-    capped = [WaitingView(action=action, limit=1) for action in waiting]
-    assert {start.units for start in AdaptivePolicy().decide(replace(view, candidates=capped)).starts} == {1}
+def test_a_rigid_action_is_overtaken_for_a_tenth_of_its_time() -> None:
+    waiting = [shell("build", 100.0), *(shell(f"s{index}", submitted_s=8.0) for index in range(4))]
+    view = replace(pool(1, waiting), has_elastic=False)
+    for now_s, first in ((9.0, "s0"), (10.0, "build")):
+        assert started(AdaptivePolicy().decide(replace(view, now_s=now_s))) == [first]
+
+
+def test_a_wide_action_leads_until_the_oldest_has_waited_too_long() -> None:
+    waiting = [suite("long", 500.0), replace(shell("wide", 10.0), cost={"cpu": UnitSet.fixed(16)})]
+    busy = [running(shell(f"r{index}", 50.0), 1) for index in range(15)]
+    view = pool(16, waiting, busy)
+    assert not AdaptivePolicy().decide(view).starts, "it would hold a core for longer than the wide one has to wait"
+    assert started(AdaptivePolicy().decide(replace(view, now_s=121.0))) == ["long"]
