@@ -12,7 +12,7 @@ import pytest
 from tangram import CapacityExceededError, Client, InvalidInputError, NotFoundError, Trajectory, UnsupportedError
 from tangram.adapters import CommandTimedOut, InfrastructureFailed, SandboxProvider
 from tangram.client.requests import Bearer
-from tests.e2e.gateway import GatewayProcess
+from tests.e2e.gateway import GatewayProcess, document
 
 SUITE = """
 import pytest
@@ -65,6 +65,31 @@ def test_a_server_is_reached(trajectory: Trajectory) -> None:
     assert httpx.get(port.url + "/note.txt").status_code == 404
     with pytest.raises(NotFoundError):
         port.wait_ready()
+
+
+@pytest.mark.promise("A server in a sandbox, and the right to reach it, outlive a gateway that is killed.")
+def test_a_server_outlives_a_gateway_that_is_killed(tmp_path: Path) -> None:
+    process = GatewayProcess(tmp_path, document("process", tmp_path / "state"))
+    process.start()
+    try:
+        with Client(process.url, lease_s=None) as client:
+            trajectory = client.trajectory("t", function="shell")
+            before = trajectory.open().port(8000)
+            with pytest.raises(CapacityExceededError):  # what connects runs before the server does
+                before.wait_ready(timeout_s=0.5)
+            assert trajectory.exec("echo served > note.txt; " + SERVER).result["exit_code"] == 0
+            before.wait_ready()
+        process.kill()
+        process.start()
+        with Client(process.url, lease_s=None) as client:
+            trajectory = client.trajectory("t", function="shell")
+            here = trajectory.port(8000).url.rpartition("/")[0]
+            url = f"{here}/{before.url.rpartition('/')[2]}/note.txt"  # the listener is at another port now
+            assert httpx.get(url).text == "served\n"
+            trajectory.close()
+            assert httpx.get(url).status_code == 404
+    finally:
+        process.stop()
 
 
 @pytest.mark.slow
