@@ -38,7 +38,7 @@ BETWEEN_S, DOWN_S = (0.3, 4.0), (0.0, 0.5)
 NOTICE = 0.3
 REST_S, AUDIT_S = 60.0, 0.25
 #: Seconds that a run may take, and those that it may take more for each kill.
-TOTAL_S, QUICK_S, KILL_S = 420.0, 180.0, 15.0
+TOTAL_S, QUICK_S, KILL_S = 420.0, 180.0, 30.0
 #: What falls, drawn for each kill; the first is that of two at once.
 VICTIMS = (("gateway", "node"), ("gateway",), ("gateway",), ("node",), ("runner",), ("gateway", "runner"))
 
