@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Collection, Coroutine, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from http import HTTPStatus
 from typing import NoReturn
 
@@ -78,7 +78,7 @@ class PortApp:
             request = self._read(scope)
             if scope["type"] == "websocket":
                 await receive()  # that it connects
-            with _Connected(self._ports, request.grant) as connection:
+            with closing(self._ports.connect(request.grant)) as connection:
                 if scope["type"] == "http":
                     await HttpExchange(self._ports, request, connection, answer).run(scope, receive)
                 elif request.raw:
@@ -522,16 +522,3 @@ class _Answer:
         if not self._closed:
             self._closed = True
             await self({"type": "websocket.close", "code": code, "reason": reason[:100]})
-
-
-class _Connected:
-    """The block in which a connection to a port is held."""
-
-    def __init__(self, ports: TrajectoryPorts, grant: PortGrant) -> None:
-        self._connection = ports.connect(grant)
-
-    def __enter__(self) -> PortConnection:
-        return self._connection
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
