@@ -47,7 +47,7 @@ from gateway.stats import Stats
 from gateway.steps import TaskSteps
 from gateway.store.maintenance import StateDirectory, prune_for_ever
 from gateway.store.store import Durability, Store, StoreSpec
-from gateway.tls import Connections, address_of, ended_chore
+from gateway.tls import Connections, address_of
 from gateway.trajectory_records import Leases, SnapshotCatalogue, UnreadAnswers
 from manager.assembly import build_core
 from manager.clock import Clock, MonotonicClock, WallClock
@@ -56,6 +56,7 @@ from manager.engine import Engine
 from manager.errors import CodedError
 from manager.events import Reconfigured
 from manager.learning import History, SavedHistory
+from runtimes.chores import end_chores
 from runtimes.node.journal import BOOT_ID
 
 HISTORY = "history"
@@ -362,7 +363,7 @@ class App:
             self._state_dir.check(),
         )
         for chore in chores:
-            closers.push_async_callback(ended_chore, asyncio.create_task(chore))
+            closers.push_async_callback(end_chores, asyncio.create_task(chore))
         self._announce(recovered)
 
     async def serve(self) -> None:

@@ -30,6 +30,7 @@ from manager.errors import (
     Reason,
     TrajectoryHasEnded,
 )
+from runtimes.chores import end_chores
 from runtimes.sandbox.ports import relay as wire
 from runtimes.sandbox.runner.runner import FrameDecoder, ProtocolError
 from runtimes.sandbox.session import InteractiveSession, SessionTable
@@ -317,9 +318,7 @@ class PortLink:
     async def close(self, error: CodedError) -> None:
         """Break all connections, and end the turn."""
         self.fail(error)
-        if self._turning is not None:
-            self._turning.cancel()
-            await asyncio.gather(self._turning, return_exceptions=True)
+        await end_chores(self._turning)
 
     def _is_wanted(self) -> bool:
         return any(self._urgent or connection.is_owed for connection in self.connections.values())

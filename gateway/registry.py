@@ -46,6 +46,7 @@ from manager.errors import (
 )
 from manager.formulation import check_satisfiable
 from manager.function import FunctionSpec, settings_of
+from runtimes.chores import end_chores
 from runtimes.kinds import input_schema, result_schema
 from runtimes.secrets import REDACTED, SECRET
 from tangram import types
@@ -343,10 +344,7 @@ class Preparation:
 
     async def close(self) -> None:
         """Stop preparing."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_chores(*self._tasks.values())
 
     async def _until_ready(self, function: FunctionSpec) -> None:
         name, attempt, failures = function.name, 1, 0

@@ -295,12 +295,6 @@ class Connections:
         self.open -= 1
 
 
-async def ended_chore(task: asyncio.Task[None]) -> None:
-    """Cancel a chore, and wait for its end."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 def address_of(listener: socket.socket) -> str:
     """Return where a socket listens, as people write it."""
     host, port = listener.getsockname()[:2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +49,7 @@ from manager.errors import (
 from manager.events import NodeClosed, NodeJoined, NodeLost, NodeOpened
 from manager.executor import Call, Executor
 from manager.function import FunctionSpec
+from runtimes.chores import Chores, end_chores
 from runtimes.kinds import kind_of
 from runtimes.node.certificate import NodeCertificate, ensure_certificate, server_side
 from runtimes.node.daemon import Trouble
@@ -384,7 +385,7 @@ class Cluster:
         self._trouble = ""
         self._trouble_since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._chores = Chores(lambda error: logger.error("a node's chore failed", error=repr(error)))
         self._closed = False
 
     @property
@@ -501,10 +502,7 @@ class Cluster:
             await self.let_go()
         if self.ray is not None:
             await self.ray.close()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_chores(*self._chores.tasks)
 
     # -- for people
 
@@ -827,9 +825,7 @@ class Cluster:
             why = await serving
             logger.info("a node is gone", node=name, why=why)
         finally:
-            for task in (serving, reconciling):
-                task.cancel()
-            await asyncio.gather(serving, reconciling, return_exceptions=True)
+            await end_chores(serving, reconciling)
 
     async def _reconcile(self, machine: ClusterNode, hello: NodeHello, inventory: Inventory) -> None:
         """Bring both sides to agree on what runs and lives there, then let the node serve."""
@@ -840,7 +836,7 @@ class Cluster:
             here = set(self._trajectories.on_node(name))
             for facts in inventory.trajectories:
                 if facts.trajectory not in here:  # also what is left of a dead sandbox
-                    self._spawn(remote.end_trajectory(facts.trajectory))
+                    self._chores.begin(remote.end_trajectory(facts.trajectory))
             self.engine.tell(NodeJoined(node=machine.spec))
             self._awaited.discard(name)
             await remote.end_unclaimed(self._awaited_on(name))
@@ -1001,11 +997,6 @@ class Cluster:
     def _place_of(self, trajectory: str) -> str:
         found = None if self._engine is None else self._engine.trajectory(trajectory)
         return "" if found is None else str(found["node"])
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _is_drained(member: Member) -> bool:

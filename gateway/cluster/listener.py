@@ -12,6 +12,7 @@ from contextlib import suppress
 import structlog
 
 from manager.errors import CodedError, InvalidConfig
+from runtimes.chores import end_chores
 from runtimes.node.protocol import LinkSettings, NodeLink, Pulse
 
 #: Seconds until the next try where the process has no descriptor left.
@@ -87,10 +88,7 @@ class NodeListener:
 
     async def close(self) -> None:
         """Accept no more, and drop what is open."""
-        tasks = [*self._tasks, *([] if self._accepting is None else [self._accepting])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_chores(self._accepting, *self._tasks)
         self._listener.close()
 
     async def _accept_for_ever(self) -> None:

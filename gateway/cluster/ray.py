@@ -16,6 +16,7 @@ import structlog
 
 from manager.clock import Clock
 from manager.errors import CodedError
+from runtimes.chores import end_chores
 from runtimes.node.ray.process import RayDriverProcess, RayMessage, RaySettings
 from tangram.types import NodeTicket, RayMachineState, RayMachineStatus
 
@@ -93,9 +94,7 @@ class RayNodes:
                 await self._release_all()
             else:
                 self._log.warning("nothing is given back to Ray: daemons end by themselves when unattended", why=away)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_chores(*self._tasks)
 
     def left(self, node: str) -> None:
         """A node was drained and is gone: its machine is given back to Ray."""

@@ -33,6 +33,7 @@ from manager.errors import (
     StorageUnavailable,
     Unauthorized,
 )
+from runtimes.chores import end_chores
 from runtimes.node.protocol import NodeAnswer
 from runtimes.node.remote import RemoteNode
 from runtimes.sandbox.snapshots import NodeSnapshotSettings, SnapshotRecord
@@ -372,8 +373,7 @@ class NodeSnapshots:
         finally:
             self._beginning.remove(held)
             lost.cancel()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_chores(task)
 
     # --- taking and removing
 

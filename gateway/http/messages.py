@@ -21,6 +21,7 @@ from gateway.invocations.invocations import InvocationRequest, LiveInvocation
 from gateway.invocations.record import Mode, Record
 from gateway.trajectory_records import ConnectionPeer
 from manager.errors import CodedError, InvalidInput, TooLarge
+from runtimes.chores import end_chores
 from tangram.types import REPLAY, BatchItem, CallHeaders, Problem
 
 T = TypeVar("T", bound=Struct)
@@ -255,9 +256,7 @@ async def while_connected(
                 await undo(made)
         raise ClientDisconnect()
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await end_chores(working, leaving)
 
 
 def peer_of(scope: Scope) -> ConnectionPeer | None:

@@ -39,6 +39,7 @@ from gateway.errors import MethodNotAllowed, PortFailed
 from gateway.http.messages import problem_response
 from gateway.ports import COMPONENT, SECRET_BYTES, PortConnection, PortGrant, TrajectoryPorts
 from manager.errors import CodedError, NotFound, TooLarge, Unauthorized, exhaustion
+from runtimes.chores import end_chores
 
 logger = structlog.get_logger("gateway.ports")
 
@@ -283,9 +284,7 @@ class HttpExchange:
                     pass
             await answering
         finally:
-            for task in (sending, answering):
-                task.cancel()
-            await asyncio.gather(sending, answering, return_exceptions=True)
+            await end_chores(sending, answering)
 
     async def _send(self, scope: Scope, receive: Receive) -> None:
         """Pass the request on, and return when the caller hangs up."""
@@ -496,9 +495,7 @@ async def _first_of(*works: Coroutine[None, None, None]) -> None:
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_chores(*tasks)
 
 
 def _sendable(code: int) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 import runtimes
 from manager.errors import ActionFailed, Reason
 from manager.function import ModelAction
+from runtimes.chores import end_chores
 from runtimes.model.checkpoint import Head, Layout
 from runtimes.model.request import Sampling
 
@@ -512,8 +513,7 @@ class ModelProcess:
             if not listening.done():
                 self.kill()
                 await asyncio.wait([listening], timeout=self._start_s)
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+            await end_chores(listening)
         closing, self._closing = self._closing, None
         if closing is not None:  # its transport is gone a turn of the loop later, which may be about to close
             await asyncio.gather(closing.wait_closed(), return_exceptions=True)

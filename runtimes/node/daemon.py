@@ -44,6 +44,7 @@ from manager.errors import (
 )
 from manager.executor import Call, CallHooks, Executor
 from manager.function import FunctionSpec, SandboxSpec
+from runtimes.chores import Chores, end_chores
 from runtimes.kinds import KINDS
 from runtimes.model.runtime import ModelRuntime
 from runtimes.node import protocol as wire
@@ -507,7 +508,7 @@ class SessionServer:
         self._table = table
         self._on_sent = on_sent
         self._sessions: dict[str, ServedSession] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._chores = Chores(lambda error: logger.error("the output of a session is not sent", error=repr(error)))
 
     # --- attempts
 
@@ -565,10 +566,7 @@ class SessionServer:
 
     async def close(self) -> None:
         """End what sends their output; the sessions themselves go on."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_chores(*self._chores.tasks)
 
     # --- requests
 
@@ -630,7 +628,7 @@ class SessionServer:
             served.session.leave(reader)
         self._stop(served)
         served.link = link
-        served.sending = self._spawn(self._send_output(served, link, ending))
+        served.sending = self._chores.begin(self._send_output(served, link, ending))
 
     def _stop(self, served: ServedSession) -> None:
         """Send no more of it on its link."""
@@ -693,17 +691,6 @@ class SessionServer:
             served.sent = offset + len(part)
             link.send(wire.SessionWritten(served.claim, offset, piece.stream, part))
             await link.drained()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("the output of a session is not sent", error=repr(error))
 
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -1086,9 +1073,7 @@ class NodeDaemon:
         tasks = [attempt.task for attempt in self._attempts.values() if attempt.task is not None]
         for attempt in self._attempts.values():
             attempt.disowned, attempt.successor = True, None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_chores(*tasks)
         self._forget(*self._attempts.values())
         for facts in self._trajectories():
             await self._runtimes.executor.end_trajectory(facts.trajectory)
@@ -1105,10 +1090,7 @@ class NodeDaemon:
         for attempt in self._attempts.values():
             if attempt.end is None:
                 await self._environments.leave(attempt.claim)
-        tasks = [*self._tasks, *self._requests.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_chores(*self._tasks, *self._requests.values())
         await self._transfers.close()
         await self._sessions.close()
         for attempt in self._attempts.values():

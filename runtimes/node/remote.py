@@ -20,6 +20,7 @@ from manager.config import ServiceSpec
 from manager.errors import ActionFailed, CapacityExceeded, CodedError, Conflict, Reason, Unsupported
 from manager.executor import Call
 from manager.function import FunctionSpec, SandboxSpec
+from runtimes.chores import end_chores
 from runtimes.kinds import KINDS
 from runtimes.node import protocol as wire
 from runtimes.node.daemon import SERVED
@@ -808,8 +809,7 @@ class RemoteNode:
                     sending.result()
                 return (await transfer.ended).size_bytes
             finally:
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
+                await end_chores(sending)
 
     # --- sessions
 

@@ -23,6 +23,7 @@ import structlog
 
 from manager.errors import CapacityExceeded, CodedError, Unsupported
 from manager.function import Setting
+from runtimes.chores import end_chores
 from runtimes.sandbox.linux import take_away
 from runtimes.sandbox.sandbox import Sandbox
 
@@ -505,10 +506,8 @@ class DiskWatch:
                 await place.sandbox.kill_for(excess)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await end_chores(self._task)
+        self._task = None
 
     def _watch_place(self, place: Place) -> None:
         self._places.append(place)

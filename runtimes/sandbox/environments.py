@@ -16,6 +16,7 @@ import structlog
 from manager.clock import Clock, MonotonicClock
 from manager.errors import CodedError, Conflict, InvalidConfig, NotFound, Unsupported
 from manager.function import Isolation, Network, SandboxSpec, Warm
+from runtimes.chores import end_chores
 from runtimes.sandbox.command import ResumableCommand
 from runtimes.sandbox.runner.client import lost
 from runtimes.sandbox.sandbox import Provider, Sandbox
@@ -88,9 +89,7 @@ class WarmPool:
 
     async def close(self) -> list[Sandbox]:
         """Stop making; returns what lies ready, for its owner to end or to keep."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_chores(self._task)
         idle, self._idle = list(self._idle), deque()
         return idle
 
@@ -474,9 +473,7 @@ class Environments:
         if self._closed:
             return
         self._closed = True
-        if self._reaper is not None:
-            self._reaper.cancel()
-            await asyncio.gather(self._reaper, return_exceptions=True)
+        await end_chores(self._reaper)
         for sandbox in await self._pools.close():
             self._remove(sandbox)
         for claims, ended in list(self._awaiting_ack.items()):

@@ -36,7 +36,6 @@ from gateway.facades.docker.http import DockerConnection, DockerExchange
 from gateway.facades.facade import ForeignCalls
 from gateway.http.messages import while_connected
 from gateway.store.store import Store
-from gateway.tls import ended_chore
 from manager.errors import (
     ActionFailed,
     CapacityExceeded,
@@ -48,6 +47,7 @@ from manager.errors import (
     Unsupported,
 )
 from manager.function import FunctionSpec, SandboxSpec
+from runtimes.chores import Chores, end_chores
 from runtimes.sandbox.sandbox import Sandbox
 from runtimes.sandbox.spec import ABOVE_SYSTEM, SYSTEM
 from tangram.types import SandboxChoice, TrajectoryOpening, explained
@@ -360,15 +360,12 @@ async def attend(exchange: DockerExchange, command: ContainerExec, patience_s: f
                 raise ClientDisconnect()
             sending.result()
         finally:
-            typing.cancel()
-            await asyncio.gather(typing, return_exceptions=True)
+            await end_chores(typing)
     except ClientDisconnect:
         await command.cancel(WENT)
         raise
     finally:
-        for task in (sending, gone):
-            task.cancel()
-        await asyncio.gather(sending, gone, return_exceptions=True)
+        await end_chores(sending, gone)
 
 
 async def _send_output(command: ContainerExec, upgraded: asyncio.Event, pipes: list[DockerConnection]) -> None:
@@ -435,9 +432,7 @@ async def attach(
         follow = main.follow(_framing(pipe.write, streams, framed=framed), late=not logs)
         await while_connected(follow, exchange.peer.gone())
     finally:
-        if typing is not None:
-            typing.cancel()
-            await asyncio.gather(typing, return_exceptions=True)
+        await end_chores(typing)
 
 
 async def send_logs(exchange: DockerExchange, main: KeptCommand | None, tail: int | None) -> None:
@@ -817,7 +812,9 @@ class ContainerManager:
         self._calls = calls
         self._settings = settings
         self._pids = itertools.count(PIDS_FROM)
-        self._chores: set[asyncio.Task[None]] = set()
+        self._chores = Chores(
+            lambda error: logger.warning("a container's chore failed", facade=COMPONENT, error=str(error))
+        )
         self._loading = asyncio.get_running_loop().create_task(self._load())
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
@@ -827,12 +824,11 @@ class ContainerManager:
 
     async def close(self) -> None:
         """Stop watching; the containers' trajectories stay or go with the gateway's."""
-        await ended_chore(self._watching)
+        await end_chores(self._watching)
         for container in self.containers.all():
             if container.timer is not None:
                 container.timer.cancel()
-        for task in tuple(self._chores):
-            await ended_chore(task)
+        await end_chores(*self._chores.tasks)
         await asyncio.gather(self._loading, return_exceptions=True)
 
     # --- making
@@ -909,7 +905,7 @@ class ContainerManager:
             raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0) from None
         finally:
             if not done:
-                self._chore(self._end_trajectory(record.trajectory))
+                self._chores.begin(self._end_trajectory(record.trajectory))
         record.opened = True
         self.containers.save(container)
 
@@ -934,7 +930,7 @@ class ContainerManager:
         main = container.main = container.next_main or self._main(container)
         container.next_main = None
         main.start(self.slots, asyncio.get_running_loop().time() + PATIENCE_S)
-        self._chore(self._attend_main(container, main))
+        self._chores.begin(self._attend_main(container, main))
 
     def main_of(self, container: Container) -> KeptCommand | None:
         """Return its main command, the next where it does not run; None if it only keeps the container alive."""
@@ -952,7 +948,7 @@ class ContainerManager:
     async def _attend_main(self, container: Container, main: KeptCommand) -> None:
         """Keep its output, and end its container with it."""
         if not container.record.reads_stdin:
-            self._chore(main.end_input())
+            self._chores.begin(main.end_input())
         await main.keep_output()
         await main.ended.wait()
         if main is not container.main or not container.running:
@@ -973,10 +969,7 @@ class ContainerManager:
         if record.idles_s:
             left_s = max(0.0, record.started_s + record.idles_s - self._api.wall())
             loop = asyncio.get_running_loop()
-            container.timer = loop.call_later(left_s, self._chore_later, container)
-
-    def _chore_later(self, container: Container) -> None:
-        self._chore(self.end(container, exit_code=0))
+            container.timer = loop.call_later(left_s, lambda: self._chores.begin(self.end(container, exit_code=0)))
 
     # --- commands
 
@@ -999,7 +992,7 @@ class ContainerManager:
         """End a container whose sandbox is gone: what was in it is lost, and no later command may begin in another."""
         if isinstance(error, ActionFailed) and error.reason in (Reason.ENVIRONMENT_LOST, Reason.NODE_LOST):
             self._ended(container, KILLED, error.message)
-            self._chore(self._end_trajectory(container.record.trajectory))
+            self._chores.begin(self._end_trajectory(container.record.trajectory))
 
     @asynccontextmanager
     async def sandbox(self, container: Container, timeout_s: float) -> AsyncIterator[Sandbox]:
@@ -1079,7 +1072,7 @@ class ContainerManager:
         if container.timer is not None:
             container.timer.cancel()
         loop = asyncio.get_running_loop()
-        container.timer = loop.call_later(REST_S, lambda: self._chore(self._rest(container)))
+        container.timer = loop.call_later(REST_S, lambda: self._chores.begin(self._rest(container)))
 
     async def _rest(self, container: Container) -> None:
         """Keep the files of a container that has ended in a snapshot, and end its sandbox, which holds memory."""
@@ -1145,7 +1138,7 @@ class ContainerManager:
             container.timer.cancel()
         self.containers.save(container)
         if record.auto_remove and removes and not container.restarting:
-            self._chore(self.remove(container, force=True))
+            self._chores.begin(self.remove(container, force=True))
         elif removes:
             self._rest_soon(container)
 
@@ -1158,13 +1151,13 @@ class ContainerManager:
         await self.containers.load()
         for container in self.containers.all():
             if container.record.removing:
-                self._chore(self.remove(container, force=True))
+                self._chores.begin(self.remove(container, force=True))
             elif container.running and not container.record.idles:
                 self._ended(container, LOST_EXIT, "the gateway that ran its main command has ended")
             elif container.running:
                 self._arm(container)
             elif container.record.status == "exited" and container.record.auto_remove:
-                self._chore(self.remove(container, force=True))
+                self._chores.begin(self.remove(container, force=True))
             else:
                 self._rest_soon(container)
 
@@ -1173,13 +1166,3 @@ class ContainerManager:
             await asyncio.sleep(LOOK_S)
             for container in self.containers.all():
                 self.look(container)
-
-    def _chore(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chore_done)
-
-    def _chore_done(self, task: asyncio.Task[None]) -> None:
-        self._chores.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("a container's chore failed", facade=COMPONENT, error=str(error))

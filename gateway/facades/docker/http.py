@@ -27,6 +27,7 @@ from gateway.facades.facade import STATUSES, fault_of
 from gateway.http.messages import PHRASES
 from gateway.tls import Connections
 from manager.errors import CodedError, Conflict, InvalidConfig, InvalidInput, StorageUnavailable, exhaustion
+from runtimes.chores import end_chores
 
 READ_BYTES = 64 * 1024
 #: Of a request's line and headers together.
@@ -290,9 +291,7 @@ class DockerListener:
             server.close()
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=CLOSE_GRACE_S)
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_chores(*self._tasks)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

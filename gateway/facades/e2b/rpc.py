@@ -17,6 +17,7 @@ from gateway.facades.facade import CallFailed, Fault, fault_of
 from gateway.http.messages import disconnected, while_connected
 from gateway.http.streaming import GIVE_UP_STALLS
 from manager.errors import ActionFailed, CodedError, InvalidInput, TooLarge
+from runtimes.chores import end_chores
 
 COMPONENT = "e2b"
 STREAM = "application/connect+json"
@@ -149,8 +150,7 @@ class EventStream(Response):
             failed = as_failed(error)
             end = {"error": {"code": failed.code, "message": str(failed)}}
         finally:
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
+            await end_chores(beating)
         await emit(end, END)
         await send({"type": "http.response.body", "body": b""})
 

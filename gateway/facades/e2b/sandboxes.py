@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import itertools
 import secrets
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,8 +16,8 @@ from msgspec import Struct
 from gateway.api import Api
 from gateway.facades.commands import PIDS_FROM, CommandSpec, KeptCommand
 from gateway.facades.facade import ForeignCalls
-from gateway.tls import ended_chore
 from manager.errors import CapacityExceeded, CodedError, Conflict, NotFound
+from runtimes.chores import Chores, end_chores
 from tangram.types import SandboxChoice, TrajectoryOpening
 
 COMPONENT = "e2b"
@@ -122,14 +121,16 @@ class SandboxManager:
         self._by_id: dict[str, E2bSandbox] = {}
         self._pids = itertools.count(PIDS_FROM)
         self._slots = asyncio.Semaphore(api.sessions.settings.living_max)
-        self._chores: set[asyncio.Task[None]] = set()
+        self._chores = Chores(
+            lambda error: logger.warning("a sandbox's chore failed", facade=COMPONENT, error=str(error))
+        )
         self._loading = asyncio.get_running_loop().create_task(self._load())
 
     async def close(self) -> None:
         """Stop what it does by itself; sandboxes stay."""
         for sandbox in self._by_id.values():
             self._arm(sandbox, None)
-        await asyncio.gather(*map(ended_chore, (self._loading, *self._chores)))
+        await end_chores(self._loading, *self._chores.tasks)
 
     # --- which there are
 
@@ -174,7 +175,7 @@ class SandboxManager:
                 return sandbox
         except BaseException:  # its client knows of none
             self._forget(sandbox)
-            self._chore(self._end(record.id))
+            self._chores.begin(self._end(record.id))
             raise
 
     async def kill(self, sandbox: E2bSandbox) -> None:
@@ -206,7 +207,7 @@ class SandboxManager:
                 try:
                     await self._open(record, source, within_s)
                 except BaseException:
-                    self._chore(self._end(record.id))
+                    self._chores.begin(self._end(record.id))
                     raise
                 record.paused = False
             await self.set_timeout(sandbox, max(timeout_s, record.end_s - self._api.wall()))
@@ -236,13 +237,13 @@ class SandboxManager:
         command.parent, command.pid = await sandbox.neighbour(), next(self._pids)
         sandbox.commands[command.pid] = command
         command.start(self._slots, asyncio.get_running_loop().time() + PATIENCE_S)
-        self._chore(self._attend(sandbox, command, timeout_s))
+        self._chores.begin(self._attend(sandbox, command, timeout_s))
         return command
 
     async def _attend(self, sandbox: E2bSandbox, command: SandboxCommand, timeout_s: float | None) -> None:
         """Keep what it says until it ends, which it does in its time."""
         if not command.spec.stdin:
-            self._chore(command.end_input())
+            self._chores.begin(command.end_input())
         try:
             async with asyncio.timeout(timeout_s):
                 await command.keep_output()
@@ -267,7 +268,7 @@ class SandboxManager:
             self._by_id[sandbox.record.id] = sandbox
             self._arm(sandbox, sandbox.record.end_s)
             if sandbox.record.paused:  # which its trajectory may not have been told
-                self._chore(self._end(sandbox.record.id))
+                self._chores.begin(self._end(sandbox.record.id))
 
     async def _open(self, record: E2bRecord, source: SandboxSource, within_s: float) -> None:
         opening = TrajectoryOpening(
@@ -292,7 +293,7 @@ class SandboxManager:
         if self._by_id.get(sandbox.record.id) is sandbox:
             del self._by_id[sandbox.record.id]
             self._api.store.save_document(DOCUMENT + sandbox.record.id, None)
-            self._chore(self._drop(sandbox.record.snapshot))
+            self._chores.begin(self._drop(sandbox.record.snapshot))
 
     def _arm(self, sandbox: E2bSandbox, end_s: float | None) -> None:
         """Let it end at an instant of the day, None for none."""
@@ -302,7 +303,7 @@ class SandboxManager:
         if end_s is not None and not sandbox.record.paused:
             loop = asyncio.get_running_loop()
             left_s = max(0.0, end_s - self._api.wall())
-            sandbox.timer = loop.call_later(left_s, lambda: self._chore(self._expire(sandbox)))
+            sandbox.timer = loop.call_later(left_s, lambda: self._chores.begin(self._expire(sandbox)))
 
     async def _expire(self, sandbox: E2bSandbox) -> None:
         if sandbox.record.end_s > self._api.wall():
@@ -331,16 +332,6 @@ class SandboxManager:
 
     async def _end(self, trajectory: str) -> None:
         await self._api.engine.end_trajectory(trajectory)
-
-    def _chore(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chore_done)
-
-    def _chore_done(self, task: asyncio.Task[None]) -> None:
-        self._chores.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("a sandbox's chore failed", facade=COMPONENT, error=str(error))
 
 
 def new_id(key: str | None) -> str:

@@ -32,6 +32,7 @@ import requests.exceptions
 import structlog
 
 from manager.errors import CapacityExceeded, CodedError, InvalidConfig, InvalidInput, NotFound, TooLarge, Unsupported
+from runtimes.chores import end_chores
 from runtimes.sandbox.command import PIECE_BYTES, FileContent
 from runtimes.sandbox.linux import PERIOD_US, Cgroup, CpuWeight, Hierarchy
 from runtimes.sandbox.runner.runner import DEFAULT_PATH, FrameDecoder
@@ -202,10 +203,7 @@ class EngineWatchdog:
 
     async def close(self) -> None:
         """Wait for what runs, as long as the engine answers."""
-        tasks = [task for task in (self._asking, self._reviving) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_chores(self._asking, self._reviving)
         patience_s = 0.0 if self._silent else 2 * self._step_s
         for threads in (self._pinging, self._threads):
             await asyncio.to_thread(threads.close, patience_s)

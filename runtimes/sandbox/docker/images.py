@@ -23,6 +23,7 @@ import structlog
 
 from manager.errors import CapacityExceeded, CodedError, InvalidConfig, NotFound, Unsupported
 from manager.function import BASE_IMAGE, SandboxSpec
+from runtimes.chores import end_chores
 from runtimes.sandbox.docker.engine import AWAY, GATEWAY, DockerEngine, EngineConnection
 from runtimes.sandbox.snapshots import LABEL, REPOSITORY, SnapshotSettings, SnapshotStore
 from runtimes.sandbox.spec import ImageState, RegistryLogin, require_image_name
@@ -266,9 +267,7 @@ class ImageStore:
 
     async def close(self) -> None:
         """Give up what is under way, and remember what was used."""
-        for task in self._pulls.values():
-            task.cancel()
-        await asyncio.gather(*self._pulls.values(), return_exceptions=True)
+        await end_chores(*self._pulls.values())
         await asyncio.to_thread(self._note)
 
     # --- inside

@@ -19,6 +19,7 @@ from manager.errors import ActionFailed, CodedError, InvalidConfig, Reason
 from manager.executor import LogSink
 from manager.function import Background, FunctionSpec, HandlerSpec, SandboxSpec, Setting
 from runtimes import runtime
+from runtimes.chores import Chores
 from runtimes.kind import DeclarationSite, Kind, RuntimeDeps
 from runtimes.runtime import Execution, Result, Runtime
 from runtimes.sandbox.command import STOPPED, Command, CommandResult, memory_ended
@@ -392,7 +393,7 @@ def _result(answer: Mapping[str, Any], log: LogSink) -> Result:
 
 _LOG = structlog.get_logger(__name__)
 
-_Spawn = Callable[[Coroutine[Any, Any, None]], None]
+_Spawn = Callable[[Coroutine[Any, Any, None]], object]
 _Start = Callable[[FunctionSpec], Awaitable[Instance]]
 
 
@@ -408,7 +409,7 @@ class HandlerRuntime(Runtime):
         self._provider = provider
         self._settings = settings or HandlerSettings()
         self._pools: dict[tuple[str, str], _Pool] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._chores = Chores(lambda error: _LOG.warning("handler.instance_failed", error=repr(error)))
         #: Ids of the instances' sandboxes, from their making to their end: no orphans.
         self.sandboxes: set[str] = set()
         #: Told, while one is prepared, the function and what is done for it; it must not wait or raise.
@@ -457,8 +458,8 @@ class HandlerRuntime(Runtime):
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
         self._pools.clear()
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._chores.tasks:
+            await asyncio.gather(*self._chores.tasks, return_exceptions=True)
 
     def instances(self) -> dict[str, int]:
         """Return how many instances live, by function, all revisions together."""
@@ -477,7 +478,7 @@ class HandlerRuntime(Runtime):
         if pool is None:
             self._pools = {known: held for known, held in self._pools.items() if not held.over}
             self._in_use = {known: held for known, held in self._in_use.items() if known in (*self._pools, key)}
-            pool = self._pools[key] = _Pool(function, self._start, self._settings, self._spawn)
+            pool = self._pools[key] = _Pool(function, self._start, self._settings, self._chores.begin)
         return pool
 
     def _retire_older(self, serving: _Pool) -> None:
@@ -508,16 +509,6 @@ class HandlerRuntime(Runtime):
         layer = await self._layers.layer(spec.requirements, sandbox, on_line)
         self._in_use[function.name, function.revision] = layer
         return layer
-
-    def _spawn(self, effect: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(effect)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_done)
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _LOG.warning("handler.instance_failed", error=repr(error))
 
 
 class _Pool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from manager.errors import ActionFailed
+from runtimes.chores import end_chores
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.ports import relay
 from runtimes.sandbox.runner.client import SandboxProcess, lost
@@ -96,9 +97,7 @@ class PortTurns:
             try:
                 await asyncio.wait({passing, over}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (passing, over):
-                    task.cancel()
-                await asyncio.gather(passing, over, return_exceptions=True)
+                await end_chores(passing, over)
             if not grip.over.is_set():
                 raise lost("the process that connects to the sandbox's ports has ended")
 

@@ -265,15 +265,7 @@ async def test_an_async_handler_keeps_its_loop_between_invocations(runtime: Hand
 
 
 async def test_instances_are_added_up_to_the_bound_and_idle_ones_end(provider: Provider, function: Function) -> None:
-    idle = asyncio.Event()
-
-    class Watched(HandlerRuntime):
-        def _on_done(self, task: asyncio.Task[None]) -> None:
-            super()._on_done(task)
-            if self.instances() == {"reward": 1}:
-                idle.set()
-
-    runtime = Watched(provider, SETTINGS)
+    runtime = HandlerRuntime(provider, SETTINGS)
     meeting = function(
         """
         import pathlib, time
@@ -300,10 +292,8 @@ async def test_instances_are_added_up_to_the_bound_and_idle_ones_end(provider: P
             await started.acquire()
             await started.acquire()
             assert runtime.instances() == {"reward": 2}
-            idle.clear()
             (meeting.handler.directory / "go").touch()
-        await idle.wait()
-    assert runtime.instances() == {"reward": 1}
+    await until(lambda: runtime.instances() == {"reward": 1})
     await runtime.close()
 
 
