@@ -5,6 +5,7 @@ Constants were chosen on seeds 1 to 3; the figures are medians over other seeds.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,14 +14,17 @@ from bench.paper.simulated import (
     SEEDS,
     Contender,
     Row,
+    bound_s,
     named,
     shown,
     table,
     trajectory_tail_of,
 )
-from bench.report import BenchReport
+from bench.report import BenchReport, median
 from manager.action import UnitSet
 from manager.assembly import STEP_BIAS
+from manager.scheduler.price import cheapest
+from manager.scheduler.rank import shape_of
 from manager.simulation.simulate import Size
 from manager.simulation.simulator import SimulationRun
 from manager.simulation.workloads import (
@@ -119,11 +123,62 @@ def wide_figures(report: BenchReport, seeds: Sequence[int] = SEEDS) -> None:
     rows = table(seeds, with_wide, ONE_NODE, contenders, OVERLOAD_DOPS, apart)
     alone = table(seeds, lambda seed: coding(160, seed), ONE_NODE, contenders, OVERLOAD_DOPS)
     report.figure("wide_rigid", shown({**rows, **{f"{name}, without it": row for name, row in alone.items()}}))
+    ideal = [(work, ideal_act_s(work, ONE_NODE.cores)) for work in (coding(160, seed) for seed in seeds)]
+    report.figure("midload_ideal_over_bound", median([act_s / bound_s(work, ONE_NODE) for work, act_s in ideal]))
     paper_s = min(rows[name]["wide_wait"] for name in PAPERS)
     report.check("wide_over_paper", rows[ADAPTIVE]["wide_wait"] / paper_s, 1.2, "lower")
     report.check("midload_over_bound", alone[ADAPTIVE]["over_bound"], 1.3, "lower")
     report.check("wide_rigid_act_ratio", rows[ADAPTIVE]["others"] / alone[ADAPTIVE]["mean"], 1.3, "lower")
     report.check("wide_rigid_wait_over_fcfs", rows[ADAPTIVE]["wide_wait"] / rows[FCFS]["wide_wait"], 1.5, "lower")
+
+
+#: Seconds between two looks of the ideal, and its price of a unit for each suite a unit.
+LOOK_S, IDEAL_PRICE = 0.1, 2.0
+
+
+def ideal_act_s(workload: Workload, cores: int) -> float:
+    """Return the mean ACT of coding if suites could be stopped and resized at any instant, and workers cost nothing.
+
+    Commands never wait. Of the suites the one with the least work left goes first, each at its cheapest width, and
+    what is left over goes in the same order. No policy of ours could do as much: whoever runs holds a core here.
+    """
+    ready = [(one.arrival_s + one.steps[0].think_s, 0, number) for number, one in enumerate(workload.trajectories)]
+    heapq.heapify(ready)
+    left_s: dict[int, float] = {}
+    commands_end_s: list[float] = []
+    total_s, now_s = 0.0, 0.0
+    while ready or left_s:
+        while ready and ready[0][0] <= now_s:
+            at_s, step, number = heapq.heappop(ready)
+            steps = workload.trajectories[number].steps
+            if step == len(steps) - 1:
+                left_s[number] = steps[step].t_ori_s
+                total_s += now_s - at_s
+                continue
+            seconds = steps[step].t_ori_s
+            total_s += seconds
+            heapq.heappush(commands_end_s, at_s + seconds)
+            heapq.heappush(ready, (at_s + seconds + steps[step + 1].think_s, step + 1, number))
+        while commands_end_s and commands_end_s[0] <= now_s:
+            heapq.heappop(commands_end_s)
+        free, price = cores - len(commands_end_s), IDEAL_PRICE * len(left_s) / cores
+        shares: dict[int, int] = {}
+        for number in sorted(left_s, key=left_s.__getitem__):
+            suite = workload.trajectories[number].steps[-1]
+            wide, _ = cheapest(shape_of(suite.cost["cpu"], suite.elasticity), 1.0, price, suite.cost["cpu"].maximum)
+            shares[number] = max(0, min(wide, free))
+            free -= shares[number]
+        for number, share in shares.items():
+            suite = workload.trajectories[number].steps[-1]
+            units = min(suite.cost["cpu"].maximum, share + max(0, free))
+            free -= units - share
+            total_s += LOOK_S
+            if units and suite.elasticity is not None:
+                left_s[number] -= LOOK_S * units * suite.elasticity.efficiency(units)
+            if left_s[number] <= 0:
+                del left_s[number]
+        now_s += LOOK_S
+    return total_s / len(workload.trajectories)
 
 
 def _once(name: str, arrival_s: float, cost: Mapping[str, UnitSet], seconds: float) -> TracedTrajectory:

@@ -38,6 +38,8 @@ CITED: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         lambda: [cuda()["large"]["figures"]["restore_and_bind_s"]],
     ),
     ("docs/PAPER.md", r"two cores \((\d+) s, 2026-", lambda: [figure("paper", "wall_s")]),
+    ("docs/PAPER.md", r"`adaptive` takes ([\d.]+) times", lambda: [figure("paper", "midload_over_bound")]),
+    ("docs/PAPER.md", r"An ideal takes ([\d.]+) times", lambda: [figure("paper", "midload_ideal_over_bound")]),
     (
         "docs/SANDBOXES.md",
         r"took ([\d.]+) times as long in fresh process sandboxes, and ([\d.]+) times in containers",
