@@ -298,6 +298,7 @@ class App:
             engine=self.engine,
             functions=self.registry,
             sessions=self.runtimes.environments.sessions,
+            is_crowded=lambda: self.admission.queued > 0,
             address=address.rstrip("/"),
         )
 

@@ -393,11 +393,12 @@ class PortLink:
             if self._outgoing:
                 continue
             owed = max((each.owed_until_s for each in self.connections.values() if each.is_owed), default=0.0)
-            until_s = max(owed, self._quiet_since_s + settings.linger_s)
+            linger_s = min(settings.linger_s, WORK_STEP_S) if self._ports.is_crowded() else settings.linger_s
+            until_s = max(owed, self._quiet_since_s + linger_s)
             if now() >= until_s:
                 if now() >= heard_s + settings.answer_s or not await self._is_at_work(session, reading):
                     return
-                self._quiet_since_s = max(self._quiet_since_s, now() - settings.linger_s + WORK_STEP_S)
+                self._quiet_since_s = max(self._quiet_since_s, now() - linger_s + WORK_STEP_S)
                 continue
             try:
                 async with asyncio.timeout(min(until_s, began_s + bound_s) - now()):
@@ -490,6 +491,8 @@ class TrajectoryPorts:
     engine: Engine
     functions: Registry
     sessions: SessionTable
+    #: Whether others wait, who could have the cores that linger.
+    is_crowded: Callable[[], bool]
     #: The listener's address as it is told to callers, ``http://HOST:PORT``; empty if there is no listener.
     address: str = ""
     _links: dict[tuple[str, str], PortLink] = field(default_factory=dict)
