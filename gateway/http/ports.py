@@ -56,8 +56,10 @@ HOP_BY_HOP = frozenset(
 )
 #: What the server has no business to know: how we are reached holds the capability.
 UNTOLD = frozenset(b"host expect referer forwarded x-forwarded-for x-forwarded-host x-forwarded-proto".split())
-#: What an answer would say of this host as a whole, or of paths beside its own.
-UNHEARD = frozenset(b"alt-svc strict-transport-security clear-site-data service-worker-allowed public-key-pins".split())
+#: What an answer would say of this host as a whole, or of paths beside its own; and the date, which the listener tells.
+UNHEARD = frozenset(
+    b"alt-svc strict-transport-security clear-site-data service-worker-allowed public-key-pins date".split()
+)
 #: How the cookies of the gateway's page begin (`gateway.http.app.cookie_name`).
 OWN_COOKIES = b"tangram-"
 RAW_OPEN_S = 1.0

@@ -304,12 +304,13 @@ async def test_hostile_answers(tmp_path: Path) -> None:
             b"Set-Cookie: own=1; Domain=example.org; path=/; HttpOnly\r\n"
             b'Location: /elsewhere\r\nAlt-Svc: h2="evil:1"\r\nStrict-Transport-Security: max-age=1\r\n'
             b'Clear-Site-Data: "*"\r\nService-Worker-Allowed: /\r\nKeep-Alive: timeout=9\r\n'
-            b"Connection: x-hop\r\nX-Hop: 1\r\n\r\nok"
+            b"Date: Thu, 01 Jan 1970 00:00:00 GMT\r\nConnection: x-hop\r\nX-Hop: 1\r\n\r\nok"
         )
         got = await answer_to(there, 8100, head + wanted)
         base = got.request.url.path.rstrip("/")
         assert (got.status_code, got.text) == (302, "ok")
         assert got.headers.get_list("set-cookie") == [f"own=1; HttpOnly; Path={base}/"]
+        assert len(got.headers.get_list("date")) == 1
         assert got.headers["location"] == f"{base}/elsewhere"
         assert got.headers["referrer-policy"] == "no-referrer"
         names = {"alt-svc", "strict-transport-security", "clear-site-data", "service-worker-allowed", "x-hop"}
