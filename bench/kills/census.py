@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench.private_docker import PrivateDocker
 from runtimes.sandbox.environments import TRAJECTORY
+from runtimes.sandbox.process import end_left
 from runtimes.sandbox.sandbox import descendants
 from runtimes.sandbox.spec import SandboxRecord
 
@@ -98,7 +99,9 @@ class Census:
         return False
 
     def sweep(self) -> None:
-        """End the processes that are left, so that a bench that found some leaves none itself."""
+        """End the processes and groups that are left, so that a bench that found some leaves none itself."""
+        for root in {place.parent for place in self._sandboxes()}:
+            end_left(root)
         ours = set(self._processes())
         for pid in (*ours, *descendants(ours)):
             with suppress(ProcessLookupError):
