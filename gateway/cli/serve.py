@@ -64,6 +64,12 @@ def tell_missing_image(config: GatewayConfig) -> None:
         click.echo(f"the base image {image} is missing: run `{base_image.remedy(image)}`", err=True)
 
 
+def tell_no_function(config: GatewayConfig) -> None:
+    """Say so where nothing can be called."""
+    if not config.functions:
+        say("no function is served: these files have none; without PATHS, tangram.yaml and functions/ are read")
+
+
 @click.command()
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default=Path())
 @json_option
@@ -270,8 +276,7 @@ def _serve(paths: tuple[Path, ...], log_level: str, log_format: str, weaker_isol
     config = replace(config, sandbox=replace(config.sandbox, provider=provider))
     if served == (NONE,):
         tell_missing_image(config)
-    if not config.functions:
-        say("no function is served: these files have none; without PATHS, tangram.yaml and functions/ are read")
+    tell_no_function(config)
 
     async def run() -> None:
         async with app.gateway(config, paths=served, env=os.environ) as running:

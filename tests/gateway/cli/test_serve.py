@@ -84,10 +84,11 @@ def test_where_there_is_no_configuration_shell_and_pytest_are_served(
     assert serve.chosen([tmp_path]) == (tmp_path,)
 
 
-def test_who_serves_no_function_is_told(tangram: Tangram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.app.gateway", lambda *_, **__: sys.exit(0))
-    assert "no function is served" in tangram("serve", written(tmp_path, functions={}))[2]
-    assert "no function is served" not in tangram("serve", written(tmp_path))[2]
+def test_who_serves_no_function_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serve.tell_no_function(load([Path(written(tmp_path))], {}))
+    assert capsys.readouterr().err == ""
+    serve.tell_no_function(load([Path(written(tmp_path, functions={}))], {}))
+    assert "no function is served" in capsys.readouterr().err
 
 
 def test_doctor_finds_what_is_there(tangram: Tangram, tmp_path: Path) -> None:
