@@ -64,12 +64,18 @@ logger = structlog.get_logger("gateway.http")
 
 
 class NamedStatuses(H11Protocol):
-    """HTTP/1.1 whose status lines carry a reason phrase: there are clients that read no other."""
+    """HTTP/1.1 whose status lines carry a reason phrase: there are clients that read no other.
+
+    An answer that comes before its request has ended closes the connection, and says so: else the client sends its
+    next request into the close.
+    """
 
     async def _send_h11_event(self, event: H11SendableEvent) -> None:
         if isinstance(event, h11.Response | h11.InformationalResponse) and not event.reason:
-            phrase = PHRASES.get(event.status_code, b"Unknown")
-            event = type(event)(status_code=event.status_code, headers=event.headers, reason=phrase)
+            phrase, headers = PHRASES.get(event.status_code, b"Unknown"), list(event.headers.raw_items())
+            if isinstance(event, h11.Response) and self.connection.their_state is h11.SEND_BODY:
+                headers.append((b"connection", b"close"))
+            event = type(event)(status_code=event.status_code, headers=headers, reason=phrase)
         await super()._send_h11_event(event)
 
 

@@ -59,6 +59,19 @@ async def post(gateway: RunningGateway, body: bytes, query: str = "") -> tuple[i
     return answer.status_code, answer.json()
 
 
+async def test_an_answer_before_the_end_of_its_request_says_that_the_connection_closes(
+    gateway: RunningGateway,
+) -> None:
+    """Else the client sends its next request into the close."""
+    for path in ("/no/such", "/v1/functions/nobody/invocations?no=1"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.app.http_port)
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n\r\n".encode())
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"connection: close" in head.lower(), head
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_what_is_no_json_object_is_refused_before_any_work(gateway: RunningGateway) -> None:
     for body in [
         b"   ",
