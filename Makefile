@@ -102,7 +102,7 @@ bench-quick: setup
 # Real clients from the registry, each in an environment of its own (.cache/ecosystem), against the doors.
 # What has not begun in time is left out and named at the end.
 ecosystem: setup
-	$(PYTHON) -m pytest -q -rs --begin-within 480 -m "not far" tests/ecosystem
+	$(PYTHON) -m pytest -q -rs --begin-within 440 -m "not far" tests/ecosystem
 
 # Also those that take minutes to install or to run.
 ecosystem-all: setup

@@ -32,7 +32,7 @@ RUNS: dict[tuple[str, ...], set[str]] = {
         "new_trajectory_over_json",
     },
     ("paper",): {"figures_played", "wall_s"},
-    ("gateway",): {
+    ("gateway", "--only", "latencies,processor,stream"): {  # its peer would be installed
         "exec_overhead_p50_ms",
         "handler_overhead_p50_ms",
         "grpc_overhead_p50_ms",
