@@ -159,7 +159,7 @@ async def end_and_start(world: KillWorld, victim: str, random_: random.Random) -
     how = notice if random_.random() < NOTICE else signal.SIGKILL
     down_s = random_.uniform(*DOWN_S)
     status = await server.end(how)
-    if how is notice:
+    if how is notice and (server is world.gateway or status != -notice):  # a daemon that had not begun yet just ends
         world.history.exits.append(status)
     await asyncio.sleep(down_s)
     await server.start()
