@@ -109,6 +109,8 @@ class GatewayService(GatewayBase):
     async def Cancel(self, stream: Stream[pb.CancelRequest, pb.Invocation]) -> None:  # noqa: N802
         invocation = await self._invocations.cancel((await read_request(stream)).id)
         await invocation.has_ended(CANCEL_WAIT_S)
+        if invocation.refusal is not None and not invocation.record.terminal:
+            raise invocation.refusal
         await stream.send_message(self._shown(invocation.record))
 
     async def TailLogs(self, stream: Stream[pb.TailLogsRequest, pb.LogRecord]) -> None:  # noqa: N802

@@ -234,10 +234,15 @@ class HttpOperations:
         problems=(404, 409),
     )
     async def cancel_invocation(self, id: InvocationId) -> Response:
-        """Cancel an invocation; 409 when it has ended already."""
+        """Cancel an invocation; 409 when it has ended already.
+
+        503 where the gateway ends before that is done: the next one has the invocation, and knows of no cancel.
+        """
         invocation = await self._invocations.cancel(id)
-        done = await invocation.has_ended(CANCEL_WAIT_S)
-        return self._shown(invocation, 200 if done else 202)
+        await invocation.has_ended(CANCEL_WAIT_S)
+        if invocation.refusal is not None and not invocation.record.terminal:
+            raise invocation.refusal
+        return self._shown(invocation)
 
     @operation(
         "POST /v1/invocations:batch",

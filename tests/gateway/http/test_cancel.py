@@ -13,7 +13,7 @@ import pytest
 
 from gateway.invocations.invocations import LiveInvocation
 from manager.action import State, UnitSet
-from manager.errors import Reason
+from manager.errors import Draining, Reason
 from manager.events import NodeLost
 from manager.function import RetrySpec
 from manager.resources.pools import ConcurrencySpec, QuotaSpec
@@ -113,6 +113,27 @@ async def at_rest(gateway: RunningGateway) -> None:
         if line.startswith(("tangram_invocations_queued{", "tangram_invocations_running{", "tangram_living ")):
             assert line.endswith(" 0.0"), line
     assert (gateway.app.admission.queued, gateway.app.held.bytes) == (0, 0)
+
+
+async def test_a_cancel_that_a_gateway_does_not_live_to_see_is_to_be_sent_again(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next gateway has the invocation, and knows of no cancel."""
+    accepted = (await gateway.invoke({"held": True}, mode="async")).json()
+    await gateway.executing(accepted["id"])
+    asked = asyncio.Event()
+
+    def stop(*_: object) -> bool:
+        asked.set()
+        return True
+
+    monkeypatch.setattr(gateway.app.invocations, "stop", stop)
+    answer = asyncio.create_task(gateway.http.post(f"/v1/invocations/{accepted['id']}/cancel"))
+    await asked.wait()
+    (invocation,) = gateway.app.invocations.living
+    invocation.leave_behind(Draining("the next one goes on with the call", retry_after_s=1.0))
+    assert ((await answer).status_code, answer.result().headers["retry-after"]) == (503, "1")
+    gateway.runtime.finish(accepted["id"])
 
 
 @pytest.mark.promise("An invocation that is reported as cancelled has ended.")
