@@ -36,18 +36,21 @@ class KilledGateway(ServerProcess):
         handler: str,
     ) -> None:
         """``config`` is a template with directory, port, listen, provider, image, upstream; ``handler`` its module."""
-        directory.chmod(0o755)  # the sandbox's user reads the handler in it
-        (directory / "tmp").mkdir()
-        (directory / "handler.py").write_text(handler)
+        served = directory / "served"  # nothing but the handler, whose directory is copied to the nodes
+        for place in (served, directory / "tmp"):
+            place.mkdir()
+        for place in (directory, served):
+            place.chmod(0o755)  # the sandbox's user reads the handler in it
+        (served / "handler.py").write_text(handler)
         port, self.listen = free_port(), f"127.0.0.1:{free_port()}"
         text = config.format(
             directory=directory, port=port, listen=self.listen, provider=provider, image=IMAGE, upstream=upstream
         )
-        (directory / "tangram.yaml").write_text(text)
+        (served / "tangram.yaml").write_text(text)
         own = {"TMPDIR": str(directory / "tmp"), MARKER: directory.name}
         super().__init__(
             GATEWAY,
-            str(directory / "tangram.yaml"),
+            str(served / "tangram.yaml"),
             environment={**environment, **own},
             log=directory / "gateway.log",
         )
