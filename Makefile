@@ -80,7 +80,7 @@ attacks: setup
 # The page in a real browser.
 browser:
 	@scripts/setup --with chromium --with fonts-dejavu-core
-	$(RUN) --begin-within 180 -m browser $(APART:%=--ignore %)
+	$(RUN) --timeout 120 --begin-within 150 -m browser $(APART:%=--ignore %)
 
 # Seeded worlds: make sim SEEDS=100000, or others by SIM_FIRST=5000; make sim SEED=7 tells the shortest history of one
 sim: setup

@@ -583,6 +583,8 @@ async def test_a_cut_and_a_restart_are_told_to_each_tab(tmp_path: Path, tabs: Sh
         port = gateway.app.http_port
         one, two = await tabs.open(gateway), await tabs.open(gateway)
         await viewers(gateway, 1)
+        for tab in (one, two):
+            await tab.says("#livetext", "live")
     for tab in (one, two):
         await tab.says("#banner", "Connection lost")
     async with serving(bench(tmp_path, port=port)) as gateway:
