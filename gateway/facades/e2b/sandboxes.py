@@ -306,7 +306,8 @@ class SandboxManager:
             sandbox.timer = loop.call_later(left_s, lambda: self._chores.begin(self._expire(sandbox)))
 
     async def _expire(self, sandbox: E2bSandbox) -> None:
-        if sandbox.record.end_s > self._api.wall():
+        if sandbox.record.end_s > self._api.wall():  # a loop's timer may be a little early, and the end was moved on
+            self._arm(sandbox, sandbox.record.end_s)
             return
         if sandbox.record.auto_pause:
             await self.pause(sandbox)
