@@ -150,8 +150,12 @@ class TrajectoryLifecycle:
             raise crowded
 
     async def end(self, trajectory: str) -> bool:
-        """Cancel its actions, remove its environment, give its memory back; return False if there is none."""
+        """Cancel its actions, remove its environment, give its memory back; return False if there is none.
+
+        Whoever ends it a second time waits for the first, too.
+        """
         if self._core.state.trajectories.get(trajectory) is None:
+            await self.until_removed(trajectory)
             return False
         self._feed([TrajectoryEnded(trajectory=trajectory)])
         await self.until_ended(trajectory)

@@ -187,6 +187,28 @@ async def test_memory_that_never_comes_is_a_typed_error(rig: EngineRig) -> None:
         await rig.engine.open_trajectory("v", "default", replace(large, sandbox=SandboxSpec(memory_bytes=10**9)))
 
 
+async def test_who_ends_a_trajectory_that_is_being_removed_waits_until_it_is_gone(
+    rig: EngineRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what its sandbox uses, such as the snapshot that it began with, is used still when it is said to be gone."""
+    removed, end = asyncio.Event(), rig.runtime.end_trajectory
+
+    async def slow(trajectory: str) -> None:
+        await removed.wait()
+        await end(trajectory)
+
+    monkeypatch.setattr(rig.runtime, "end_trajectory", slow)
+    await rig.engine.open_trajectory("t", "default", FUNCTION)
+    ends = [asyncio.create_task(rig.engine.end_trajectory("t")) for _ in range(2)]
+    await asyncio.sleep(0)
+    late = asyncio.create_task(rig.engine.end_trajectory("t"))
+    await asyncio.sleep(0)
+    early = [each.done() for each in (*ends, late)]
+    removed.set()
+    assert not await late and await ends[0]
+    assert not any(early)
+
+
 async def test_who_opens_stands_in_the_queue_with_task_cause_and_turn(rig: EngineRig) -> None:
     large = replace(FUNCTION, sandbox=SandboxSpec(memory_bytes=900))
     await rig.engine.open_trajectory("t", "default", FUNCTION)
