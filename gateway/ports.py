@@ -113,8 +113,12 @@ class PortGrants:
         """End those of a trajectory; idempotent."""
         self._forget(grant for grant in self._grants.values() if grant.trajectory == trajectory)
 
+    def left_s(self, until_s: float) -> float:
+        """Return the seconds until a time of the day."""
+        return until_s - self._wall()
+
     def _is_over(self, grant: PortGrant) -> bool:
-        return grant.until_s is not None and grant.until_s <= self._wall()
+        return grant.until_s is not None and self.left_s(grant.until_s) <= 0
 
     def _forget(self, grants: Iterable[PortGrant]) -> None:
         over = list(grants)
@@ -152,6 +156,7 @@ class PortConnection:
         self._error: CodedError | None = None
         self._changed = asyncio.Event()
         self._writing = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_owed(self) -> bool:
@@ -207,10 +212,19 @@ class PortConnection:
         if self._error is None:
             self._link.send(wire.END, self)
 
+    def end_in(self, left_s: float) -> None:
+        """Withdraw it when its grant is over."""
+        error = NotFound("the time of the port is over", component=COMPONENT)
+        self._timer = asyncio.get_running_loop().call_later(left_s, self.withdraw, error)
+
     def close(self) -> None:
         """Give it up; idempotent. The server hears of it when it runs again."""
+        self.withdraw(PortFailed("the connection is closed", component=COMPONENT))
+
+    def withdraw(self, error: CodedError) -> None:
+        """Give it up because of an error; idempotent."""
         if self._error is None:
-            self.fail(PortFailed("the connection is closed", component=COMPONENT))
+            self.fail(error)
             self._link.forget(self)
 
     # --- the link's side
@@ -237,6 +251,8 @@ class PortConnection:
     def fail(self, error: CodedError) -> None:
         """It is over: what came is still read."""
         self._error = self._error or error
+        if self._timer is not None:
+            self._timer.cancel()
         self.paid()
         self._changed.set()
 
@@ -526,7 +542,10 @@ class TrajectoryPorts:
         if len(link.connections) >= self.settings.connections_max:
             message = f"{len(link.connections)} connections to this trajectory (server.ports.connections_max)"
             raise CapacityExceeded(message, component=COMPONENT, retry_after_s=1.0)
-        return link.connect(grant)
+        connection = link.connect(grant)
+        if grant.until_s is not None:
+            connection.end_in(self.grants.left_s(grant.until_s))
+        return connection
 
     def withdraw(self, trajectory: str, id: str) -> None:
         """End a grant, and its connections; raises NotFound."""
@@ -535,8 +554,7 @@ class TrajectoryPorts:
         for (name, _), link in self._links.items():
             for connection in [each for each in link.connections.values() if name == trajectory]:
                 if connection.grant.id == id:
-                    link.forget(connection)
-                    connection.fail(error)
+                    connection.withdraw(error)
 
     def ended(self, trajectory: str) -> None:
         """A trajectory has ended, and with it its grants and connections."""

@@ -54,13 +54,21 @@ def port_forward(client: Client, trajectory: str, ports: tuple[int, int], functi
 
 
 async def _forward(url: str, trust: ssl.SSLContext | None, local: int) -> None:
-    async def connected_to(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await carry(url, trust, reader, writer)
         except OSError as error:
             say(f"a connection has ended: {error}")
         finally:
             writer.close()
+
+    leading = set[asyncio.Task[None]]()
+
+    def connected_to(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of our own: of one that is cancelled by Ctrl-C asyncio's streams print a traceback.
+        task = asyncio.get_running_loop().create_task(lead(reader, writer))
+        leading.add(task)
+        task.add_done_callback(leading.discard)
 
     server = await asyncio.start_server(connected_to, "127.0.0.1", local)
     say(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")

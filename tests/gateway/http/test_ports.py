@@ -524,6 +524,10 @@ async def test_connections_end_with_their_trajectory_and_their_grant(tmp_path: P
             await there.running.http.delete(f"/v1/trajectories/t1/ports/{opened['id']}")
             with pytest.raises(ConnectionClosed):
                 await first.recv()
+        timed = await there.open(8001, ttl_s=1)
+        async with socket_at(timed["url"].replace("http", "ws", 1)) as socket, asyncio.timeout(DEADLINE_S):
+            with pytest.raises(ConnectionClosed):
+                await socket.recv()
         async with socket_to(there, 8001) as socket:
             await there.running.http.delete("/v1/trajectories/t1")
             with pytest.raises(ConnectionClosed):
