@@ -201,10 +201,10 @@ class _PhaseWatch:
         if self._loop.time() < self._due_s:
             self._set(self._due_s)
         elif not self.over.done():
-            self.missed = self._story()
+            self.missed = self._overrun()
             self.over.set_result(None)
 
-    def _story(self) -> str:
+    def _overrun(self) -> str:
         if self._execution.ended_s is not None:
             return f"its runtime did not return within {self._deadlines.finish_s:g} s of its end"
         if self._execution.began_s is not None:

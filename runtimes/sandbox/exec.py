@@ -60,7 +60,7 @@ class SessionInput(TypedDict, total=False):
     terminal: Annotated[bool, Meta(description="A terminal of its own; else three pipes")]
     rows: Annotated[int, Meta(ge=1, le=1000, description="Rows of the terminal; 24 by default")]
     columns: Annotated[int, Meta(ge=1, le=1000, description="Columns of the terminal; 80 by default")]
-    ports: Annotated[str, Meta(description="No command: the gateway of this name speaks to the sandbox's ports")]
+    ports: Annotated[str, Meta(description="Connect the gateway of this name to the sandbox's ports; no command")]
 
 
 class ExecInput(TypedDict, total=False):

@@ -272,7 +272,7 @@ def _kill_tree(pid: int) -> None:
         for each in stopped:
             with suppress(OSError):
                 os.kill(each, signal.SIGKILL)
-        stopped = {each for each in stopped if _state(each) not in ("", "Z")}
+        stopped = {each for each in stopped if state_of(each) not in ("", "Z")}
         if not stopped:
             return
         time.sleep(0.005)
@@ -292,7 +292,8 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
+    """Return the kernel's letter for what a process does; empty if there is none."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 

@@ -37,7 +37,7 @@ from runtimes.sandbox import process as process_sandboxes
 from runtimes.sandbox.command import Command
 from runtimes.sandbox.disk import DiskSettings
 from runtimes.sandbox.environments import Environments
-from runtimes.sandbox.process import HostSupport, ProcessProvider, inside, require_shown, shown_places
+from runtimes.sandbox.process import HostSupport, ProcessProvider, inside, require_shown, shown_places, state_of
 from runtimes.sandbox.provider import ProviderSettings, make_provider
 from runtimes.sandbox.runner.client import unmade
 from runtimes.sandbox.runner.runner import DEFAULT_PATH
@@ -493,5 +493,5 @@ async def test_a_process_that_no_record_knows_ends_with_the_next_gateway(
         await asyncio.sleep(0.01)
     provider = make_provider(ProviderSettings(kind=kind, plain_as_root=True, state_dir=state_dir))
     assert await provider.adopt() == []
-    assert not {pid for pid in (*tree, *pids(started)) if process_sandboxes._state(pid) not in ("", "Z")}
+    assert not {pid for pid in (*tree, *pids(started)) if state_of(pid) not in ("", "Z")}
     await provider.close()

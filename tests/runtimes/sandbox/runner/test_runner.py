@@ -25,7 +25,7 @@ from bench.runner import KNOWN_FAULTS, fuzz
 from manager.errors import ActionFailed, CapacityExceeded, InvalidInput, Reason
 from manager.function import SandboxSpec
 from runtimes.sandbox.command import Command, CommandResult, FileContent
-from runtimes.sandbox.process import _state as process_state
+from runtimes.sandbox.process import state_of
 from runtimes.sandbox.runner import client as packing
 from runtimes.sandbox.runner import runner as wire
 from runtimes.sandbox.runner.client import (
@@ -318,7 +318,7 @@ async def test_a_stranger_inside_neither_hears_nor_ends_it(box: Box, token: str 
 def children(box: Box) -> list[str]:
     """The runner's children that live: of what has ended, one may not be reaped yet."""
     found = Path(f"/proc/{box.process.pid}/task/{box.process.pid}/children").read_text().split()
-    return [pid for pid in found if process_state(int(pid)) not in ("", "Z")]
+    return [pid for pid in found if state_of(int(pid)) not in ("", "Z")]
 
 
 # --- sessions
